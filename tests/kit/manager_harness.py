@@ -9,8 +9,9 @@ from typing import Any, cast
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
+from kvoffd_client.vllm.connector_metadata import ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
-from kvoffd_client.vllm.manager import ChunkGroup, KvoffdManager
+from kvoffd_client.vllm.manager import KvoffdManager
 
 from .clock import Clock
 from .vllm_fakes import FakeSchedulerClient, block_hash, key
@@ -28,11 +29,10 @@ class ManagerHarness:
 
     def __init__(
         self,
-        groups: tuple[ChunkGroup, ...] = (ChunkGroup(0, 1, CHUNK_TOKENS, SHARD_BYTES),),
+        groups: tuple[ChunkGroup, ...] = (ChunkGroup(0, 1, CHUNK_TOKENS),),
         *,
         do_no_harm: bool = True,
         disk_wait_s: float = 1.0,
-        config_info: dict[str, str | float] | None = None,
     ) -> None:
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
@@ -44,8 +44,8 @@ class ManagerHarness:
             deadline_s=0.1,
             disk_wait_s=disk_wait_s,
             do_no_harm=do_no_harm,
-            config_info=config_info,
         )
+        self.manager.begin_engine(shard_bytes=[SHARD_BYTES] * len(groups), most_running=1, largest_chunk=256)
         self.prefill = self.manager._harm.prefill
         self.report("weights")
 

@@ -16,7 +16,8 @@ from vllm.v1.kv_offload.base import make_offload_key
 
 from kvoffd_client import NamespaceSpec, SchedulerClient, SharedMemory
 from kvoffd_client.session import Closing
-from kvoffd_client.vllm.block_tokens import EventGroup, HostBlockEvents
+from kvoffd_client.vllm.block_tokens import HostBlockEvents
+from kvoffd_client.vllm.connector_metadata import ChunkGroup
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_ports
@@ -70,7 +71,7 @@ class StreamEngine(Closing):
             client.open_namespace(SPACE.fingerprint, label=SPACE.label)
         self._registration = self.worker.register(self.memory, PAGE, namespace=SPACE.fingerprint)
         self.client = SchedulerClient(daemon.directory, SPACE, subscribe_events=True)
-        self._host = HostBlockEvents({0: EventGroup(0, BLOCK_TOKENS, "full_attention")})
+        self._host = HostBlockEvents({0: ChunkGroup(0, 1, BLOCK_TOKENS)}, {0: "full_attention"})
         self.port, self.replay_port = free_ports(2)
         self._publisher = ZmqEventPublisher(0, f"tcp://*:{self.port}", f"tcp://*:{self.replay_port}")
         self.published = Published()

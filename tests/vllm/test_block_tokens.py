@@ -107,7 +107,7 @@ class Rig:
 
     def __init__(self, connector: KvoffdConnector) -> None:
         assert connector._manager.events is not None
-        self.host = HostBlockEvents(connector._manager.events.groups)
+        self.host = HostBlockEvents(connector._manager.events.groups, {0: "full_attention"})
         self.client = self
         self.request = request_of()
         self.hashes = self.request.block_hashes

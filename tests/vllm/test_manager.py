@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _c
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffd_client.vllm.connector_metadata import FailedJob
+from kvoffd_client.vllm.connector_metadata import ChunkGroup, FailedJob
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
     DEFERRED_STORES,
@@ -115,6 +115,22 @@ def test_beyond_the_credit_a_store_is_put_off_and_counted() -> None:
     assert harness.manager.prepare_store(KEYS[2:], context).keys_to_store == KEYS[2:]
 
 
+def test_store_credit_counts_what_each_group_has() -> None:
+    """A hybrid model's windows are smaller than its full attention."""
+    harness = ManagerHarness((ChunkGroup(0, 1, 1000), ChunkGroup(7, 1, 1000)))
+    harness.manager.begin_engine(shard_bytes=[1000, 10], most_running=1, largest_chunk=256)
+    context = harness.request(ready=set())
+    windows = [key(number, group_id=7) for number in (1, 2)]
+    for one in windows:
+        context.set_offload_key_position(one, 1000)
+    harness.manager.workers_report(30, 0.0)
+    assert harness.manager.prepare_store(windows, context).keys_to_store == windows
+    assert harness.manager.prepare_store(KEYS[:1], context).keys_to_store == KEYS[:1]
+    assert harness.manager.prepare_store(KEYS[1:], context) is None
+    harness.manager.complete_store(KEYS[:1], context)
+    assert harness.manager.prepare_store(KEYS[1:], context).keys_to_store == KEYS[1:]
+
+
 def test_a_request_that_has_ended_may_pass_the_credit_to_twice_of_it() -> None:
     """vLLM does not offer the end of its prompt again; beyond that the daemon refuses stores."""
     for credit, stored in ((1000, KEYS[2:]), (500, None)):
@@ -193,7 +209,7 @@ def test_blocks_that_other_weights_may_have_computed_are_not_stored() -> None:
 
 def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
     producer = ManagerHarness()
-    producer.manager.begin_engine(loads=False, stores=True, most_running=1, largest_chunk=64)
+    producer.manager.loads = False
     context = producer.request()
     assert producer.client.asked == []
     assert producer.results(context) == [LookupResult.MISS] * 3
@@ -201,7 +217,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
     assert stored is not None
     assert stored.keys_to_store == KEYS
     consumer = ManagerHarness()
-    consumer.manager.begin_engine(loads=True, stores=False, most_running=1, largest_chunk=64)
+    consumer.manager.stores = False
     context = consumer.request(ready=HASHES)
     assert consumer.results(context) == [LookupResult.HIT] * 3
     stored = consumer.manager.prepare_store([key(9)], context)

@@ -60,7 +60,7 @@ def connector(model: Path, tmp_path: Path, client: Any, groups: list[KVCacheGrou
     """A scheduler's connector that stores whatever is offered and looks nothing up."""
     config = make_config(model, {"directory": str(tmp_path)})
     built = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config(*groups))
-    built._manager.begin_engine(loads=False, stores=True, most_running=1, largest_chunk=2048)
+    built._manager.loads = False
     built._manager.namespace.client, built._manager.namespace.current = client, NamespaceSpec.named("model")
     yield built
     built.shutdown()
@@ -131,7 +131,7 @@ def test_a_store_ends_before_another_connector_loads_into_its_blocks(connector: 
 
 def load(connector: KvoffdConnector, client: Any) -> tuple[Any, int]:
     """A request whose three blocks are there, and its load's job."""
-    connector._manager.begin_engine(loads=True, stores=True, most_running=1, largest_chunk=2048)
+    connector._manager.loads = True
     request = new_request(connector, [])
     client.answer(set(request.block_hashes))
     assert connector.get_num_new_matched_tokens(request, 0) == (96, True)
@@ -161,7 +161,7 @@ def test_blocks_are_stored_that_are_recomputed_since_their_load_failed_and_none_
 
 
 def test_an_engine_that_has_all_of_a_prompt_loads_no_last_block(connector: KvoffdConnector, client: Any) -> None:
-    connector._manager.begin_engine(loads=True, stores=True, most_running=1, largest_chunk=2048)
+    connector._manager.loads = True
     request = new_request(connector, [])
     request._all_token_ids = request._all_token_ids[:96]
     client.answer(set(request.block_hashes))

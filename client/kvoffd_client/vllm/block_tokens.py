@@ -5,14 +5,13 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import AllBlocksCleared as AllEngineBlocksCleared
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_proto.events import MEDIUM_CPU, MEDIUM_STORAGE, AllBlocksCleared, KvEvent
 from kvoffd_proto.events import BlockStored as DaemonStored
@@ -22,24 +21,6 @@ MAX_KNOWN = 131_072
 """Blocks of which the tokens are kept, some 40 MiB: a block on a disk is published with those that its store told."""
 MAX_BLOCKS_PER_STEP = 1024
 """Blocks of the daemon's events that one step publishes; the rest waits, so that the scheduler is not held up."""
-
-
-@dataclass(frozen=True)
-class EventGroup:
-    """A KV cache group of full attention: a prefix of a prompt is of use there. Of windows and states only the end is,
-    which no router looks for, so nothing is published of their groups.
-
-    Attributes:
-        kind: vLLM's word for what it caches.
-    """
-
-    group_id: int
-    tokens_per_chunk: int
-    kind: str
-
-    @property
-    def suffix(self) -> bytes:
-        return self.group_id.to_bytes(GROUP_ID_BYTES, "big")
 
 
 class BlockTokens(NamedTuple):
@@ -79,11 +60,14 @@ class HostBlockEvents:
     vLLM's ``AllBlocksCleared`` means the engine's own cache as well, so what goes at once is removed by name.
 
     Args:
-        groups: those of full attention, by index on the wire.
+        groups: those of full attention, by index on the wire: a prefix of a prompt is of use there. Of windows and
+            states only the end is, which no router looks for, so nothing is published of their groups.
+        kinds: vLLM's word for what each of them caches.
     """
 
-    def __init__(self, groups: Mapping[int, EventGroup]) -> None:
+    def __init__(self, groups: Mapping[int, ChunkGroup], kinds: Mapping[int, str]) -> None:
         self.groups = groups
+        self._kinds = kinds
         self._published: dict[str, dict[bytes, int]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
         """By medium, the keys that routers know of, with the index of their group."""
         self._known: OrderedDict[bytes, BlockTokens] = OrderedDict()
@@ -177,7 +161,7 @@ class HostBlockEvents:
                 medium=medium,
                 lora_name=None,
                 group_idx=group.group_id,
-                kv_cache_spec_kind=group.kind,
+                kv_cache_spec_kind=self._kinds[index],
             )
         )
 

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from importlib import import_module
 from typing import Any
 
 import vllm
@@ -14,9 +13,8 @@ import vllm
 MINIMUM = (0, 32)
 TESTED = ((0, 32), (0, 33))
 """Releases that the engine tests ran with: major and minor number."""
+_TESTED = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
 
-_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
-_OFFLOAD = "vllm.v1.kv_offload.base"
 # The methods that this connector's classes have. A release may ask for fewer, not for others.
 MANAGER_METHODS = frozenset({"lookup", "on_new_request", "prepare_load", "prepare_store"})
 WORKER_METHODS = frozenset({"get_finished", "submit_load", "submit_store", "wait"})
@@ -38,16 +36,15 @@ HAS_DEFECTS_OF_0_32 = release_of(vllm.__version__) == (0, 32)
 def require_vllm() -> None:
     """Raise ImportError where this vLLM is too old, or lacks something that the connector uses; it says what."""
     version = vllm.__version__
-    tested = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
     if (release_of(version) or (0, 0)) < MINIMUM:
         raise ImportError(
             f"kvoffd's vLLM connector needs vLLM {'.'.join(map(str, MINIMUM))} or newer, and this is vLLM {version}. "
-            f"It was tested with vLLM {tested}."
+            f"It was tested with vLLM {_TESTED}."
         )
-    if missing := [name for name, holds in CHECKS.items() if not _holds(holds)]:
+    if missing := _changes():
         raise ImportError(
             f"kvoffd's vLLM connector does not fit vLLM {version}, which has changed: {'; '.join(missing)}. This "
-            f"kvoffd was tested with vLLM {tested}: install one of those, or a newer kvoffd."
+            f"kvoffd was tested with vLLM {_TESTED}: install one of those, or a newer kvoffd."
         )
 
 
@@ -55,9 +52,8 @@ def untested() -> str:
     """Return a sentence where this vLLM is no tested release; an empty string where it is one."""
     if release_of(vllm.__version__) in TESTED:
         return ""
-    tested = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
     return (
-        f"This kvoffd was tested with vLLM {tested}, and this is vLLM {vllm.__version__}, whose interfaces fit. It "
+        f"This kvoffd was tested with vLLM {_TESTED}, and this is vLLM {vllm.__version__}, whose interfaces fit. It "
         "shares blocks with engines of the same vLLM release only."
     )
 
@@ -68,22 +64,6 @@ def check_version(*, strict: bool) -> None:
         raise ValueError(f"kvoffd cannot serve this engine, since strict_version is set. {sentence}")
 
 
-def _holds(check: Callable[[], bool]) -> bool:
-    try:
-        return check()
-    except Exception:  # whatever another release does in place of it
-        return False
-
-
-def _named(name: str, module: str = _OFFLOAD) -> Any:
-    return getattr(import_module(module), name)
-
-
-def _offloading(name: str) -> Any:
-    module = {"OffloadingConnectorWorker": "worker", "OffloadingConnectorScheduler": "scheduler"}.get(name, "common")
-    return _named(name, f"{_CONNECTORS}.offloading.{module}")
-
-
 def _fields(cls: Any) -> set[str]:
     return {item.name for item in dataclasses.fields(cls)}
 
@@ -92,59 +72,77 @@ def _parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def _connector() -> Any:
-    return _named("OffloadingConnector", f"{_CONNECTORS}.offloading_connector")
+def _checks() -> dict[str, Callable[[], bool]]:
+    """What the connector needs of vLLM, by what an error calls it. Raises ImportError where a module has moved."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+    from vllm.v1.kv_offload import base
+
+    def fills_block_lists() -> bool:
+        spec = base.GPULoadStoreSpec([3], [1], [0])
+        return (list(spec.block_ids), list(spec.group_sizes), list(spec.block_indices)) == ([3], [1], [0])
+
+    def tells_positions() -> bool:
+        context = base.ReqContext("request")
+        key = b"key"
+        context.set_offload_key_position(key, 32)
+        return context.get_offload_key_position(key) == 32 and hasattr(context, "load_tier_filter")
+
+    return {
+        "OffloadingManager's methods": lambda: base.OffloadingManager.__abstractmethods__ <= MANAGER_METHODS,
+        "OffloadingWorker's methods": lambda: base.OffloadingWorker.__abstractmethods__ <= WORKER_METHODS,
+        "OffloadingSpec's methods": lambda: base.OffloadingSpec.__abstractmethods__ <= SPEC_METHODS,
+        "OffloadingSpec's constructor": lambda: _parameters(base.OffloadingSpec.__init__) == ["self", "config"],
+        "OffloadingConnector's methods": lambda: not OffloadingConnector.__abstractmethods__,
+        "OffloadingConnector's constructor": lambda: (
+            _parameters(OffloadingConnector.__init__) == ["self", "vllm_config", "role", "kv_cache_config"]
+        ),
+        "the scheduler half's manager": lambda: "manager" in OffloadingConnectorScheduler.__init__.__code__.co_names,
+        "the worker half's worker and spec": lambda: (
+            {"worker", "spec"} <= {*OffloadingConnectorWorker.__init__.__code__.co_names}
+        ),
+        "the worker half's methods": lambda: all(
+            _parameters(getattr(OffloadingConnectorWorker, name)) == ["self", "metadata"]
+            for name in ("prepare_store_kv", "start_kv_transfers")
+        ),
+        "TransferJob's fields": lambda: {"req_id", "src_spec", "dst_spec"} <= _fields(common.TransferJob),
+        "OffloadingConnectorMetadata's fields": lambda: (
+            {"load_jobs", "store_jobs", "jobs_to_flush"} <= _fields(common.OffloadingConnectorMetadata)
+        ),
+        "OffloadingWorkerMetadata's fields": lambda: (
+            {"completed_jobs", "transfer_stats"} <= _fields(common.OffloadingWorkerMetadata)
+        ),
+        "KVConnectorTransferResults' failed_recving": lambda: (
+            "failed_recving" in _parameters(connector_base.KVConnectorTransferResults)
+        ),
+        "TransferResult's fields": lambda: (
+            {"job_id", "success", "transfer_size", "transfer_time"} <= _fields(base.TransferResult)
+        ),
+        "GPULoadStoreSpec": fills_block_lists,
+        "make_offload_key": lambda: base.make_offload_key(b"h" * 32, 7) == b"h" * 32 + b"\0\0\0\7",
+        "LookupResult": lambda: {"HIT", "HIT_PENDING", "MISS", "RETRY"} == {one.name for one in base.LookupResult},
+        "ReqContext": tells_positions,
+    }
 
 
-def _fills_block_lists() -> bool:
-    spec = _named("GPULoadStoreSpec")([3], [1], [0])
-    return (list(spec.block_ids), list(spec.group_sizes), list(spec.block_indices)) == ([3], [1], [0])
-
-
-def _tells_positions() -> bool:
-    context = _named("ReqContext")("request")
-    context.set_offload_key_position(b"key", 32)
-    return context.get_offload_key_position(b"key") == 32 and hasattr(context, "load_tier_filter")
-
-
-CHECKS: dict[str, Callable[[], bool]] = {
-    "OffloadingManager's methods": lambda: _named("OffloadingManager").__abstractmethods__ <= MANAGER_METHODS,
-    "OffloadingWorker's methods": lambda: _named("OffloadingWorker").__abstractmethods__ <= WORKER_METHODS,
-    "OffloadingSpec's methods": lambda: _named("OffloadingSpec").__abstractmethods__ <= SPEC_METHODS,
-    "OffloadingSpec's constructor": lambda: _parameters(_named("OffloadingSpec").__init__) == ["self", "config"],
-    "OffloadingConnector's methods": lambda: not _connector().__abstractmethods__,
-    "OffloadingConnector's constructor": lambda: (
-        _parameters(_connector().__init__) == ["self", "vllm_config", "role", "kv_cache_config"]
-    ),
-    "the scheduler half's manager": lambda: (
-        "manager" in _offloading("OffloadingConnectorScheduler").__init__.__code__.co_names
-    ),
-    "the worker half's worker and spec": lambda: (
-        {"worker", "spec"} <= {*_offloading("OffloadingConnectorWorker").__init__.__code__.co_names}
-    ),
-    "the worker half's methods": lambda: all(
-        _parameters(getattr(_offloading("OffloadingConnectorWorker"), name)) == ["self", "metadata"]
-        for name in ("prepare_store_kv", "start_kv_transfers")
-    ),
-    "TransferJob's fields": lambda: {"req_id", "src_spec", "dst_spec"} <= _fields(_offloading("TransferJob")),
-    "OffloadingConnectorMetadata's fields": lambda: (
-        {"load_jobs", "store_jobs", "jobs_to_flush"} <= _fields(_offloading("OffloadingConnectorMetadata"))
-    ),
-    "OffloadingWorkerMetadata's fields": lambda: (
-        {"completed_jobs", "transfer_stats"} <= _fields(_offloading("OffloadingWorkerMetadata"))
-    ),
-    "KVConnectorTransferResults' failed_recving": lambda: (
-        "failed_recving" in _parameters(_named("KVConnectorTransferResults", f"{_CONNECTORS}.base"))
-    ),
-    "TransferResult's fields": lambda: (
-        {"job_id", "success", "transfer_size", "transfer_time"} <= _fields(_named("TransferResult"))
-    ),
-    "GPULoadStoreSpec": _fills_block_lists,
-    "make_offload_key": lambda: _named("make_offload_key")(b"h" * 32, 7) == b"h" * 32 + b"\0\0\0\7",
-    "LookupResult": lambda: {"HIT", "HIT_PENDING", "MISS", "RETRY"} == {one.name for one in _named("LookupResult")},
-    "ReqContext": _tells_positions,
-}
-"""What the connector needs of vLLM, by what an error calls it."""
+def _changes() -> list[str]:
+    """What the connector needs of vLLM and does not find in this one."""
+    try:
+        checks = _checks()
+    except ImportError as error:
+        return [str(error)]
+    changed = []
+    for name, holds in checks.items():
+        try:
+            fits = holds()
+        except Exception:  # whatever another release does in place of it
+            fits = False
+        if not fits:
+            changed.append(name)
+    return changed
 
 
 def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
@@ -196,7 +194,9 @@ _WRITES_BLOCKS = "update_requests"
 
 def _offloading_metadata(metadata: object) -> Iterator[Any]:
     """The connector's own metadata, below MultiConnector's too; no other of its children has any of this class."""
-    if isinstance(metadata, _offloading("OffloadingConnectorMetadata")):
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+
+    if isinstance(metadata, OffloadingConnectorMetadata):
         yield metadata
     for child in getattr(metadata, "metadata", ()):
         yield from _offloading_metadata(child)

@@ -97,18 +97,15 @@ class KvoffdConnector(OffloadingConnector):
         self._adapters = LoraAdapters(vllm_config.lora_config)
         self._load_room = LoadRoom(vllm_config, kv_cache_config)
         offloading = build_offloading_config(vllm_config, kv_cache_config)
-        groups = offloading.groups
-        self._block_tokens = min(group.tokens_per_block for group in groups)
-        specs = [kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec for group in groups]
-        self._dense_groups = [
-            index
-            for index, spec in enumerate(specs)
-            if isinstance(next(iter(iter_layer_specs(spec))), FullAttentionSpec)
-        ]
+        self._block_tokens = min(group.tokens_per_block for group in offloading.groups)
+        groups = [kv_cache_config.kv_cache_groups[group.group_id] for group in offloading.groups]
+        specs = [next(iter(iter_layer_specs(group.kv_cache_spec))) for group in groups]
+        self._dense_groups = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
         kinds = {index: get_kv_cache_spec_kind(specs[index]).value for index in self._dense_groups}
+        pages = [spec.page_size_bytes * len(group.layer_names) for spec, group in zip(specs, groups, strict=True)]
+        self._manager.loads, self._manager.stores = transfer_config.is_kv_consumer, transfer_config.is_kv_producer
         self._manager.begin_engine(
-            loads=transfer_config.is_kv_consumer,
-            stores=transfer_config.is_kv_producer,
+            shard_bytes=[page * offloading.cache.blocks_per_chunk for page in pages],
             most_running=vllm_config.max_concurrent_batches,
             largest_chunk=largest_chunk_of(vllm_config.scheduler_config),
             event_kinds=kinds if offloading.enable_kv_cache_events else None,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -21,6 +22,33 @@ from kvoffd_proto.errors import ErrorCode
 NO_LEASE = 0
 GROUP_ID_BYTES = 4
 """The end of an OffloadKey: the group's id, behind the block hash."""
+
+
+@dataclass(frozen=True)
+class ChunkGroup:
+    """One offloaded KV cache group.
+
+    Attributes:
+        hashes_per_chunk: block hashes of a request that one key stands for, the last of which is in the key.
+        tokens_per_chunk: tokens that one key stands for.
+    """
+
+    group_id: int
+    hashes_per_chunk: int
+    tokens_per_chunk: int
+
+    @cached_property
+    def suffix(self) -> bytes:
+        """The end of vLLM's keys of the group."""
+        return self.group_id.to_bytes(GROUP_ID_BYTES, "big")
+
+    def hashes(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The hashes of a request's whole chunks."""
+        return block_hashes[self.hashes_per_chunk - 1 :: self.hashes_per_chunk]
+
+    def keys(self, block_hashes: Sequence[bytes]) -> list[bytes]:
+        """vLLM's keys of a request's whole chunks."""
+        return [one + self.suffix for one in self.hashes(block_hashes)]
 
 
 @dataclass(eq=False, repr=False)

@@ -25,6 +25,27 @@ SAMPLES = 9
 """That are remembered: one slow step is no slow engine."""
 
 
+LOAD_SAMPLES = 9
+"""Loads of about one length that are remembered."""
+LEAST_LOAD_SAMPLES = 5
+LEAST_DEAR, DEAR_S = 2, 10.0
+"""So few are enough where they took so long together: of loads of half a minute there are never five in a while."""
+SAMPLE_AGE_S = 120.0
+"""What was measured longer ago says nothing: where loads were skipped for it, they are tried again."""
+MARGIN = 2.0
+"""A load is skipped where it takes so many times as long as computing, and"""
+LEAST_LOSS_S = 0.02
+"""so much longer."""
+WINDOW_S = 30.0
+LEAST_WAITS = 5
+LEAST_WAITED_S = 0.05
+"""A shorter wait of vLLM's for a store is none."""
+WAITED_SHARE = 0.2
+"""Stores pause where vLLM waited for them for this part of the window, in that many waits."""
+STORE_PAUSE_S = 60.0
+REPORT_EVERY_S = 10.0
+
+
 class PrefillRate:
     """Tokens a second.
 
@@ -102,148 +123,93 @@ def largest_chunk_of(config: SchedulerConfig) -> int:
     return min(tokens, config.long_prefill_token_threshold or tokens)
 
 
-LOAD_SAMPLES = 9
-"""Loads of about one length that are remembered."""
-LEAST_LOAD_SAMPLES = 5
-LEAST_DEAR, DEAR_S = 2, 10.0
-"""So few are enough where they took so long together: of loads of half a minute there are never five in a while."""
-SAMPLE_AGE_S = 120.0
-"""What was measured longer ago says nothing: where loads were skipped for it, they are tried again."""
-MARGIN = 2.0
-"""A load is skipped where it takes so many times as long as computing, and"""
-LEAST_LOSS_S = 0.02
-"""so much longer."""
-WINDOW_S = 30.0
-LEAST_WAITS = 5
-LEAST_WAITED_S = 0.05
-"""A shorter wait of vLLM's for a store is none."""
-WAITED_SHARE = 0.2
-"""Stores pause where vLLM waited for them for this part of the window, in that many waits."""
-STORE_PAUSE_S = 60.0
-REPORT_EVERY_S = 10.0
+class DoNoHarm:
+    """Says where loads and stores cost more than they bring. Where it is not ``active`` it measures only.
 
+    A load's time is compared with computing as many tokens. The daemon measures it, from taking a job to its end, so
+    that steps of other requests count on neither side; the slowest rank counts. Loads of about one length, a power of
+    two of tokens, are compared with each other. What is not known, or not clearly slower, is loaded.
 
-class LoadTimes:
-    """How long loads took lately, by their length: samples of one power of two of tokens are compared with each other.
+    Stores pause for a while where vLLM waits for them too often, before it reuses blocks that are being stored. That is
+    the harm of stores that can be told from anything else: an engine's speed with and without stores depends on its
+    batches far more.
 
-    The daemon measures them, from taking a job to its end, so that steps of other requests count on neither side; the
-    slowest rank counts. The prefill rate is that of whole batches. What is not known, or not clearly slower, is loaded.
+    Attributes:
+        stores_paused_until: no store before that time.
+        skipped_loads, late_lookups, paused_stores: since the last report.
     """
 
-    def __init__(self, prefill: PrefillRate, clock: Callable[[], float]) -> None:
-        self._prefill = prefill
+    def __init__(self, clock: Callable[[], float], *, active: bool) -> None:
+        self.prefill = PrefillRate(clock)
         self._clock = clock
-        self._samples: dict[int, deque[tuple[float, float]]] = {}
-
-    def note(self, tokens: int, seconds: float) -> None:
-        if tokens > 0:
-            lately = self._samples.setdefault(tokens.bit_length(), deque(maxlen=LOAD_SAMPLES))
-            lately.append((self._clock(), seconds / tokens))
-
-    def seconds_for(self, tokens: int) -> float | None:
-        """How long a load of so many tokens takes; None where too few of about that length were measured lately."""
-        oldest = self._clock() - SAMPLE_AGE_S
-        lately = [per_token for at, per_token in self._samples.get(tokens.bit_length(), ()) if at >= oldest]
-        enough = LEAST_DEAR if tokens * sum(lately) >= DEAR_S else LEAST_LOAD_SAMPLES
-        return tokens * median(lately) if len(lately) >= enough else None
-
-    def is_worth_it(self, tokens: int) -> bool:
-        """Whether a load of so many tokens is not clearly slower than computing them."""
-        loaded_s, rate = self.seconds_for(tokens), self._prefill.tokens_per_second
-        if loaded_s is None or not rate:
-            return True
-        computed_s = tokens / rate
-        return loaded_s <= MARGIN * computed_s or loaded_s - computed_s <= LEAST_LOSS_S
+        self._active = active
+        self._loads: dict[int, deque[tuple[float, float]]] = {}
+        """By length, when loads ended and their seconds per token."""
+        self._waits: deque[tuple[float, float]] = deque(maxlen=1000)
+        """When vLLM waited for stores, and how long."""
+        self.stores_paused_until = float("-inf")
+        self.skipped_loads = self.late_lookups = self.paused_stores = 0
+        self._report_at = clock() + REPORT_EVERY_S
+        self._say_at = clock()
 
     @property
-    def tokens_per_second(self) -> float:
-        """Of the loads lately, the median; 0 where none was measured."""
+    def rates(self) -> tuple[float, float]:
+        """Tokens a second that are computed, and that loads brought lately; 0 for what is not known."""
         oldest = self._clock() - SAMPLE_AGE_S
-        lately = [one for samples in self._samples.values() for at, one in samples if at >= oldest]
-        return 1 / max(median(lately), 1e-9) if lately else 0.0
+        lately = [one for samples in self._loads.values() for at, one in samples if at >= oldest]
+        return self.prefill.tokens_per_second, 1 / max(median(lately), 1e-9) if lately else 0.0
 
+    def note_load(self, tokens: int, seconds: float) -> None:
+        if tokens > 0:
+            lately = self._loads.setdefault(tokens.bit_length(), deque(maxlen=LOAD_SAMPLES))
+            lately.append((self._clock(), seconds / tokens))
 
-class StorePause:
-    """Pauses stores for a while where vLLM waits for them too often: before it reuses blocks that are being stored.
+    def load_is_worth_it(self, tokens: int) -> bool:
+        """Whether to load so many tokens. Where that begins to be left out, the log says so."""
+        now, rate = self._clock(), self.prefill.tokens_per_second
+        samples = self._loads.get(tokens.bit_length(), ())
+        lately = [per_token for at, per_token in samples if at >= now - SAMPLE_AGE_S]
+        enough = LEAST_DEAR if tokens * sum(lately) >= DEAR_S else LEAST_LOAD_SAMPLES
+        if not self._active or not rate or len(lately) < enough:
+            return True
+        loaded_s, computed_s = tokens * median(lately), tokens / rate
+        if loaded_s <= MARGIN * computed_s or loaded_s - computed_s <= LEAST_LOSS_S:
+            return True
+        if now >= self._say_at:
+            self._say_at = now + SAMPLE_AGE_S
+            logger.warning(
+                "kvoffd: loads of about %d tokens take %.2f s here, and computing them %.2f s: they are computed until "
+                "loads are tried again %.0f s after the last one.",
+                *(tokens, loaded_s, computed_s, SAMPLE_AGE_S),
+            )
+        return False
 
-    That is the harm of stores that can be told from anything else: an engine's speed with and without stores depends on
-    its batches far more.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._waits: deque[tuple[float, float]] = deque(maxlen=1000)
-        self.paused_until = float("-inf")
-
-    def waited(self, seconds: float) -> None:
+    def note_wait(self, seconds: float) -> None:
         """Note that vLLM waited so long for stores, in all workers at once."""
         now = self._clock()
-        if seconds < LEAST_WAITED_S or now < self.paused_until:
+        if not self._active or seconds < LEAST_WAITED_S or now < self.stores_paused_until:
             return
         self._waits.append((now, seconds))
         while self._waits[0][0] < now - WINDOW_S:
             self._waits.popleft()
         waited_s = sum(wait_s for _, wait_s in self._waits)
         if len(self._waits) >= LEAST_WAITS and waited_s > WAITED_SHARE * WINDOW_S:
-            self.paused_until = now + STORE_PAUSE_S
+            self.stores_paused_until = now + STORE_PAUSE_S
             self._waits.clear()
             logger.warning(
                 "kvoffd: vLLM waited %.1f s of the last %.0f for stores before it could reuse their blocks; nothing is "
                 "stored for %.0f s. More KV cache memory in the engine, or a faster daemon, would help.",
-                waited_s,
-                WINDOW_S,
-                STORE_PAUSE_S,
+                *(waited_s, WINDOW_S, STORE_PAUSE_S),
             )
 
-
-class DoNoHarm:
-    """What is known of both, and what the daemon is told of it. Where it is not ``active`` it measures only."""
-
-    def __init__(self, prefill: PrefillRate, clock: Callable[[], float], active: bool) -> None:
-        self.prefill = prefill
-        self.loads = LoadTimes(prefill, clock)
-        self.stores = StorePause(clock)
-        self._clock = clock
-        self._active = active
-        self.skipped_loads = self.late_lookups = self.paused_stores = 0
-        """Since the last report."""
-        self._tell_at = clock() + REPORT_EVERY_S
-        self._say_at = clock()
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Tokens a second that are computed, and that loads bring."""
-        return self.prefill.tokens_per_second, self.loads.tokens_per_second
-
-    def load_is_worth_it(self, tokens: int) -> bool:
-        """Whether to load so many tokens. Where that begins to be left out, the log says so."""
-        if not self._active or self.loads.is_worth_it(tokens):
-            return True
-        if (now := self._clock()) >= self._say_at:
-            self._say_at = now + SAMPLE_AGE_S
-            logger.warning(
-                "kvoffd: loads of about %d tokens take %.2f s here, and computing them %.2f s: they are computed until "
-                "loads are tried again %.0f s after the last one.",
-                tokens,
-                self.loads.seconds_for(tokens),
-                tokens / self.prefill.tokens_per_second,
-                SAMPLE_AGE_S,
-            )
-        return False
-
-    def waited(self, seconds: float) -> None:
-        """Note that vLLM waited so long for stores, which pause where that happens too often."""
-        if self._active:
-            self.stores.waited(seconds)
-
-    def news(self) -> tuple[float, float, int, int, int] | None:
+    def take_report(self) -> tuple[float, float, int, int, int] | None:
         """What to report to the daemon now, if anything: both rates, left out loads and stores, late lookups.
 
         What is not new is reported too: the daemon may have been restarted.
         """
-        if self._clock() < self._tell_at:
+        if self._clock() < self._report_at:
             return None
-        self._tell_at = self._clock() + REPORT_EVERY_S
+        self._report_at = self._clock() + REPORT_EVERY_S
         counts = [min(count, MAX_REPORTED) for count in (self.skipped_loads, self.paused_stores, self.late_lookups)]
         figures = (*self.rates, counts[0], counts[1], counts[2])
         self.skipped_loads = self.late_lookups = self.paused_stores = 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -25,9 +24,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.scheduler_client import Lookup
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.block_tokens import BlockTokens, EventGroup, HostBlockEvents, hashed_by_tokens, tokens_of
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, KeyedSpec, of_adapter
-from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
+from kvoffd_client.vllm.block_tokens import BlockTokens, HostBlockEvents, hashed_by_tokens, tokens_of
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, ChunkGroup, FailedJob, KeyedSpec, of_adapter
+from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.request_log import RequestLog
@@ -54,37 +53,9 @@ ASSUMED_RATE = 10_000.0
 guess, for a large GPU; a slower engine waits less than it might."""
 LEAST_UNKNOWN_S = 0.02
 """The least time for which an answer is waited for while the rate is not known."""
-MAX_LATE = 64
-"""Late lookups of which the answers are timed."""
 WAIT_PAUSE_S = 0.1
 """After an answer was awaited in vain none is awaited for so long: a daemon that hangs costs a hundredth of the time,
 until it counts as not connected."""
-
-
-@dataclass(frozen=True)
-class ChunkGroup:
-    """One offloaded KV cache group.
-
-    Attributes:
-        hashes_per_chunk: block hashes of a request that one key stands for, the last of which is in the key.
-        tokens_per_chunk: tokens that one key stands for.
-        shard_bytes: about the bytes of one worker's shard of a block.
-    """
-
-    group_id: int
-    hashes_per_chunk: int
-    tokens_per_chunk: int
-    shard_bytes: int
-
-    @cached_property
-    def suffix(self) -> bytes:
-        """The end of vLLM's keys of the group."""
-        return self.group_id.to_bytes(GROUP_ID_BYTES, "big")
-
-    def keys(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:
-        """vLLM's keys of a request's whole chunks."""
-        suffix = self.suffix
-        return [one + suffix for one in block_hashes[self.hashes_per_chunk - 1 :: self.hashes_per_chunk]]
 
 
 @dataclass(slots=True, eq=False)
@@ -97,12 +68,14 @@ class KeyedLookup:
         ready: vLLM's keys of those that the answer says are in the pool; of none before ``read``.
         coming: the same of those on their way up from a tier, with their states.
         given_up: its answer is waited for no longer. It is used if it comes before the request runs.
+        timed: it was noted how long the answer took.
     """
 
     ticket: Lookup
     chunks: dict[int, Sequence[bytes]]
     sent_at: float
     given_up: bool = False
+    timed: bool = False
     ready: list[OffloadKey] = field(default_factory=list)
     coming: dict[OffloadKey, int] = field(default_factory=dict)
 
@@ -191,6 +164,7 @@ class KvoffdManager(OffloadingManager):
     Attributes:
         namespace: which namespace the engine is in, with the connection. It was left before reset_cache() is called.
         events: what the engine publishes of the daemon's blocks; None where it publishes no KV events.
+        loads, stores: vLLM's kv_role. Without ``loads`` everything is a miss, without ``stores`` nothing is stored.
     """
 
     def __init__(
@@ -202,20 +176,22 @@ class KvoffdManager(OffloadingManager):
         deadline_s: float,
         disk_wait_s: float = 1.0,
         do_no_harm: bool = True,
-        config_info: Mapping[str, str | float] | None = None,
     ) -> None:
         self._groups = tuple(groups)
         self._clock = clock
         self._do_no_harm = do_no_harm
         self._deadline_s, self._disk_wait_s = deadline_s, disk_wait_s
         self._positions = {group.suffix: index for index, group in enumerate(groups)}
-        self._shard_bytes = max(group.shard_bytes for group in groups)
-        self._credit_bytes = 0
-        """Of stores that may be outstanding. It is soft: one offer may pass it. An offer is all the new blocks of a
-        request's step, and a part of it would be worth little (vLLM does not offer the rest again, and a prefix without
-        its sliding windows is no hit); an offer larger than the whole credit would otherwise never be made."""
+        self._shard_bytes: dict[bytes, int] = {}
+        """About the bytes of one worker's shard of a block, by the group's end of a key."""
+        self._credit_bytes: int | None = None
+        """Of stores that may be outstanding, as the workers reported it. It is soft: one offer may pass it. An offer is
+        all the new blocks of a request's step, and a part of it would be worth little (vLLM does not offer the rest
+        again, and a prefix without its sliding windows is no hit); an offer larger than the whole credit would
+        otherwise never be made."""
         self._storing: set[OffloadKey] = set()
         """Keys that were offered to vLLM for a store and that no worker has reported as ended."""
+        self._outstanding_bytes = 0
         self.events: HostBlockEvents | None = None
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, KeyedLookup] = {}
@@ -228,13 +204,10 @@ class KvoffdManager(OffloadingManager):
         self._counters = metrics.Counters()
         self.namespace = namespace
         namespace.on_leave = self._disable_adapters
-        self._loads = self._stores = True
-        self._harm = DoNoHarm(PrefillRate(clock), clock, do_no_harm)
+        self.loads = self.stores = True
+        self._harm = DoNoHarm(clock, active=do_no_harm)
         self._reply_s = 0.0
-        """How long the last answer took."""
-        self._late: deque[KeyedLookup] = deque(maxlen=MAX_LATE)
-        self._config_info = config_info or {}
-        self._credit_reported = False
+        """How long the last answer took, or that time so far after which one was given up."""
         self._wait_left_s = IDLE_WAIT_S
         self._no_wait_before = float("-inf")
 
@@ -243,40 +216,33 @@ class KvoffdManager(OffloadingManager):
     def begin_engine(
         self,
         *,
-        loads: bool,
-        stores: bool,
+        shard_bytes: Sequence[int],
         most_running: int,
         largest_chunk: int,
         event_kinds: Mapping[int, str] | None = None,
     ) -> None:
         """Take what the engine's configuration says, before the first request.
 
-        Without ``loads`` everything is a miss, without ``stores`` nothing is stored: vLLM's kv_role. Where the engine
-        publishes KV events, ``event_kinds`` are those of its groups of full attention, by index on the wire. For the
-        others see ``PrefillRate``.
+        ``shard_bytes`` are those of one worker's shard of a block, by group on the wire. Where the engine publishes KV
+        events, ``event_kinds`` are those of its groups of full attention. For the others see ``PrefillRate``.
         """
-        self._loads, self._stores = loads, stores
+        self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
         if event_kinds is not None:
-            groups = {index: self._groups[index] for index in event_kinds}
-            kinds = {
-                index: EventGroup(group.group_id, group.tokens_per_chunk, event_kinds[index])
-                for index, group in groups.items()
-            }
-            self.events = HostBlockEvents(kinds)
+            self.events = HostBlockEvents({index: self._groups[index] for index in event_kinds}, event_kinds)
         self._harm.prefill.begin_engine(most_running, largest_chunk)
 
     def look_up(self, request: Request) -> None:
         """Ask for all whole chunks of a request, if the daemon may be asked. vLLM has told of the request before."""
         state, namespace = self._requests[request.request_id], self.namespace
         state.request = request
-        if request.skip_reading_prefix_cache or state.disabled or state.load_failed or not self._loads:
+        if request.skip_reading_prefix_cache or state.disabled or state.load_failed or not self.loads:
             return
         if namespace.current is None or not namespace.usable or not namespace.client.ready:
             return
         chunks: dict[int, Sequence[bytes]] = {}
         message: list[GroupKeys] = []
         for index, group in enumerate(self._groups):
-            if of_group := request.block_hashes[group.hashes_per_chunk - 1 :: group.hashes_per_chunk]:
+            if of_group := group.hashes(request.block_hashes):
                 chunks[index] = of_group
                 hashes = of_adapter(of_group, state.adapter) if state.adapter else of_group
                 message.append(GroupKeys(index, b"".join(hashes)))
@@ -293,7 +259,7 @@ class KvoffdManager(OffloadingManager):
         """
         state, namespace = self._requests[request.request_id], self.namespace
         state.results, state.otherwise = {}, LookupResult.MISS
-        if has_all or request.skip_reading_prefix_cache or state.disabled or state.load_failed or not self._loads:
+        if has_all or request.skip_reading_prefix_cache or state.disabled or state.load_failed or not self.loads:
             return
         if not namespace.settled and self._waits_for_namespace:
             state.otherwise = LookupResult.RETRY
@@ -326,9 +292,7 @@ class KvoffdManager(OffloadingManager):
             self._release(came)
             state.failed_at = self._clock()
             return
-        self._reply_s = came.ticket.answered_at - came.sent_at
-        if self._late:  # the answers of those that are done came before
-            self._late = deque([each for each in self._late if not each.ticket.done], MAX_LATE)
+        self._note_reply(came)
         # The new lease pins what the old one did, so nothing is unpinned in between.
         if state.answer is not None:
             self._release(state.answer)
@@ -371,7 +335,7 @@ class KvoffdManager(OffloadingManager):
             comes_up = state.answer is not None and state.answer.coming and not state.disk_wait_over
             if now - pending.sent_at >= (self._deadline_s if comes_up else self._allowed_s(state.missing_tokens)):
                 pending.given_up = True
-                self._late.append(pending)
+                self._reply_s = max(self._reply_s, now - pending.sent_at)
                 self._counters[metrics.LATE_LOOKUPS] += 1
                 self._harm.late_lookups += 1
 
@@ -383,18 +347,19 @@ class KvoffdManager(OffloadingManager):
         """
         if not self._do_no_harm:
             return self._deadline_s
-        while self._late and self._late[0].ticket.done:
-            came = self._late.popleft()
-            if not came.ticket.failed:
-                self._reply_s = came.ticket.answered_at - came.sent_at
-        expected_s = max(self._reply_s, self._clock() - self._late[0].sent_at if self._late else 0.0)
         prefill = self._harm.prefill
         if prefill.tokens_per_second and tokens:
             computed_s = max(prefill.step_s, tokens / prefill.tokens_per_second)
         else:
             computed_s = max(LEAST_UNKNOWN_S, tokens / ASSUMED_RATE)
         allowed_s = min(self._deadline_s, computed_s)
-        return allowed_s if expected_s <= allowed_s else 0.0
+        return allowed_s if self._reply_s <= allowed_s else 0.0
+
+    def _note_reply(self, came: KeyedLookup) -> None:
+        """Take how long an answer took, once: also where nobody waited for it."""
+        if came.ticket.done and not came.ticket.failed and not came.timed:
+            came.timed = True
+            self._reply_s = came.ticket.answered_at - came.sent_at
 
     def _decide_disk_wait(self, state: RequestState, answer: KeyedLookup) -> bool:
         """Decide whether a request waits for what its answer says is on its way."""
@@ -425,7 +390,7 @@ class KvoffdManager(OffloadingManager):
         if not new_requests:
             self._log.report(client.note_request)
         # While the daemon does not answer, as when lookups are late, the counts wait for it.
-        if client.ready and (figures := self._harm.news()) is not None:
+        if client.ready and (figures := self._harm.take_report()) is not None:
             client.report(*figures)
 
     def step_ended(self) -> None:
@@ -452,7 +417,7 @@ class KvoffdManager(OffloadingManager):
     def load_ended(self, keys_of_groups: Sequence[int], seconds: float) -> None:
         """Note how long a load of so many keys of each group took, the slowest rank's."""
         groups = zip(keys_of_groups, self._groups, strict=True)
-        self._harm.loads.note(max(count * group.tokens_per_chunk for count, group in groups), seconds)
+        self._harm.note_load(max(count * group.tokens_per_chunk for count, group in groups), seconds)
 
     def ready_tokens(self, request: Request, index: int) -> int:
         """Return of how many tokens of a group, from a request's first one on, the answer says that they are there."""
@@ -524,10 +489,9 @@ class KvoffdManager(OffloadingManager):
 
     def workers_report(self, credit_bytes: int | None, waited_s: float) -> None:
         """Take the workers' report: how much each may have outstanding, how long vLLM waited for stores."""
-        self._harm.waited(waited_s)
+        self._harm.note_wait(waited_s)
         if credit_bytes is not None:
             self._credit_bytes = credit_bytes
-            self._credit_reported = True
 
     # --- vLLM's interface ---
 
@@ -570,7 +534,7 @@ class KvoffdManager(OffloadingManager):
         wanted: list[OffloadKey] = []
         namespace = self.namespace
         has_ended = state is not None and state.request is not None and state.request.is_finished()
-        if state is not None and self._stores and not state.disabled:
+        if state is not None and self.stores and not state.disabled:
             if namespace.current is None and namespace.pending():
                 return None
             if namespace.current and not namespace.engine_cache_stale and namespace.usable and namespace.client.ready:
@@ -578,19 +542,20 @@ class KvoffdManager(OffloadingManager):
                 if last and not last.ticket.done and self._clock() - last.sent_at < self._deadline_s and not has_ended:
                     return None  # what the answer says that the daemon has need not be stored
                 wanted = self._storable(state, keys, req_context)
-        if wanted and self._clock() < self._harm.stores.paused_until:
+        if wanted and self._clock() < self._harm.stores_paused_until:
             self._counters[metrics.PAUSED_STORES] += 1
             self._harm.paused_stores += 1
             wanted = []
         if wanted:
-            credit_bytes = self._credit_bytes if self._credit_reported else namespace.client.credit_bytes
-            outstanding_bytes = len(self._storing) * self._shard_bytes
+            credit_bytes = namespace.client.credit_bytes if self._credit_bytes is None else self._credit_bytes
+            wanted_bytes = self._bytes_of(wanted)
             # A request that has ended offers them no more: as far as the daemon takes stores, to twice the credit.
-            last_bytes = outstanding_bytes + len(wanted) * self._shard_bytes if has_ended else inf
-            if outstanding_bytes and outstanding_bytes >= credit_bytes and last_bytes > 2 * credit_bytes:
+            last_bytes = self._outstanding_bytes + wanted_bytes if has_ended else inf
+            if self._outstanding_bytes and self._outstanding_bytes >= credit_bytes and last_bytes > 2 * credit_bytes:
                 self._counters[metrics.DEFERRED_STORES] += 1
                 return None
             self._storing.update(wanted)
+            self._outstanding_bytes += wanted_bytes
         spec = KeyedSpec.of(wanted, self._positions, adapter=state.adapter if state is not None else b"")
         if wanted and state is not None and self.events is not None:
             self._attach_tokens(spec, state, self.events, wanted, req_context)
@@ -635,15 +600,25 @@ class KvoffdManager(OffloadingManager):
                 wanted.append(key)
         if state.last is not None and not state.last.ready and state.last.ticket.done:
             state.last.read(self._groups)  # it came after its request was scheduled
+            self._note_reply(state.last)
         stored = set(state.last.ready) if state.last is not None else ()
         return [key for key in wanted if key not in stored]
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        self._storing.difference_update(keys)
+        ended = self._storing.intersection(keys)
+        self._storing -= ended
+        self._outstanding_bytes -= self._bytes_of(ended)
+
+    def _bytes_of(self, keys: Iterable[OffloadKey]) -> int:
+        """About the bytes of one worker's shards of these blocks."""
+        counts = Counter([key[-GROUP_ID_BYTES:] for key in keys])
+        return sum(self._shard_bytes[suffix] * count for suffix, count in counts.items())
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if state := self._requests.pop(req_context.req_id, None):
             self._end_leases(state)
+            if state.last is not None:
+                self._note_reply(state.last)
         self._log.report(self.namespace.client.note_request)
 
     def has_pending_work(self) -> bool:
@@ -659,15 +634,12 @@ class KvoffdManager(OffloadingManager):
             self._release(lookup)
         self._loading.clear()
         self._storing.clear()  # vLLM does not tell how they end
+        self._outstanding_bytes = 0
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._new_requests:
             return None
         return self._counters.take(self.namespace.client.ready, lambda: self._harm.rates)
-
-    def config_info(self) -> Sequence[Mapping[str, str | float]]:
-        """Labels of vLLM's metric kv_offload_config_info (0.33; never asked for before)."""
-        return [self._config_info]
 
     def shutdown(self) -> None:
         self.namespace.close()

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvoffd_client.vllm.connector_metadata import of_adapter
+from kvoffd_client.vllm.connector_metadata import ChunkGroup, of_adapter
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.messages import ABSENT, READY, SHARED, WRITING, Outcome, RequestReport
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from kvoffd_client.vllm.manager import ChunkGroup, KeyedLookup, RequestState
+    from kvoffd_client.vllm.manager import KeyedLookup, RequestState
 
 MAX_WAITING = 256
 """Requests that were scheduled in the latest steps; of more nothing is told."""

@@ -23,10 +23,11 @@ from kvoffd_client.namespace import LABEL_IN_NAME, NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.config import parse_options
+from kvoffd_client.vllm.connector_metadata import ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.vllm.manager import ChunkGroup, KvoffdManager
+from kvoffd_client.vllm.manager import KvoffdManager
 from kvoffd_client.vllm.metrics import DEFINITIONS
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import WorkerClient
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 ENGINE_ID_SHOWN = 8
 """Characters of an engine's id in the names of its sessions: engines of one model are told apart by them."""
-CONFIG_INFO = ("directory", "lookup_deadline_ms", "disk_wait_ms")
-"""Options that vLLM 0.33 publishes as labels of vllm:kv_offload_config_info."""
 
 
 class KvoffdSpec(OffloadingSpec):
@@ -56,10 +55,6 @@ class KvoffdSpec(OffloadingSpec):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         return dict(DEFINITIONS)
 
-    @classmethod
-    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        return CONFIG_INFO
-
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.options, _ = parse_options(config.extra_config)
@@ -75,10 +70,8 @@ class KvoffdSpec(OffloadingSpec):
         """Return the scheduler's half, which connects in the background."""
         config, options = self.config, self.options
         hashes = [tokens * self.blocks_per_chunk // self.tokens_per_hash for tokens in self.tokens_per_block]
-        # The groups of a hybrid model share their memory: a block of any has so many bytes.
-        shard_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         groups = tuple(
-            ChunkGroup(group.group_id, count, count * self.tokens_per_hash, shard_bytes)
+            ChunkGroup(group.group_id, count, count * self.tokens_per_hash)
             for group, count in zip(config.groups, hashes, strict=True)
         )
 
@@ -99,8 +92,6 @@ class KvoffdSpec(OffloadingSpec):
             deadline_s=options.lookup_deadline_ms / 1000,
             disk_wait_s=options.disk_wait_ms / 1000,
             do_no_harm=options.do_no_harm,
-            config_info={name: getattr(options, name) for name in CONFIG_INFO}
-            | {"directory": options.socket_directory},
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
