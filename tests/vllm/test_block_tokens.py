@@ -202,15 +202,6 @@ def test_without_its_tokens_or_its_parent_a_block_is_published_when_a_request_fi
     assert rig.published[CPU] == set()
 
 
-@pytest.mark.parametrize("arguments", SPECIAL, ids=lambda arguments: next(iter(arguments)))
-def test_what_a_prompt_finds_whose_hashes_hold_more_than_tokens_is_not_published(
-    rig: Rig, arguments: dict[str, Any]
-) -> None:
-    request = request_of(**arguments)
-    rig.host.found(request, 0, chain_of(request), 3)
-    assert rig.take() == []
-
-
 def test_what_goes_at_once_is_removed_by_name(rig: Rig) -> None:
     rig.stored(0, 1, 2)
     rig.stored(0, medium=STORAGE, tells=False)

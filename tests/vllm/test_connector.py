@@ -76,12 +76,6 @@ def test_vllms_factory_builds_it_from_the_two_words_a_user_writes(config: Any) -
     connector.shutdown()
 
 
-def test_where_cuda_graphs_are_captured_a_wrong_option_is_told_before_the_model_is_loaded() -> None:
-    assert not KvoffdConnector.requires_piecewise_for_cudagraph({"disk_wait_ms": 0})
-    with pytest.raises(ValueError, match="did you mean 'directory'"):
-        KvoffdConnector.requires_piecewise_for_cudagraph({"dirctory": "/run"})
-
-
 def test_events_are_the_connectors_own_and_vllm_keeps_no_tokens_for_them(config: Any) -> None:
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True)
     config.kv_transfer_config.kv_connector_extra_config["self_describing_kv_events"] = True
@@ -103,14 +97,6 @@ def test_a_key_nobody_reads_is_told(model: Path, tmp_path: Path, said: list[str]
     config = make_config(model, {"directory": str(tmp_path), "zeta": 1})
     KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
     assert any("zeta" in line for line in said)
-
-
-def test_a_replica_of_data_parallelism_has_its_number_in_its_name(config: Any) -> None:
-    config.parallel_config.data_parallel_index = 1  # of a dense model, of which vLLM leaves the size at 1
-    for engine_id, replica in (("0123456789_dp1", " replica 1"), ("0123456789", "")):
-        config.kv_transfer_config.engine_id = engine_id
-        spec = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config()).connector_worker.spec
-        assert spec._name(NamespaceSpec.named("model"), "scheduler") == f"vllm:01234567 model{replica} scheduler"
 
 
 @pytest.mark.parametrize("setting", ["enable_sleep_mode", "enable_cumem_allocator"])
@@ -340,29 +326,3 @@ def test_an_engine_makes_no_empty_steps_for_stores_that_run_unless_routers_wait_
     scheduler._jobs.clear()
     assert not connector.has_pending_push_work()
     connector.shutdown()
-
-
-def test_credit_is_reported_when_it_changes_and_not_otherwise(
-    worker: tuple[KvoffdConnector, FakeWorkerClient],
-) -> None:
-    connector, client = worker
-    first = connector.build_connector_worker_meta()
-    assert first is not None
-    assert first.credit_bytes == client.credit_bytes
-    assert connector.build_connector_worker_meta() is None
-    client.credit_bytes = 5
-    again = connector.build_connector_worker_meta()
-    assert again is not None
-    assert again.credit_bytes == 5
-
-
-def test_a_step_of_prompts_is_timed_when_its_output_has_come(scheduler: KvoffdConnector) -> None:
-    output = empty_step(2048)
-    output.num_scheduled_tokens = {"r": 2048}
-    scheduler.build_connector_meta(output)
-    assert list(scheduler.take_events()) == [], "the first is left out"
-    scheduler.build_connector_meta(output)
-    prefill = scheduler._manager._harm.prefill
-    assert prefill.tokens_per_second == 0.0
-    assert list(scheduler.take_events()) == []
-    assert prefill.tokens_per_second > 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,12 +16,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 LENGTHS = [300, 500, 900]
 PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
-MOST_DESCRIPTORS = 700
 
-WAYS = [ways.strange_failures, ways.wrong_states, ways.others_replies, ways.noise, ways.silence, ways.lifeline_noise]
-MORE_WAYS = [ways.others_jobs, ways.strange_events, ways.least_limits, ways.descriptors]
-ASKED_NOTHING = [ways.no_frames]
-"""With these no session lasts until its first lookup."""
+WAYS = [ways.strange_failures, ways.wrong_states, ways.noise, ways.silence, ways.lifeline_noise]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +38,7 @@ def daemon(home: EngineHome) -> Iterator[HostileDaemon]:
 
 @pytest.mark.parametrize(
     "way",
-    [*WAYS, *(pytest.param(way, marks=pytest.mark.nightly) for way in MORE_WAYS + ASKED_NOTHING)],
+    WAYS,
     ids=lambda way: way.__name__,
 )
 def test_wrong_answers(
@@ -51,7 +46,7 @@ def test_wrong_answers(
 ) -> None:
     """No token changes, no request fails, and nothing counts as loaded."""
     daemon.begin(way)
-    daemon.wait_engine(registered=way not in ASKED_NOTHING)
+    daemon.wait_engine()
 
     def asked() -> bool:
         home.engine.forget()
@@ -59,10 +54,9 @@ def test_wrong_answers(
         assert tokens(answers) == expected
         assert [answer.finish for answer in answers] == ["length"] * len(LENGTHS)
         assert [answer.cached for answer in answers] == [0] * len(LENGTHS)
-        return daemon.asked > 0 or way in ASKED_NOTHING
+        return daemon.asked > 0
 
     wait_until(asked, 60)  # a client that gets nonsense is at times not connected
-    assert max(len(os.listdir(f"/proc/{pid}/fd")) for pid in home.engine.pids) < MOST_DESCRIPTORS
 
 
 def test_loads_that_never_end_end_with_the_daemon(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from vllm.v1.request import Request
 
 from kvoffd_client.vllm import config as connector_config
 from kvoffd_client.vllm import connector as connector_module
-from kvoffd_client.vllm.config import check_engine, machine_id
+from kvoffd_client.vllm.config import check_engine
 from kvoffd_client.vllm.connector import KvoffdConnector
 from tests.kit.manager_harness import KEYS, ManagerHarness
 from tests.kit.models import make_tiny_llama
@@ -32,14 +33,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return config
 
 
-@pytest.fixture
-def config(served: Any) -> Any:
+def copied(served: Any) -> Any:
     config = copy.copy(served)
     config.model_config = copy.copy(served.model_config)
     config.parallel_config = copy.copy(served.parallel_config)
     config.cache_config = copy.copy(served.cache_config)
     config.offload_config = copy.deepcopy(served.offload_config)
     return config
+
+
+@pytest.fixture
+def config(served: Any) -> Any:
+    return copied(served)
 
 
 def refused(config: Any, match: str) -> None:
@@ -65,69 +70,56 @@ def test_a_layout_is_asked_for_where_it_helps(
     assert KvoffdConnector.get_required_kvcache_layout(config) == layout
 
 
-def test_an_encoder_decoder_model(config: Any) -> None:
-    config.model_config.__dict__["is_encoder_decoder"] = True  # vLLM computes it once
-    refused(config, "encoder-decoder")
+def test_engines_that_cannot_be_served_are_refused(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_pooling(config: Any) -> None:
+        config.model_config.runner_type = "pooling"
+        config.model_config.pooler_config = PoolerConfig(seq_pooling_type="MEAN", tok_pooling_type="ALL")
+
+    def set_images(config: Any) -> None:
+        """They are numbered and not hashed."""
+        images = SimpleNamespace(language_model_only=False, mm_processor_cache_gb=0)
+        config.model_config.multimodal_config = images
+        config.cache_config.enable_prefix_caching = False
+
+    def set_external_launcher(config: Any) -> None:
+        config.parallel_config.distributed_executor_backend = "external_launcher"
+        config.parallel_config.world_size = 2
+
+    changes: dict[str, Callable[[Any], None]] = {
+        "encoder-decoder": lambda config: config.model_config.__dict__.update(is_encoder_decoder=True),
+        "on 2 nodes": lambda config: setattr(config.parallel_config, "nnodes", 2),
+        "--distributed-executor-backend mp": set_external_launcher,
+        "--offload-group-size": lambda config: setattr(config.offload_config.prefetch, "offload_group_size", 8),
+        "--enable-return-routed-experts": lambda config: setattr(
+            config, "aux_output_config", AuxOutputConfig(enable_return_routed_experts=True)
+        ),
+        "mm_processor_cache_gb=0": set_images,
+        "all tokens of a prompt": set_pooling,
+        "vLLM runs on rocm": lambda _: monkeypatch.setattr(
+            connector_config,
+            "current_platform",
+            SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False, device_name="rocm"),
+        ),
+    }
+    for match, change in changes.items():
+        changed = copied(served)
+        change(changed)
+        refused(changed, match)
 
 
-def test_workers_of_one_replica_on_several_nodes(config: Any) -> None:
-    config.parallel_config.nnodes = 2
-    refused(config, "on 2 nodes")
-
-
-def test_replicas_on_several_nodes_are_served(config: Any) -> None:
+def test_engines_that_are_nearly_refused_are_served(config: Any) -> None:
     config.parallel_config.nnodes = 2
     config.parallel_config.data_parallel_size = 2
     config.parallel_config.data_parallel_size_local = 1
-    assert config.parallel_config.nnodes_within_dp == 1
-    check_engine(config)
-
-
-def test_ranks_that_schedule_on_their_own(config: Any) -> None:
     config.parallel_config.distributed_executor_backend = "external_launcher"
-    check_engine(config)  # one rank is an engine as others are
-    config.parallel_config.world_size = 2
-    refused(config, "--distributed-executor-backend mp")
-
-
-@pytest.mark.parametrize("platform", ["rocm", "xpu"])
-def test_other_gpus(config: Any, monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
-    other = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False, device_name=platform)
-    monkeypatch.setattr(connector_config, "current_platform", other)
-    refused(config, f"vLLM runs on {platform}")
-
-
-def test_weights_that_take_turns_on_the_gpu(config: Any) -> None:
-    config.offload_config.prefetch.offload_group_size = 8
-    refused(config, "--offload-group-size")
-
-
-def test_routed_experts_that_are_known_of_computed_tokens_only(config: Any) -> None:
-    config.aux_output_config = AuxOutputConfig(enable_return_routed_experts=True)
-    refused(config, "--enable-return-routed-experts")
-
-
-def test_images_that_are_numbered_and_not_hashed(config: Any) -> None:
-    images = SimpleNamespace(language_model_only=False, mm_processor_cache_gb=0)
-    config.model_config.multimodal_config = images
-    config.cache_config.enable_prefix_caching = False
-    refused(config, "mm_processor_cache_gb=0")
-    config.cache_config.enable_prefix_caching = True
-    check_engine(config)
-    config.cache_config.enable_prefix_caching = False
-    images.mm_processor_cache_gb = 4
-    check_engine(config)
-    config.model_config.multimodal_config = SimpleNamespace(language_model_only=True, mm_processor_cache_gb=0)
-    check_engine(config)
-
-
-@pytest.mark.parametrize("pooling", ["MEAN", "CLS"])
-def test_pooling_that_needs_all_tokens_of_a_prompt(config: Any, pooling: str) -> None:
     config.model_config.runner_type = "pooling"
     config.model_config.pooler_config = PoolerConfig(seq_pooling_type="LAST", tok_pooling_type="ALL")
-    check_engine(config)
-    config.model_config.pooler_config.seq_pooling_type = pooling
-    refused(config, "all tokens of a prompt")
+    config.cache_config.enable_prefix_caching = False
+    for images in ((False, 4), (True, 0)):
+        config.model_config.multimodal_config = SimpleNamespace(
+            language_model_only=images[0], mm_processor_cache_gb=images[1]
+        )
+        check_engine(config)
 
 
 @pytest.mark.parametrize(("task", "stored"), [("embed", KEYS), ("token_embed", [])])
@@ -158,7 +150,3 @@ def test_a_model_without_a_kv_cache(config: Any) -> None:
     empty = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     with pytest.raises(ValueError, match="kvoffd cannot serve this engine: its model keeps nothing"):
         KvoffdConnector(config, KVConnectorRole.WORKER, empty)
-
-
-def test_this_machine_has_a_name() -> None:
-    assert machine_id() == machine_id() != ""

@@ -12,7 +12,7 @@ import pytest
 from kvoffd_client import BlockClient
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected, wait_stored
-from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama, write_lora_adapter
+from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama
 from tests.kit.shapes import (
     PROMPTS,
     Shape,
@@ -221,40 +221,6 @@ def test_what_a_draft_model_keeps_is_the_same_however_many_tokens_it_drafts(
                 assert len(pairs) == 4 + layers
                 for left, right in pairs:
                     np.testing.assert_allclose(left.array, right.array, rtol=1e-3, atol=1e-3, err_msg=left.name)
-
-
-@pytest.mark.shapes
-def test_an_adapter_that_is_applied_to_some_layers_only_has_blocks_of_its_own(tmp_path: Path) -> None:
-    """Plain prompts share blocks, however much of an adapter an engine applies, and where it applies none."""
-    model = make_tiny_llama(tmp_path / "model")
-    adapter = ("an adapter", 1, str(write_lora_adapter(tmp_path / "adapter", seed=1)))
-    lora = {"enable_lora": True, "max_lora_rank": 8}
-    with DaemonProcess("64MiB") as daemon:
-
-        def ask(**settings: Any) -> tuple[list[Completion], list[Completion]]:
-            with EngineProcess(model, daemon.directory, **settings) as engine:
-                wait_connected(daemon.directory)
-                plain = engine.generate(list(PROMPTS))
-                adapted = engine.generate(list(PROMPTS), adapter=adapter) if settings else []
-                wait_stored(daemon.directory)
-                return plain, adapted
-
-        first, _ = ask()
-        assert [one.cached for one in first] == [0, 0]
-        everything = [full_blocks(len(each)) for each in PROMPTS]
-        answers = []
-        for only in (None, ["o_proj", "qkv_proj"], ["o_proj"], None):
-            plain, adapted = ask(**lora, lora_target_modules=only)
-            assert [one.cached for one in plain] == everything
-            assert [one.tokens for one in plain] == [one.tokens for one in first]
-            answers.append(adapted)
-        *colds, again = answers
-        assert [[one.cached for one in adapted] for adapted in colds] == [[0, 0]] * 3
-        assert [one.cached for one in again] == everything
-        whole, most, none = [[one.tokens for one in adapted] for adapted in colds]
-        assert whole == most == [one.tokens for one in again], "all that the adapter has"
-        assert none == [one.tokens for one in first], "it has nothing for that layer"
-        assert whole != none
 
 
 @pytest.mark.shapes

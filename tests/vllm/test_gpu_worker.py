@@ -129,16 +129,6 @@ def test_a_registration_names_the_drivers_handles(stub: StubCuda) -> None:
     assert registration.handles() == ([CudaIpcHandle(buffer.handle, 1 << 20, bytes([0x10] * 16))], [])
 
 
-def test_tensors_in_chunks_are_one_segment(stub: StubCuda) -> None:
-    chunk = 2 << 20
-    buffer = stub.map_chunks([chunk] * 3)
-    segments, layouts = export_tensors(caches_at((buffer.address + chunk + 64, 1 << 18, 1 << 18)))
-    (segment,) = segments
-    assert segment.chunk_bytes == (chunk, chunk)
-    assert layouts == [TensorLayout(0, 64, 1 << 18, 8)]
-    segment.close()
-
-
 def test_a_tensor_over_two_allocations_is_told_apart(stub: StubCuda) -> None:
     buffer = stub.allocate(4096)
     exported = export_segments([(buffer.address, 1)], ExportDriver(stub.path))

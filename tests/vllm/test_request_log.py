@@ -36,13 +36,6 @@ def test_a_miss_names_its_first_key_whatever_is_behind_it() -> None:
     assert (report.outcome, found(report), report.missing_key) == (Outcome.MISSED, (3, 1, 0, 0), block_hash(1))
 
 
-def test_what_the_engine_has_itself_is_no_miss() -> None:
-    harness = ManagerHarness()
-    harness.request(ready=HASHES)
-    report = told(harness)
-    assert (report.outcome, found(report), report.missing_key) == (Outcome.HELD, (3, 3, 0, 0), b"")
-
-
 def test_a_prompt_that_is_shorter_than_a_block_says_so() -> None:
     harness = ManagerHarness()
     harness.new(hashes=0)
@@ -60,27 +53,12 @@ def test_what_a_tier_does_not_bring_in_time_is_late() -> None:
     assert (report.missing_key, report.reason) == (block_hash(2), "tier_late")
 
 
-def test_an_answer_that_is_given_up_is_late() -> None:
-    harness = ManagerHarness()
-    harness.request()
-    harness.clock.now += 100
-    harness.scan()
-    assert told(harness).outcome is Outcome.LATE
-
-
 def test_an_answer_that_nobody_waits_for_since_the_engine_has_all_is_not_late() -> None:
     harness = ManagerHarness()
     harness.request()
     harness.manager.prepare_scan(harness.requests["r"], 3 * CHUNK_TOKENS, has_all=True)
     report = told(harness)
     assert (report.outcome, report.keys) == (Outcome.HELD, 0)
-
-
-def test_a_load_that_is_slower_than_computing_is_skipped() -> None:
-    harness = ManagerHarness()
-    harness.request(ready=HASHES)
-    harness.manager._requests["r"].skip_counted = True
-    assert told(harness).outcome is Outcome.SKIPPED
 
 
 def test_a_request_that_may_not_be_looked_up_is_unused() -> None:

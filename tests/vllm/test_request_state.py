@@ -177,7 +177,7 @@ def test_while_blocks_come_from_disk_the_next_answer_has_the_whole_deadline() ->
     assert harness.scan()
     harness.clock.now += 0.09
     harness.prefill.tokens_per_second = 0.0
-    harness.manager._requests["r"].disk_wait_limit_s = 1.0
+    harness.manager._requests["r"].disk_wait_until = harness.clock.now + 0.905
     harness.scan()
     assert harness.statuses(1, 2, 3) == [HIT, PENDING, RETRY]
     harness.clock.now += 0.021

@@ -81,7 +81,14 @@ class KvoffdConnector(OffloadingConnector):
         name_spec(transfer_config)
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
-            self._begin_worker(vllm_config, kv_cache_config)
+            spec: KvoffdSpec = self.connector_worker.spec
+            spec.namespace = namespace_of(
+                collect_factors(vllm_config, kv_cache_config, options.salt), label_of(vllm_config)
+            )
+            self._weights: LiveWeights | None = None
+            self._digest: str | None = None
+            self._generation = 0
+            self._last_memory: MemoryReport | None = None
             return
         if unknown:
             logger.warning(
@@ -114,15 +121,6 @@ class KvoffdConnector(OffloadingConnector):
         self._pool: BlockPool | None = None
         self._reset_since_step = False
         self._has_unsent_stores = False
-
-    def _begin_worker(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        spec: KvoffdSpec = self.connector_worker.spec
-        factors = collect_factors(vllm_config, kv_cache_config, spec.options.salt)
-        spec.namespace = namespace_of(factors, label_of(vllm_config))
-        self._weights: LiveWeights | None = None
-        self._digest: str | None = None
-        self._generation = 0
-        self._last_memory: MemoryReport | None = None
 
     # --- worker ---
 
@@ -208,7 +206,7 @@ class KvoffdConnector(OffloadingConnector):
         )
         if memory != self._last_memory:
             report.memory[spec.config.parallel.rank] = self._last_memory = memory
-        return report if ended is not None or report.has_news else None
+        return report if report != WorkerReport() else None
 
     def unregister_kv_caches(self) -> None:
         """0.33, before sleep: no transfer runs any more. The daemon lets go of the memory before this returns."""

@@ -51,7 +51,7 @@ class ChunkGroup:
         return [one + self.suffix for one in self.hashes(block_hashes)]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class KeyedSpec(LoadStoreSpec):
     """The daemon's end of a transfer: blocks named by key.
 
@@ -63,11 +63,11 @@ class KeyedSpec(LoadStoreSpec):
         tokens: as ``parents``, for ``GroupBlocks.tokens``.
     """
 
-    groups: tuple[bytes, ...]
+    groups: tuple[bytes, ...] = field(repr=False)
     lease_id: int = NO_LEASE
     request_id: str | None = None
-    parents: tuple[bytes, ...] = ()
-    tokens: tuple[bytes, ...] = ()
+    parents: tuple[bytes, ...] = field(default=(), repr=False)
+    tokens: tuple[bytes, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(
@@ -93,9 +93,6 @@ class KeyedSpec(LoadStoreSpec):
     def keys(self) -> tuple[tuple[int, bytes], ...]:
         """Group on the wire and its block hashes, of groups that have any."""
         return tuple([(index, hashes) for index, hashes in enumerate(self.groups) if hashes])
-
-    def __repr__(self) -> str:
-        return f"KeyedSpec({[len(group) for group in self.groups]} bytes of keys, lease {self.lease_id})"
 
 
 def of_adapter(hashes: Iterable[bytes], content: bytes) -> list[bytes]:
@@ -202,13 +199,6 @@ class WorkerReport(OffloadingWorkerMetadata):
     credit_bytes: int | None = None
     memory: dict[int, MemoryReport] = field(default_factory=dict)
     waited_s: float = 0.0
-
-    @property
-    def has_news(self) -> bool:
-        """Whether it says anything but which jobs ended."""
-        return (
-            bool(self.failed_jobs or self.load_times or self.memory or self.waited_s) or self.credit_bytes is not None
-        )
 
     def aggregate(self, other: Any) -> WorkerReport:
         merged = super().aggregate(other)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from kvoffd_client.namespace import NamespaceSpec, differences
-from kvoffd_client.scheduler_client import Lookup, SchedulerClient
+from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import GroupKeys, RequestReport
+from kvoffd_proto.messages import RequestReport
 
 PATIENCE_S = 10.0
 """How long an engine waits in steps for its workers' reports, and then for the daemon to have their memory."""
@@ -44,36 +45,11 @@ class MemoryReport:
     usable: bool = True
 
 
-class NamespacesDiffer(Exception):
-    """The workers of one engine derived different namespaces; the sentence names the factors they disagree on."""
-
-
-def common_namespace(namespaces: Collection[NamespaceSpec]) -> NamespaceSpec:
-    """Return the one namespace of all workers. Raises NamespacesDiffer."""
-    first, *others = namespaces
-    for other in others:
-        if other.fingerprint != first.fingerprint:
-            names = ", ".join(name for name, _, _ in differences(first.description, other.description))
-            raise NamespacesDiffer(f"The workers of this engine disagree on {names or 'their configuration'}.")
-    return first
-
-
 class Unconnected:
-    """In the place of a SchedulerClient before the namespace is known."""
+    """As much of a SchedulerClient as is used before the namespace is known."""
 
     ready = False
     credit_bytes = 0
-
-    def poll(self) -> None: ...
-
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> Lookup:
-        raise RuntimeError("nothing is looked up without a namespace")
-
-    def release(self, lease_id: int, unused: str = "") -> None: ...
-
-    def invalidate(self, groups: Sequence[GroupKeys]) -> None: ...
-
-    def report(self, *figures: float) -> None: ...
 
     def note_request(self, report: RequestReport) -> None: ...
 
@@ -96,11 +72,10 @@ class EngineNamespace:
         clock: what time is measured with, as time.monotonic().
 
     Attributes:
-        client: the connection; ``Unconnected`` before the namespace is known first.
+        client: the connection; one that is not ready before the namespace is known first.
         generation: counts resets and changes of weights.
         current: the namespace; None while it is not known.
         usable: whether the daemon can have the memory of all workers, as far as they have said.
-        settled: all is known and registered, until something changes.
         on_leave: called when the weights, or adapters, may be others from now on.
     """
 
@@ -110,11 +85,10 @@ class EngineNamespace:
         self._world_size = world_size
         self._connect = connect
         self._clock = clock
-        self.client: SchedulerClient | Unconnected = Unconnected()
+        self.client = cast(SchedulerClient, Unconnected())
         self.generation = 0
         self.current: NamespaceSpec | None = None
         self.usable = True
-        self.settled = False
         self.on_leave: Callable[[], None] = lambda: None
         self._last: NamespaceSpec | None = None
         self._reports: dict[int, MemoryReport] = {}
@@ -139,10 +113,7 @@ class EngineNamespace:
 
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
         """Whether steps, empty ones too, will make the namespace known or the workers registered in that time."""
-        if self._failed or not self._asked:
-            return False
-        if self.registered:
-            self.settled = True
+        if self._failed or not self._asked or self.registered:
             return False
         return self._waiting_since is None or self._clock() - self._waiting_since < patience_s
 
@@ -173,7 +144,7 @@ class EngineNamespace:
         """The weights may be others from now on. ``engine_cache_kept``: vLLM's own cache still has blocks of before."""
         self.generation += 1
         self._reports.clear()
-        self.usable, self.settled = True, False
+        self.usable = True
         self.current = None
         self._asked = self._failed = self._to_tell = False
         self._waiting_since = None
@@ -191,17 +162,17 @@ class EngineNamespace:
                 self.leave(engine_cache_kept=True)
                 return
             self._reports[rank] = report
-            self.settled = False
         self.usable = all(report.usable for report in self._reports.values())
         if self.current is None and len(self._reports) == self._world_size:
             self._decide([self._reports[rank] for rank in sorted(self._reports)])
 
     def _decide(self, reports: Sequence[MemoryReport]) -> None:
-        try:
-            namespace = common_namespace([report.namespace for report in reports])
-        except NamespacesDiffer as reason:
-            self._fail(f"{reason} Please report this.")
-            return
+        namespace = reports[0].namespace
+        for other in (report.namespace for report in reports):
+            if other.fingerprint != namespace.fingerprint:
+                names = ", ".join(name for name, _, _ in differences(namespace.description, other.description))
+                self._fail(f"Its workers disagree on {names or 'their configuration'}. Please report this.")
+                return
         if len({report.machine for report in reports}) > 1:
             self._fail(
                 "Its workers are on several machines, and a daemon has the blocks of one. Use tensor and pipeline "

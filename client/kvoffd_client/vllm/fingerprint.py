@@ -1,7 +1,7 @@
 """What must be equal before two engines may read each other's KV bytes, and the namespace made of it.
 
 Every worker collects the factors on its own after it loaded the model. All workers of one engine must come to the same
-result (see ``common_namespace``), as must an engine that starts again.
+result, as must an engine that starts again.
 """
 
 from __future__ import annotations

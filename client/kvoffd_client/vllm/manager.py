@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 # Errors that say something about the blocks. After any other one they are as good as before.
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
 _READY_BYTE, _NOT_THERE = bytes([READY]), bytes([ABSENT, WRITING])
+NEVER = float("-inf")
 REFRESH_S = 1.0
 """Age at which an answer with misses is asked for again, and pause after a lookup that failed."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.002, 0.05
@@ -127,9 +128,7 @@ class RequestState:
         disabled: nothing of this request may be looked up or stored.
         load_failed: a load of this request failed; the request is recomputed and never looked up again.
         from_tiers: keys that came, or were to come, from a tier for this request, and their last state there.
-        disk_wait_since: when the first answer came in which something was on its way; None before.
-        disk_wait_limit_s: how long the request waits from then on.
-        disk_wait_over: the request does not wait for tiers below the pool any more.
+        disk_wait_until: how long the request waits for tiers below the pool; None before something is on its way.
         waits_for_disk: the request waits for what the answer says is on its way.
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
         missing_tokens: what is computed if nothing is loaded: all but what vLLM itself has; 0 before that is known.
@@ -148,14 +147,12 @@ class RequestState:
     disabled: bool = False
     load_failed: bool = False
     from_tiers: dict[OffloadKey, int] = field(default_factory=dict)
-    disk_wait_since: float | None = None
-    disk_wait_limit_s: float = 0.0
-    disk_wait_over: bool = False
+    disk_wait_until: float | None = None
     waits_for_disk: bool = False
     skip_counted: bool = False
     logged: bool = False
     missing_tokens: int = 0
-    failed_at: float = float("-inf")
+    failed_at: float = NEVER
 
 
 class KvoffdManager(OffloadingManager):
@@ -209,7 +206,7 @@ class KvoffdManager(OffloadingManager):
         self._reply_s = 0.0
         """How long the last answer took, or that time so far after which one was given up."""
         self._wait_left_s = IDLE_WAIT_S
-        self._no_wait_before = float("-inf")
+        self._no_wait_before = NEVER
 
     # --- what the connector calls beyond vLLM's interface ---
 
@@ -261,7 +258,7 @@ class KvoffdManager(OffloadingManager):
         state.results, state.otherwise = {}, LookupResult.MISS
         if has_all or request.skip_reading_prefix_cache or state.disabled or state.load_failed or not self.loads:
             return
-        if not namespace.settled and self._waits_for_namespace:
+        if self._waits_for_namespace:
             state.otherwise = LookupResult.RETRY
             return
         if namespace.current is None or not namespace.usable:
@@ -332,7 +329,7 @@ class KvoffdManager(OffloadingManager):
             self.namespace.client.poll()
         if not ticket.done and not pending.given_up:
             # While blocks come up from disk the next answer has the whole deadline.
-            comes_up = state.answer is not None and state.answer.coming and not state.disk_wait_over
+            comes_up = state.answer is not None and state.answer.coming and state.disk_wait_until != NEVER
             if now - pending.sent_at >= (self._deadline_s if comes_up else self._allowed_s(state.missing_tokens)):
                 pending.given_up = True
                 self._reply_s = max(self._reply_s, now - pending.sent_at)
@@ -365,17 +362,18 @@ class KvoffdManager(OffloadingManager):
         """Decide whether a request waits for what its answer says is on its way."""
         now, pending = self._clock(), state.pending
         overdue = pending is not None and now - pending.sent_at >= self._deadline_s
-        if state.disk_wait_over or overdue or now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
+        if overdue or now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
             return False  # only the daemon says when something has come from disk, or never will
-        if state.disk_wait_since is None:
-            state.disk_wait_since = now
-            state.disk_wait_limit_s = self._disk_wait_s
+        if state.disk_wait_until is None:
+            limit_s = self._disk_wait_s
             if self._do_no_harm and (rate := self._harm.prefill.tokens_per_second):
                 counts = Counter(self._positions[key[-GROUP_ID_BYTES:]] for key in answer.coming)
                 tokens = max(count * self._groups[index].tokens_per_chunk for index, count in counts.items())
-                state.disk_wait_limit_s = min(self._disk_wait_s, tokens / rate)
-        state.disk_wait_over = now - state.disk_wait_since + answer.ticket.wait_s >= state.disk_wait_limit_s
-        return not state.disk_wait_over
+                limit_s = min(limit_s, tokens / rate)
+            state.disk_wait_until = now + limit_s
+        if now + answer.ticket.wait_s >= state.disk_wait_until:
+            state.disk_wait_until = NEVER
+        return state.disk_wait_until != NEVER
 
     def step_begins(self, request_tokens: Collection[int], *, new_requests: bool = False) -> None:
         """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then."""
@@ -498,7 +496,8 @@ class KvoffdManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         state = RequestState()
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which no request can leave out.
-        state.disk_wait_over = not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL)
+        if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
+            state.disk_wait_until = NEVER
         self._requests[req_context.req_id] = state
         # What was loaded is offered for a store too: it is stored where the load failed, and else left out there.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
