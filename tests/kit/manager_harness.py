@@ -75,6 +75,7 @@ class ManagerHarness:
             num_prompt_tokens=hashes * CHUNK_TOKENS + 1,
             num_computed_tokens=0,
             skip_reading_prefix_cache=False,
+            pooling_params=None,
             is_finished=lambda: False,
         )
         for number in range(hashes):

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import pytest
 import torch
 from vllm import envs
 from vllm.config import MultiModalConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from kvoffd_client.vllm import compat
 from kvoffd_client.vllm.fingerprint import ENVIRONMENT, collect_factors, hash_probe
 from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama
-from tests.kit.vllm_config import HEADS, cache_config, full_attention, make_config
+from tests.kit.vllm_config import cache_config, full_attention, make_config
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +107,12 @@ def test_pipeline_stages_agree_though_their_layers_differ(engine_config: Any) ->
     assert factors_of(config, cache_config(first)) == factors_of(config, cache_config(last))
 
 
-def set_path(path: str, value: object) -> Callable[[Any], None]:
-    """A change of one attribute deep in the configuration."""
-
-    def change(config: Any) -> None:
-        *parents, name = path.split(".")
-        for parent in parents:
-            config = getattr(config, parent)
-        setattr(config, name, value)
-
-    return change
+def set_path(config: Any, path: str, value: object) -> None:
+    """Change one attribute deep in the configuration."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        config = getattr(config, parent)
+    setattr(config, name, value)
 
 
 CHANGES: dict[str, tuple[str, object]] = {
@@ -155,34 +150,28 @@ def test_the_layers_that_are_left_out_of_the_kv_caches_dtype_count_where_the_gro
     assert len({dtype(), dtype("1"), dtype("2"), dtype("1", "2")}) == 4
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_the_engines_setting_reaches_its_fact(name: str, engine_config: Any) -> None:
+def test_each_setting_reaches_its_factor(engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = factors_of(engine_config)
-    config = copy.deepcopy(engine_config)
-    set_path(*CHANGES[name])(config)
-    assert factors_of(config)[name] != before[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "attribute", "value"),
-    [("model_runner", "use_v2_model_runner", True), ("hash_lookahead_tokens", "num_hash_lookahead_tokens", 1)],
-)
-def test_what_vllm_derives_from_several_settings_reaches_its_fact(
-    name: str, attribute: str, value: object, engine_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(engine_config), attribute, property(lambda _: not value), raising=False)
-    before = factors_of(engine_config)[name]
-    monkeypatch.setattr(type(engine_config), attribute, property(lambda _: value))
-    assert factors_of(engine_config)[name] != before
-
-
-@pytest.mark.parametrize("name", ENVIRONMENT)
-def test_a_variable_that_changes_numbers_reaches_its_fact(
-    name: str, engine_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = factors_of(engine_config)["computation"]
-    monkeypatch.setattr(envs, name, "another", raising=False)
-    assert factors_of(engine_config)["computation"] != before
+    for name, change in CHANGES.items():
+        config = copy.deepcopy(engine_config)
+        set_path(config, *change)
+        assert factors_of(config)[name] != before[name], name
+    layout = dataclasses.replace(cache_config(), kv_cache_layout="LBNHC")
+    assert factors_of(engine_config, layout)["kv_layout"] != before["kv_layout"]
+    for name in ENVIRONMENT:
+        with monkeypatch.context() as patch:
+            patch.setattr(envs, name, "another", raising=False)
+            assert factors_of(engine_config)["computation"] != before["computation"], name
+    # What vLLM derives from several settings.
+    for name, attribute in (
+        ("model_runner", "use_v2_model_runner"),
+        ("hash_lookahead_tokens", "num_hash_lookahead_tokens"),
+    ):
+        found = []
+        for value in (0, 1):
+            monkeypatch.setattr(type(engine_config), attribute, property(lambda _, value=value: value), raising=False)
+            found.append(factors_of(engine_config)[name])
+        assert found[0] != found[1], name
 
 
 def test_of_a_multimodal_model_what_makes_its_embeddings_counts(engine_config: Any, tmp_path: Path) -> None:
@@ -230,19 +219,6 @@ def test_only_a_draft_model_with_a_kv_cache_of_its_own_counts_and_not_how_many_t
     assert len(set(found)) == len(found)
     assert speculative(4, **drafter) == found[0]
     assert speculative(4, method="eagle", model=drafts[True]) == found[1]
-
-
-def test_group_factors_follow_the_spec_of_the_group(engine_config: Any) -> None:
-    window = SlidingWindowSpec(block_size=32, sliding_window=256, **HEADS)
-    groups = [
-        KVCacheGroupSpec(layer_names=["0"], kv_cache_spec=window),
-        KVCacheGroupSpec(layer_names=["1", "2"], kv_cache_spec=full_attention(dtype=torch.bfloat16)),
-    ]
-    sliding, dense = factors_of(engine_config, cache_config(*groups))["groups"]
-    assert (sliding["kind"], sliding["window_tokens"], sliding["layers"]) == ("sliding_window", 256, 1)
-    assert (dense["kind"], dense["window_tokens"], dense["layers"]) == ("full_attention", 0, 2)
-    assert sliding["page_bytes"] == 2 * dense["page_bytes"]
-    assert sliding["layout"] != dense["layout"]
 
 
 def test_a_copy_of_a_model_elsewhere_has_the_same_factors_and_another_models_have_not(

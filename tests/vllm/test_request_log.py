@@ -64,7 +64,7 @@ def test_an_answer_that_nobody_waits_for_since_the_engine_has_all_is_not_late() 
 def test_a_request_that_may_not_be_looked_up_is_unused() -> None:
     harness = ManagerHarness()
     harness.new()
-    harness.manager.disable("r")
+    harness.manager._requests["r"].disabled = True
     assert told(harness).outcome is Outcome.UNUSED
     harness.client.ready = False
     harness.request("away")

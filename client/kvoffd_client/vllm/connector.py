@@ -29,7 +29,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, get_kv_cache_spec_kind, iter_layer_specs
-from vllm.v1.request import RequestStatus
 
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerReport
@@ -100,7 +99,6 @@ class KvoffdConnector(OffloadingConnector):
             logger.warning("kvoffd: %s", sentence)
         StoreRefusalFilter.install(STORE_LOGGER)
         self._manager: KvoffdManager = self.connector_scheduler.manager
-        self._requests: dict[str, Request] = {}
         self._adapters = LoraAdapters(vllm_config.lora_config)
         self._load_room = LoadRoom(vllm_config, kv_cache_config)
         offloading = build_offloading_config(vllm_config, kv_cache_config)
@@ -227,18 +225,10 @@ class KvoffdConnector(OffloadingConnector):
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; looks all keys of the request up, so that the answer is there when it is scheduled."""
         super().on_new_request(request)
-        manager = self._manager
-        self._requests[request.request_id] = request
         if (adapter := request.lora_request) is not None:
-            manager.begin_adapter(request.request_id, self._adapters.content_of(adapter), adapter.lora_int_id)
-        if request.skip_reading_prefix_cache and request.pooling_params is not None:
-            logger.info_once(  # type: ignore[attr-defined]
-                "kvoffd: the pooling task %s needs all tokens of a prompt to be computed, so nothing of it is loaded, "
-                "and nothing is stored.",
-                request.pooling_params.task,
-            )
-            manager.disable(request.request_id)
-        manager.look_up(request)
+            content = self._adapters.content_of(adapter)
+            self._manager.begin_adapter(request.request_id, content, adapter.lora_int_id)
+        self._manager.look_up(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, over an answer that is checked for age and completeness first.
@@ -246,8 +236,7 @@ class KvoffdConnector(OffloadingConnector):
         An engine whose own cache has all that it may have of a prompt loads nothing: a step is made for the last token
         anyway, and the load of one more block would come before it.
         """
-        if self._manager.namespace.current is None:
-            self._manager.namespace.ask()
+        self._manager.namespace.ask()
         most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
         self._manager.prepare_scan(request, num_computed_tokens, has_all=num_computed_tokens >= most)
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -284,8 +273,6 @@ class KvoffdConnector(OffloadingConnector):
         if HAS_DEFECTS_OF_0_32 and new:
             forget_session_blocks(scheduler, [one.req_id for one in new])
         meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))
-        for request_id in scheduler_output.finished_req_ids:
-            self._requests.pop(request_id, None)
         self._has_unsent_stores = bool(meta.store_jobs)
         generation, joined = namespace.begin_step()
         if generation is None:
@@ -402,7 +389,7 @@ class KvoffdConnector(OffloadingConnector):
             tokens = {each: count for each, count in output.num_scheduled_tokens.items() if each not in new}
             changes["num_scheduled_tokens"] = tokens
         if preempted := output.preempted_req_ids:
-            changes["preempted_req_ids"] = {each for each in preempted if not self._is_loaded(each)}
+            changes["preempted_req_ids"] = {each for each in preempted if not self._manager.is_loading(each)}
         if (state := output.kv_connector_block_state) is not None and state.boundary_state_offloads:
             whole = {
                 request_id: [one for one in offered if one[2] % self._block_tokens == 0]
@@ -410,10 +397,6 @@ class KvoffdConnector(OffloadingConnector):
             }
             changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=whole)
         return replace(output, **changes) if changes else output
-
-    def _is_loaded(self, request_id: str) -> bool:
-        request = self._requests.get(request_id)
-        return request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 def _has_states(group: Any) -> bool:

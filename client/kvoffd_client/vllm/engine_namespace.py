@@ -101,7 +101,6 @@ class EngineNamespace:
         self._engine_cache_kept = False
         self.engine_cache_stale = False
         """Whether vLLM's own cache has blocks of other weights than the namespace names: then nothing is stored."""
-        self._closed = False
 
     @property
     def registered(self) -> bool:
@@ -204,14 +203,10 @@ class EngineNamespace:
             ", of the changed weights" if changed else "",
         )
 
-    def close(self) -> None:
-        self._closed = True
-        self.client.close()
-
     def join(self, namespace: NamespaceSpec) -> None:
         """Be in this namespace, and connect unless the connection is there already."""
         self.current = namespace
-        if self._closed or (self._last is not None and self._last.fingerprint == namespace.fingerprint):
+        if self._last is not None and self._last.fingerprint == namespace.fingerprint:
             return
         self.client.close()
         self.client, self._last = self._connect(namespace), namespace

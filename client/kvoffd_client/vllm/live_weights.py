@@ -118,32 +118,29 @@ class LiveWeights:
         cannot be read: that must cost an engine its shared blocks, not its start.
         """
         try:
-            return self._digest()
+            self.changed = False
+            began = time.monotonic()
+            total, samples = hashlib.sha256(), list[torch.Tensor]()
+            for number, model in enumerate(self._models()):
+                modules = model.named_modules() if self._experts_elsewhere else ()
+                experts = tuple(f"{name}." for name, module in modules if isinstance(module, RoutedExperts))
+                for name, tensor in (*_tensors(model), *_packed_columns(model)):
+                    if name.startswith(experts):
+                        continue
+                    # Where LoRA is on, vLLM puts each layer into another one, and plain prompts get what they got.
+                    plain = name.replace(".base_layer.", ".")
+                    total.update(f"{number} {plain} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                    pieces = _sample(tensor)
+                    samples += pieces
+                    if logger.isEnabledFor(logging.DEBUG):
+                        logger.debug("kvoffd: weights %d %s: %s", number, plain, _sample_digest(pieces))
+            for joined in _joined(samples):
+                total.update(joined)
+            logger.info("kvoffd: named the weights by %d samples in %.3f s.", len(samples), time.monotonic() - began)
+            return total.hexdigest()
         except Exception:
             logger.exception("kvoffd: the weights in memory could not be read.")
             return None
-
-    def _digest(self) -> str:
-        self.changed = False
-        began = time.monotonic()
-        total, samples = hashlib.sha256(), list[torch.Tensor]()
-        for number, model in enumerate(self._models()):
-            modules = model.named_modules() if self._experts_elsewhere else ()
-            experts = tuple(f"{name}." for name, module in modules if isinstance(module, RoutedExperts))
-            for name, tensor in (*_tensors(model), *_packed_columns(model)):
-                if name.startswith(experts):
-                    continue
-                # Where LoRA is on, vLLM puts each layer into another one, and plain prompts get what they got.
-                plain = name.replace(".base_layer.", ".")
-                total.update(f"{number} {plain} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-                pieces = _sample(tensor)
-                samples += pieces
-                if logger.isEnabledFor(logging.DEBUG):
-                    logger.debug("kvoffd: weights %d %s: %s", number, plain, _sample_digest(pieces))
-        for joined in _joined(samples):
-            total.update(joined)
-        logger.info("kvoffd: named the weights by %d samples in %.3f s.", len(samples), time.monotonic() - began)
-        return total.hexdigest()
 
     def _noticing(self, method: Callable[..., Any], changes: Callable[..., bool] = lambda *_, **__: True) -> Any:
         @wraps(method)

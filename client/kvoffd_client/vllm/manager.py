@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from kvoffd_client.scheduler_client import Lookup
 from kvoffd_client.vllm import metrics
@@ -232,6 +233,13 @@ class KvoffdManager(OffloadingManager):
         """Ask for all whole chunks of a request, if the daemon may be asked. vLLM has told of the request before."""
         state, namespace = self._requests[request.request_id], self.namespace
         state.request = request
+        if request.skip_reading_prefix_cache and request.pooling_params is not None:
+            logger.info_once(  # type: ignore[attr-defined]
+                "kvoffd: the pooling task %s needs all tokens of a prompt to be computed, so nothing of it is loaded, "
+                "and nothing is stored.",
+                request.pooling_params.task,
+            )
+            state.disabled = True
         if request.skip_reading_prefix_cache or state.disabled or state.load_failed or not self.loads:
             return
         if namespace.current is None or not namespace.usable or not namespace.client.ready:
@@ -395,6 +403,12 @@ class KvoffdManager(OffloadingManager):
         """Note that the output of the first of the steps that run has come."""
         self._harm.prefill.step_ended()
 
+    def is_loading(self, request_id: str) -> bool:
+        """Whether vLLM has begun to load a request, and not taken in the end of it."""
+        state = self._requests.get(request_id)
+        request = state.request if state is not None else None
+        return request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
     @property
     def is_busy(self) -> bool:
         """Whether steps are needed: for a load to be taken in, or for the namespace."""
@@ -451,10 +465,6 @@ class KvoffdManager(OffloadingManager):
         for state in self._requests.values():
             if state.adapter:
                 self._disable(state)
-
-    def disable(self, request_id: str) -> None:
-        """Look up and store nothing of a new request."""
-        self._disable(self._requests[request_id])
 
     def _disable(self, state: RequestState) -> None:
         self._end_leases(state)
@@ -641,7 +651,7 @@ class KvoffdManager(OffloadingManager):
         return self._counters.take(self.namespace.client.ready, lambda: self._harm.rates)
 
     def shutdown(self) -> None:
-        self.namespace.close()
+        self.namespace.client.close()
 
     def _end_leases(self, state: RequestState) -> None:
         """The request runs without a load, or is gone. What its last lookup said, or will say, is still known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -36,6 +36,7 @@ from kvoffd_proto.messages import LayerSpec
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
+SOFTWARE = f"kvoffd {version('kvoffd')}, vllm {vllm.__version__}"[:128]
 ENGINE_ID_SHOWN = 8
 """Characters of an engine's id in the names of its sessions: engines of one model are told apart by them."""
 
@@ -80,7 +81,7 @@ class KvoffdSpec(OffloadingSpec):
                 options.socket_directory,
                 namespace,
                 name=self._name(namespace, "scheduler"),
-                software=_software(),
+                software=SOFTWARE,
                 subscribe_events=config.enable_kv_cache_events,
                 options=options.client_options,
             )
@@ -126,7 +127,7 @@ class KvoffdSpec(OffloadingSpec):
             namespace,
             registration,
             name=self._name(namespace, f"worker {rank}"),
-            software=_software(),
+            software=SOFTWARE,
         )
 
     def _registration(self, kv_caches: CanonicalKVCaches) -> Registration:
@@ -148,11 +149,3 @@ def name_spec(transfer_config: KVTransferConfig) -> None:
     except ValueError:
         pass  # it is registered already
     transfer_config.kv_connector_extra_config["spec_name"] = name
-
-
-def _software() -> str:
-    try:
-        own = version("kvoffd")
-    except PackageNotFoundError:
-        own = "unknown"
-    return f"kvoffd {own}, vllm {vllm.__version__}"[:128]
