@@ -21,7 +21,6 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 import kvoffd_client.vllm
-import kvoffd_client.vllm.connector as connector_module
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm import config as connector_config
 from kvoffd_client.vllm.connector import KvoffdConnector
@@ -76,27 +75,11 @@ def test_vllms_factory_builds_it_from_the_two_words_a_user_writes(config: Any) -
     connector.shutdown()
 
 
-def test_events_are_the_connectors_own_and_vllm_keeps_no_tokens_for_them(config: Any) -> None:
-    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True)
-    config.kv_transfer_config.kv_connector_extra_config["self_describing_kv_events"] = True
-    connector = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
-    assert not connector.connector_scheduler._events_tracker.self_describing_enabled
-    assert connector._manager.events is not None
-    assert list(connector.take_events()) == []
-    connector.shutdown()
-
-
 def test_of_several_api_servers_the_latest_value_of_a_gauge_is_shown(config: Any) -> None:
     gauge = Mock()
     KvoffdConnector.build_prom_metrics(config, {Gauge: gauge, Counter: Mock(), Histogram: Mock()}, ["engine"], {0: [0]})
     assert {CONNECTED, LOAD_RATE} <= {call.kwargs["name"] for call in gauge.call_args_list}
     assert {call.kwargs["multiprocess_mode"] for call in gauge.call_args_list} == {"mostrecent"}
-
-
-def test_a_key_nobody_reads_is_told(model: Path, tmp_path: Path, said: list[str]) -> None:
-    config = make_config(model, {"directory": str(tmp_path), "zeta": 1})
-    KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
-    assert any("zeta" in line for line in said)
 
 
 @pytest.mark.parametrize("setting", ["enable_sleep_mode", "enable_cumem_allocator"])
@@ -211,52 +194,6 @@ def test_a_worker_whose_weights_were_changed_stores_nothing_until_they_are_named
     for _ in range(2):
         step(scheduler, [worker], tokens=1)
     assert joined == [joined[0]] * 2, "the weights were the same after all"
-
-
-def test_workers_that_disagree_turn_kvoffd_off_and_say_on_what(
-    model: Path, config: Any, tmp_path: Path, said: list[str]
-) -> None:
-    config.test_model = torch.nn.Linear(4, 4)
-    agreed, _ = make_worker(config)
-    config.model_config.dtype = torch.bfloat16
-    other, _ = make_worker(config, rank=1)
-    config.parallel_config.world_size = 2
-    scheduler = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
-    step(scheduler, [agreed, other])
-    assert any("disagree on" in line and "weights_dtype" in line for line in said)
-    assert not scheduler._manager.namespace.client.ready
-    assert not scheduler.has_pending_push_work()
-    scheduler.shutdown()
-
-
-def test_workers_on_several_machines_turn_kvoffd_off(
-    config: Any, monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
-    config.test_model = torch.nn.Linear(4, 4)
-    config.parallel_config.world_size = 2
-    workers = [make_worker(config, rank=rank)[0] for rank in range(2)]
-    scheduler = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
-    machines = iter(["one", "other"])
-    monkeypatch.setattr(connector_module, "machine_id", machines.__next__)
-    step(scheduler, workers)
-    assert any("on several machines" in line for line in said)
-    assert scheduler._manager.namespace.current is None
-    scheduler.shutdown()
-
-
-def test_an_engine_whose_model_cannot_be_found_shares_nothing_and_says_so(
-    config: Any, scheduler: KvoffdConnector, said: list[str]
-) -> None:
-    config.test_model = torch.nn.Linear(4, 4)
-    worker, joined = make_worker(config)
-    worker._weights = worker._digest = None
-    for _ in range(2):
-        step(scheduler, [worker])
-        scheduler.reset_cache()
-        step(scheduler, [worker], tokens=1)
-        step(scheduler, [worker])
-    assert joined[0].fingerprint != joined[1].fingerprint
-    assert any("used by no other engine" in line for line in said)
 
 
 def test_a_failed_load_is_received_and_failed_and_no_assertion_ends_the_worker(

@@ -81,3 +81,25 @@ def test_blocks_of_other_weights_in_vllms_own_cache_are_not_stored(after: str, k
     namespace.report({rank: MemoryReport(ONE, weights, 2) for rank in range(2)})
     assert namespace.current
     assert not namespace.engine_cache_stale
+
+
+def test_workers_that_do_not_fit_turn_kvoffd_off(said: list[str]) -> None:
+    for other, line in (
+        (MemoryReport(OTHER, "weights", 0), "disagree on name"),
+        (MemoryReport(ONE, "weights", 0, machine="other"), "on several machines"),
+    ):
+        namespace = Harness().namespace
+        namespace.report({0: MemoryReport(ONE, "weights", 0), 1: other})
+        assert any(line in one for one in said), line
+        assert (namespace.current, namespace.needs_steps) == (None, False)
+
+
+def test_weights_that_nobody_can_read_are_shared_with_nobody(said: list[str]) -> None:
+    found = []
+    for _ in range(2):
+        namespace = Harness().namespace
+        namespace.report({0: MemoryReport(ONE, "weights", 0), 1: MemoryReport(ONE, None, 0)})
+        assert namespace.current is not None
+        found.append(namespace.current.fingerprint)
+    assert found[0] != found[1]
+    assert any("used by no other engine" in line for line in said)

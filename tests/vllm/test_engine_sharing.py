@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,8 +22,7 @@ from tests.kit.engine import (
 )
 from tests.kit.engine_home import EngineHome
 from tests.kit.engine_server import EngineServer
-from tests.kit.models import make_tiny_gemma3, make_tiny_llama
-from tests.kit.wire import Books, books
+from tests.kit.models import make_tiny_gemma3
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -35,25 +31,6 @@ PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 FULL = [full_blocks(length) for length in LENGTHS]
 FULL_BLOCKS = sum(length // BLOCK_TOKENS for length in LENGTHS)
 WINDOW_BLOCKS = 256 // BLOCK_TOKENS
-
-KINDS: dict[str, dict[str, Any]] = {
-    "full-attention": {"make": make_tiny_llama, "settings": {}, "stored": FULL_BLOCKS},
-    # Five groups of sliding windows and one of full attention over one tensor.
-    "hybrid": {
-        "make": make_tiny_gemma3,
-        "settings": {"num_blocks": 1600},
-        # Of a sliding window only what the end of a prompt can reach is stored.
-        "stored": FULL_BLOCKS + 5 * WINDOW_BLOCKS * len(LENGTHS),
-    },
-    "tensor-parallel": {"make": make_tiny_llama, "settings": {"tensor_parallel": 2}, "stored": FULL_BLOCKS},
-}
-
-
-# Seen on Linux 6.18 with two CPUs, while workers of tensor parallelism spin: another process may get no CPU for half a
-# minute. Each deadline here is longer, so that a test fails for what kvoffd does and not for that.
-PATIENCE_S = 100.0
-PATIENT = {"lookup_deadline_ms": 1000 * PATIENCE_S}
-PATIENT_DAEMON = {"lease_ttl_s": 200, "job_deadline_s": 200}
 
 
 def cached(answers: list[Completion]) -> list[int]:
@@ -81,62 +58,6 @@ def test_server_loads_what_another_engine_stored(home: EngineHome, server: Engin
     assert tokens(returned) == tokens(computed)
     assert len(after.namespaces) == 1
     assert after.loads.nbytes == after.stores.nbytes == before.stores.nbytes, "nothing was stored anew"
-    assert (after.stores.failed, after.loads.failed, after.leases, after.pinned_blocks) == (0, 0, 0, 0)
-
-
-@dataclass
-class Runs:
-    """What the same prompts gave, in the order of the fields, and what the daemon said afterwards."""
-
-    cold: list[Completion]
-    warm: list[Completion]
-    second: list[Completion]
-    restarted: list[Completion]
-    after: Books
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    kind = KINDS[request.param]
-    workers = kind["settings"].get("tensor_parallel", 1)
-    model: Path = kind["make"](tmp_path_factory.mktemp("models") / "model")
-    with DaemonProcess("256MiB", limits=PATIENT_DAEMON) as daemon:
-        # They start as users' engines do on CPU: their processes are spawned and find the connector on their own.
-        first, second = (
-            EngineProcess(model, daemon.directory, extra_config=PATIENT, fork=False, **kind["settings"])
-            for _ in range(2)
-        )
-        try:
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(EngineProcess.start, [first, second]))
-            wait_connected(daemon.directory, 2 * workers, PATIENCE_S)
-            cold = first.generate(PROMPTS)
-            assert wait_stored(daemon.directory, PATIENCE_S).ready_blocks == kind["stored"]
-            first.forget()
-            warm = first.generate(PROMPTS)
-            from_second = second.generate(PROMPTS)
-            second.kill()
-            first.kill()
-            first.start()
-            wait_connected(daemon.directory, workers, PATIENCE_S)
-            restarted = first.generate(PROMPTS)
-            yield Runs(cold, warm, from_second, restarted, books(daemon.directory))
-        finally:
-            first.close()
-            second.close()
-
-
-@pytest.mark.nightly
-def test_every_full_block_is_loaded_by_each_engine(runs: Runs) -> None:
-    assert cached(runs.cold) == [0, 0, 0]
-    for answers in (runs.warm, runs.second, runs.restarted):
-        assert tokens(answers) == tokens(runs.cold)
-        assert cached(answers) == FULL
-        assert all(answer.finish == "length" for answer in answers)
-    after = runs.after
-    assert len(after.namespaces) == 1
-    # Each of three engines loaded what the first one stored; the second and third stored nothing anew.
-    assert after.loads.nbytes == 3 * after.stores.nbytes > 0
     assert (after.stores.failed, after.loads.failed, after.leases, after.pinned_blocks) == (0, 0, 0, 0)
 
 

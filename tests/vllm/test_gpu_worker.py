@@ -12,11 +12,12 @@ import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec
-from kvoffd_client.cuda_export import ExportDriver, GpuSegment, export_segments
+from kvoffd_client.cuda_export import ExportDriver, export_segments
 from kvoffd_client.jobs import Job
 from kvoffd_client.ordered_sender import OrderedSender
+from kvoffd_client.vllm import kv_memory
 from kvoffd_client.vllm.connector_metadata import KeyedSpec
-from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, export_tensors, registration_of
+from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, registration_of
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import CudaIpcHandle, JobResult, TensorLayout
@@ -129,15 +130,12 @@ def test_a_registration_names_the_drivers_handles(stub: StubCuda) -> None:
     assert registration.handles() == ([CudaIpcHandle(buffer.handle, 1 << 20, bytes([0x10] * 16))], [])
 
 
-def test_a_tensor_over_two_allocations_is_told_apart(stub: StubCuda) -> None:
+def test_tensor_over_two_allocations_is_told_apart(stub: StubCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = stub.allocate(4096)
     exported = export_segments([(buffer.address, 1)], ExportDriver(stub.path))
-
-    def export(spans: list[tuple[int, int]]) -> list[GpuSegment]:
-        return exported
-
+    monkeypatch.setattr(kv_memory, "export_segments", lambda _: exported)
     with pytest.raises(NotShareable, match="several allocations"):
-        export_tensors(caches_at((buffer.address, 4096, 4096)), export)
+        registration_of(caches_at((buffer.address, 4096, 4096)), [], rank=0, blocks_per_chunk=1)
 
 
 def test_stores_and_loads_go_out_after_their_kernels(harness: Harness) -> None:

@@ -14,7 +14,6 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 
 from kvoffd_client import NamespaceSpec, Registration, SharedMemory
 from kvoffd_client.vllm import worker as worker_module
-from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, KeyedSpec, LoadTime
 from kvoffd_client.vllm.kv_memory import SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec
@@ -103,19 +102,7 @@ def test_an_engine_on_cpu_whose_memory_cannot_be_shared_is_refused_at_its_start(
 
 
 def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_on() -> None:
-    private = caches_in(torch.zeros(8192, dtype=torch.int8))
-    spec = SimpleNamespace(
-        options=ConnectorOptions(),
-        memory=SharedKvMemory(),
-        layers=(),
-        config=SimpleNamespace(parallel=SimpleNamespace(rank=0)),
-        blocks_per_chunk=1,
-        replicated_layout=False,
-    )
-    cast(Any, spec)._registration = partial(KvoffdSpec._registration, cast(KvoffdSpec, spec))
-    client = KvoffdSpec.connect_worker(cast(KvoffdSpec, spec), private, NAMESPACE)
-    assert client is None
-    worker = make_worker(client)
+    worker = make_worker(None)
     assert worker.submit_store(1, BLOCKS, KEYED)
     assert worker.submit_load(2, LEASED, BLOCKS)
     worker.wait({1, 2})

@@ -70,16 +70,29 @@ def registration_of(
     ``layers`` describes the pages of each group (see ``describe_layers``); it is left out where it does not fit the
     tensors. Raises NotShareable when a tensor lies in no memory that can be shared.
     """
-    kinds = {cache.tensor.device.type for cache in kv_caches.tensors}
-    found: tuple[Sequence[SharedMemory | GpuSegment], list[TensorLayout]]
-    if kinds == {"cuda"}:
-        found = export_tensors(kv_caches)
-    elif kinds == {"cpu"}:
-        found = _shared_tensors(kv_caches, memories)
-    else:
-        raise NotShareable(
-            f"The KV cache is in {' and '.join(sorted(kinds))} memory; kvoffd serves NVIDIA GPUs and CPUs."
+    tensors = [cache.tensor for cache in kv_caches.tensors]
+    kinds = {tensor.device.type for tensor in tensors}
+    with ExitStack() as undo:
+        offered: Sequence[SharedMemory | GpuSegment] = memories
+        reason = (
+            "vLLM did not allocate its KV cache in the memory that kvoffd offered (get_mem_pool_context was not "
+            "called, or another connector's was)."
         )
+        if kinds == {"cuda"}:
+            reason = "A KV tensor lies in several allocations."
+            try:
+                offered = export_segments([_span(tensor) for tensor in tensors])
+            except KvoffdClientError as error:
+                raise NotShareable(str(error)) from error
+            for segment in offered:
+                undo.callback(segment.close)
+        elif kinds != {"cpu"}:
+            raise NotShareable(
+                f"The KV cache is in {' and '.join(sorted(kinds))} memory; kvoffd serves NVIDIA GPUs and CPUs."
+            )
+        layouts = [_layout_in(offered, tensor, reason) for tensor in tensors]
+        undo.pop_all()
+    used = sorted({layout.segment for layout in layouts})
     groups = []
     for index, refs in enumerate(kv_caches.group_data_refs):
         specs = layers[index] if index < len(layers) and len(layers[index]) == len(refs) else [None] * len(refs)
@@ -88,24 +101,10 @@ def registration_of(
     return Registration(
         rank=rank,
         blocks_per_key=blocks_per_chunk,
-        memories=tuple(found[0]),
-        tensors=tuple(found[1]),
+        memories=tuple(offered[index] for index in used),
+        tensors=tuple(replace(layout, segment=used.index(layout.segment)) for layout in layouts),
         groups=tuple(groups),
     )
-
-
-def _shared_tensors(
-    kv_caches: CanonicalKVCaches, memories: Sequence[SharedMemory]
-) -> tuple[list[SharedMemory], list[TensorLayout]]:
-    spans = [(int(memory.view.ctypes.data), memory.size_bytes) for memory in memories]
-    sentence = (
-        "vLLM did not allocate its KV cache in the memory that kvoffd offered (get_mem_pool_context was not called, or "
-        "another connector's was)."
-    )
-    layouts = [_layout_in(spans, cache.tensor, sentence) for cache in kv_caches.tensors]
-    used = sorted({layout.segment for layout in layouts})
-    placed = [replace(layout, segment=used.index(layout.segment)) for layout in layouts]
-    return [memories[index] for index in used], placed
 
 
 class RecordedEvent:
@@ -122,40 +121,15 @@ class RecordedEvent:
         self._event.synchronize()
 
 
-def export_tensors(
-    kv_caches: CanonicalKVCaches, export: Callable[[list[tuple[int, int]]], list[GpuSegment]] = export_segments
-) -> tuple[list[GpuSegment], list[TensorLayout]]:
-    """Export the GPU memory that a worker's KV tensors lie in; return it and where in it each tensor lies.
-
-    Raises NotShareable when the driver cannot export it.
-    """
-    try:
-        segments = export([_span(cache.tensor) for cache in kv_caches.tensors])
-    except KvoffdClientError as reason:
-        raise NotShareable(str(reason)) from reason
-    spans = [(segment.address, segment.size_bytes) for segment in segments]
-    with ExitStack() as undo:
-        for segment in segments:
-            undo.callback(segment.close)
-        layouts = [
-            _layout_in(spans, tensor, f"The KV tensor at {tensor.data_ptr():#x} lies in several allocations.")
-            for tensor in (cache.tensor for cache in kv_caches.tensors)
-        ]
-        undo.pop_all()
-    return segments, layouts
-
-
-def _layout_in(segments: Sequence[tuple[int, int]], tensor: torch.Tensor, sentence: str) -> TensorLayout:
-    """Return where a tensor lies in ``segments``, (address, size in bytes).
-
-    Raises NotShareable with this sentence when it lies in none as a whole.
-    """
+def _layout_in(memories: Sequence[SharedMemory | GpuSegment], tensor: torch.Tensor, reason: str) -> TensorLayout:
+    """Return where a tensor lies. Raises NotShareable, for this reason, where it lies in no memory as a whole."""
     address, size = _span(tensor)
-    for index, (begin, length) in enumerate(segments):
-        if begin <= address and address + size <= begin + length:
+    for index, memory in enumerate(memories):
+        begin = int(memory.view.ctypes.data) if isinstance(memory, SharedMemory) else memory.address
+        if begin <= address and address + size <= begin + memory.size_bytes:
             stride_bytes = int(tensor.stride(0)) * int(tensor.element_size())
             return TensorLayout(index, address - begin, stride_bytes, int(tensor.shape[0]))
-    raise NotShareable(sentence)
+    raise NotShareable(reason)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -21,37 +21,25 @@ PAUSED_STORES = "vllm:kvoffd_paused_stores"
 PREFILL_RATE = "vllm:kvoffd_prefill_tokens_per_second"
 LOAD_RATE = "vllm:kvoffd_load_tokens_per_second"
 
+_GAUGES = {
+    CONNECTED: "1 while the scheduler is connected to the kvoffd daemon, else 0.",
+    PREFILL_RATE: "Prompt tokens that the engine computes a second, as learned; 0 before it is known.",
+    LOAD_RATE: "Tokens that loads bring a second, the median of the last two minutes; 0 without loads.",
+}
+_COUNTERS = {
+    LOOKUPS: "Lookups sent to the kvoffd daemon.",
+    LOOKUP_WAITS: "Times that the scheduler waited for a lookup's answer: 1 ms a step at most, 5 if it is idle.",
+    LOOKUP_WAITS_IN_VAIN: "Waits of these in which no answer came; each ends all such waiting for 0.1 s.",
+    LATE_LOOKUPS: ("Lookups that counted as misses since no answer came in the time that computing the prompt takes."),
+    FAILED_LOADS: "Loads that failed; their requests were recomputed.",
+    FAILED_STORES: "Stores of which at least one block was not stored.",
+    SLOW_LOADS: ("Requests whose blocks were there and were not loaded, since computing was measured to be faster."),
+    PAUSED_STORES: "Stores that were left out while stores paused, since vLLM had waited for them too often.",
+    DEFERRED_STORES: "Stores put off since the kvoffd daemon's credit was used up.",
+}
 DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
-    CONNECTED: OffloadingGaugeMetadata(
-        documentation="1 while the scheduler is connected to the kvoffd daemon, else 0."
-    ),
-    LOOKUPS: OffloadingCounterMetadata(documentation="Lookups sent to the kvoffd daemon."),
-    LOOKUP_WAITS: OffloadingCounterMetadata(
-        documentation="Times that the scheduler waited for a lookup's answer: 1 ms a step at most, 5 if it is idle."
-    ),
-    LOOKUP_WAITS_IN_VAIN: OffloadingCounterMetadata(
-        documentation="Waits of these in which no answer came; each ends all such waiting for 0.1 s."
-    ),
-    LATE_LOOKUPS: OffloadingCounterMetadata(
-        documentation="Lookups that counted as misses since no answer came in the time that computing the prompt takes."
-    ),
-    FAILED_LOADS: OffloadingCounterMetadata(documentation="Loads that failed; their requests were recomputed."),
-    FAILED_STORES: OffloadingCounterMetadata(documentation="Stores of which at least one block was not stored."),
-    SLOW_LOADS: OffloadingCounterMetadata(
-        documentation="Requests whose blocks were there and were not loaded, since computing was measured to be faster."
-    ),
-    PAUSED_STORES: OffloadingCounterMetadata(
-        documentation="Stores that were left out while stores paused, since vLLM had waited for them too often."
-    ),
-    PREFILL_RATE: OffloadingGaugeMetadata(
-        documentation="Prompt tokens that the engine computes a second, as learned; 0 before it is known."
-    ),
-    LOAD_RATE: OffloadingGaugeMetadata(
-        documentation="Tokens that loads bring a second, the median of the last two minutes; 0 without loads."
-    ),
-    DEFERRED_STORES: OffloadingCounterMetadata(
-        documentation="Stores put off since the kvoffd daemon's credit was used up."
-    ),
+    **{name: OffloadingGaugeMetadata(documentation=text) for name, text in _GAUGES.items()},
+    **{name: OffloadingCounterMetadata(documentation=text) for name, text in _COUNTERS.items()},
 }
 
 
