@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.kv_offload.base import ReqContext
 
+from kvoffd_client.vllm.connector_metadata import LoadTime, WorkerReport
 from kvoffd_client.vllm.do_no_harm import (
     LEAST_LOAD_SAMPLES,
     LEAST_WAITS,
@@ -87,12 +88,12 @@ def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -
     rig.prefill.tokens_per_second = 10_000
     rig.request("r", {key(1)})
     for _ in range(LEAST_LOAD_SAMPLES):
-        rig.manager.load_ended([1], 0.5)
+        rig.manager.workers_report(WorkerReport(load_times={1: LoadTime((1,), 0.5)}))
     assert not rig.manager.load_is_worth_it("r", 1000)
     assert not rig.manager.load_is_worth_it("r", 1000), "vLLM asks until it is scheduled"
     assert any("1000 tokens take 0.50 s here, and computing them 0.10 s" in line for line in said)
     for _ in range(LEAST_WAITS):
-        rig.manager.workers_report(None, 2.0)
+        rig.manager.workers_report(WorkerReport(waited_s=2.0))
     output = rig.manager.prepare_store(KEYS, ReqContext("r"))
     assert output is not None
     assert not list(output.keys_to_store)

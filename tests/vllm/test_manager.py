@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _c
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, FailedJob
+from kvoffd_client.vllm.connector_metadata import ChunkGroup, FailedJob, WorkerReport
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
     DEFERRED_STORES,
@@ -85,7 +85,7 @@ def test_a_failed_load_bars_the_request_and_forgets_unusable_blocks_in_the_daemo
     harness = ManagerHarness()
     context = harness.request(ready=HASHES)
     harness.manager.prepare_load(KEYS, context)
-    harness.manager.job_failed(FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),), "r"))
+    harness.manager._job_failed(FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),), "r"))
     harness.scan()
     assert harness.results(context) == [LookupResult.MISS] * 3
     assert [(item.group, item.keys) for item in harness.client.invalidated] == [(0, block_hash(2))]
@@ -107,7 +107,7 @@ def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way() -> None:
 def test_beyond_the_credit_a_store_is_put_off_and_counted() -> None:
     harness = ManagerHarness()
     context = harness.request(ready=set())
-    harness.manager.workers_report(1500, 0.0)
+    harness.manager.workers_report(WorkerReport(credit_bytes=1500))
     assert harness.manager.prepare_store(KEYS[:2], context).keys_to_store == KEYS[:2]
     assert harness.manager.prepare_store(KEYS[2:], context) is None
     assert harness.manager.get_stats().reduce()[DEFERRED_STORES] == 1
@@ -123,7 +123,7 @@ def test_store_credit_counts_what_each_group_has() -> None:
     windows = [key(number, group_id=7) for number in (1, 2)]
     for one in windows:
         context.set_offload_key_position(one, 1000)
-    harness.manager.workers_report(30, 0.0)
+    harness.manager.workers_report(WorkerReport(credit_bytes=30))
     assert harness.manager.prepare_store(windows, context).keys_to_store == windows
     assert harness.manager.prepare_store(KEYS[:1], context).keys_to_store == KEYS[:1]
     assert harness.manager.prepare_store(KEYS[1:], context) is None
@@ -136,7 +136,7 @@ def test_a_request_that_has_ended_may_pass_the_credit_to_twice_of_it() -> None:
     for credit, stored in ((1000, KEYS[2:]), (500, None)):
         harness = ManagerHarness()
         context = harness.request(ready=set())
-        harness.manager.workers_report(credit, 0.0)
+        harness.manager.workers_report(WorkerReport(credit_bytes=credit))
         assert harness.manager.prepare_store(KEYS[:1], context).keys_to_store == KEYS[:1]
         assert harness.manager.prepare_store(KEYS[2:], context) is None
         request = harness.requests["r"]

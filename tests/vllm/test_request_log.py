@@ -75,7 +75,7 @@ def test_a_load_that_fails_is_told_of_too_and_a_preemption_is_not() -> None:
     harness = ManagerHarness()
     harness.request(ready=HASHES)
     assert told(harness, 3000).outcome is Outcome.LOADED
-    harness.manager.job_failed(FailedJob(None, request_id="r"))
+    harness.manager._job_failed(FailedJob(None, request_id="r"))
     harness.manager.step_begins([1])
     assert [one.outcome for one in harness.client.noted] == [Outcome.LOADED, Outcome.FAILED]
     harness.manager.scheduled(harness.requests["r"], 0)

@@ -103,7 +103,7 @@ def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from() -> None:
 
 def test_after_a_failed_load_a_request_is_never_looked_up_again_and_all_of_it_stored() -> None:
     harness = Harness().answered(HASHES)
-    harness.manager.job_failed(FailedJob(None, request_id="r"))
+    harness.manager._job_failed(FailedJob(None, request_id="r"))
     harness.clock.now += 100
     assert not harness.scan()
     assert harness.statuses(1, 2) == [MISS] * 2

@@ -293,12 +293,7 @@ class KvoffdConnector(OffloadingConnector):
         """Take the workers' reports: failures first, so that nothing that failed is used again."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self._manager.workers_report(report.credit_bytes, report.waited_s)
-            for load in report.load_times.values():
-                self._manager.load_ended(load.keys_of_groups, load.seconds)
-            for failed in report.failed_jobs.values():
-                self._manager.job_failed(failed)
-            self._manager.namespace.report(report.memory)
+            self._manager.workers_report(report)
         super().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -306,9 +301,7 @@ class KvoffdConnector(OffloadingConnector):
 
         vLLM asks for each step whose output has come, in their order, and nowhere else.
         """
-        manager = self._manager
-        manager.step_ended()
-        return manager.events.take(manager.namespace) if manager.events is not None else ()
+        return self._manager.take_events()
 
     def reset_cache(self) -> bool | None:
         """Use nothing of the daemon until the workers have named the weights in their memory anew.

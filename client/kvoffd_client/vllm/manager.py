@@ -26,7 +26,14 @@ from vllm.v1.request import RequestStatus
 from kvoffd_client.scheduler_client import Lookup
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.block_tokens import BlockTokens, HostBlockEvents, hashed_by_tokens, tokens_of
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, ChunkGroup, FailedJob, KeyedSpec, of_adapter
+from kvoffd_client.vllm.connector_metadata import (
+    GROUP_ID_BYTES,
+    ChunkGroup,
+    FailedJob,
+    KeyedSpec,
+    WorkerReport,
+    of_adapter,
+)
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.log import logger
@@ -35,6 +42,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import ABSENT, COMING, READY, SHARED, WRITING, GroupKeys
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
 # Errors that say something about the blocks. After any other one they are as good as before.
@@ -399,9 +407,10 @@ class KvoffdManager(OffloadingManager):
         if client.ready and (figures := self._harm.take_report()) is not None:
             client.report(*figures)
 
-    def step_ended(self) -> None:
-        """Note that the output of the first of the steps that run has come."""
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """The daemon's blocks, for the engine's own stream. The output of the first of the steps that run has come."""
         self._harm.prefill.step_ended()
+        return self.events.take(self.namespace) if self.events is not None else ()
 
     def is_loading(self, request_id: str) -> bool:
         """Whether vLLM has begun to load a request, and not taken in the end of it."""
@@ -425,11 +434,6 @@ class KvoffdManager(OffloadingManager):
         if state is not None:
             state.skip_counted = True
         return False
-
-    def load_ended(self, keys_of_groups: Sequence[int], seconds: float) -> None:
-        """Note how long a load of so many keys of each group took, the slowest rank's."""
-        groups = zip(keys_of_groups, self._groups, strict=True)
-        self._harm.note_load(max(count * group.tokens_per_chunk for count, group in groups), seconds)
 
     def ready_tokens(self, request: Request, index: int) -> int:
         """Return of how many tokens of a group, from a request's first one on, the answer says that they are there."""
@@ -477,7 +481,7 @@ class KvoffdManager(OffloadingManager):
             if not loaded_tokens:
                 self._scheduled.append(state)
 
-    def job_failed(self, failed: FailedJob) -> None:
+    def _job_failed(self, failed: FailedJob) -> None:
         """Take note that a store left blocks out, or that a load failed, whose request is recomputed."""
         reason = failed.error.sentence if failed.error is not None else "The daemon gave no reason."
         if failed.request_id is None:  # of a store's blocks nothing is known here, so there is nothing to forget
@@ -495,11 +499,17 @@ class KvoffdManager(OffloadingManager):
             self.namespace.client.invalidate([GroupKeys(group, hashes) for group, hashes in failed.keys if hashes])
         logger.warning("kvoffd: a load failed; request %s is recomputed. %s", failed.request_id, reason)
 
-    def workers_report(self, credit_bytes: int | None, waited_s: float) -> None:
-        """Take the workers' report: how much each may have outstanding, how long vLLM waited for stores."""
-        self._harm.note_wait(waited_s)
-        if credit_bytes is not None:
-            self._credit_bytes = credit_bytes
+    def workers_report(self, report: WorkerReport) -> None:
+        """Take the workers' report, before vLLM takes in which jobs have ended."""
+        self._harm.note_wait(report.waited_s)
+        if report.credit_bytes is not None:
+            self._credit_bytes = report.credit_bytes
+        for load in report.load_times.values():
+            groups = zip(load.keys_of_groups, self._groups, strict=True)
+            self._harm.note_load(max(count * group.tokens_per_chunk for count, group in groups), load.seconds)
+        for failed in report.failed_jobs.values():
+            self._job_failed(failed)
+        self.namespace.report(report.memory)
 
     # --- vLLM's interface ---
 
