@@ -40,11 +40,6 @@ class Shape:
     vocabulary: int = 1024
     max_positions: int = 8192
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token, all layers, in float32."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * 4
-
 
 TINY_LLAMA = Shape(hidden=256, intermediate=512, layers=4, heads=8, kv_heads=4, head_dim=32)
 TINY_GEMMA3 = Shape(hidden=128, intermediate=256, layers=6, heads=4, kv_heads=2, head_dim=32, max_positions=4096)

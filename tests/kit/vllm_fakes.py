@@ -21,9 +21,6 @@ class FakeSchedulerClient:
     clock: Clock
     ready: bool = True
     credit_bytes: int = 1 << 20
-    epoch: int = 1
-    capabilities: frozenset[str] = frozenset()
-    problem: str | None = None
     asked: list[tuple[Lookup, list[GroupKeys]]] = field(default_factory=list)
     again: list[bool] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
@@ -97,7 +94,6 @@ class FakeWorkerClient:
 
     ready: bool = True
     credit_bytes: int = 1 << 20
-    problem: str | None = None
     stores: dict[int, list[GroupTransfer]] = field(default_factory=dict)
     loads: dict[int, tuple[int, list[GroupTransfer]]] = field(default_factory=dict)
     results: list[JobResult] = field(default_factory=list)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +19,9 @@ HERE = Path(__file__).parent
 
 
 class WithoutVllm(pytest.Module):
-    """A file whose tests cannot be collected, for want of vLLM: one test stands for all of them."""
+    """A file whose tests cannot be collected, for want of vLLM."""
 
-    def collect(self) -> Iterator[pytest.Item]:
-        yield VllmIsMissing.from_parent(self, name="vllm")
-
-
-class VllmIsMissing(pytest.Item):
-    def runtest(self) -> None:
+    def collect(self) -> Iterable[pytest.Item]:
         missing("vllm", "vLLM is not installed; `make venv` installs it")
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from vllm import envs
 from vllm.config import MultiModalConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvoffd_client.vllm import compat
-from kvoffd_client.vllm.fingerprint import ENVIRONMENT, collect_factors, hash_probe
+from kvoffd_client.vllm.fingerprint import ENVIRONMENT, collect_factors, hash_probe, namespace_of
 from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama
-from tests.kit.vllm_config import cache_config, full_attention, make_config
+from tests.kit.vllm_config import HEADS, cache_config, full_attention, make_config
 
 
 @pytest.fixture(scope="module")
@@ -240,3 +240,17 @@ def test_a_random_hash_seed_makes_the_namespace_private(engine_config: Any, monk
     assert hash_probe("xxhash") == hash_probe("xxhash")
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert factors_of(config)["private"] == ""
+
+
+def test_namespace_is_made_of_every_factor(engine_config: Any) -> None:
+    window = KVCacheGroupSpec(["0"], SlidingWindowSpec(block_size=32, sliding_window=256, **HEADS))
+    factors = factors_of(engine_config, cache_config(KVCacheGroupSpec(["1"], full_attention()), window), salt="blue")
+    spec = namespace_of(factors, "tiny")
+    assert (spec.label, spec.world_size, spec.key_bytes) == ("tiny", 1, 32)
+    groups = [(group.kind, group.tokens_per_block, group.window_tokens) for group in spec.groups]
+    assert groups == [("full_attention", 32, 0), ("sliding_window", 32, 256)]
+    assert '"salt":"blue"' in spec.description
+    assert namespace_of(factors, "other").fingerprint == spec.fingerprint
+    for name in factors.keys() - {"groups", "world_size", "hash_probe", "blocks_per_chunk"}:
+        assert namespace_of({**factors, name: "another"}, "tiny").fingerprint != spec.fingerprint, name
+    assert namespace_of({**factors, "groups": factors["groups"][::-1]}, "tiny").fingerprint != spec.fingerprint

@@ -1,15 +1,13 @@
-"""Why a request hit or missed: a report of each, logged at DEBUG and told to the daemon for ``clients --requests``."""
+"""Why a request hit or missed: a report of each, told to the daemon for ``clients --requests``."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvoffd_client.vllm.connector_metadata import ChunkGroup, of_adapter
-from kvoffd_client.vllm.log import logger
 from kvoffd_proto.messages import ABSENT, READY, SHARED, WRITING, Outcome, RequestReport
 
 if TYPE_CHECKING:
@@ -38,16 +36,7 @@ class RequestLog:
         """Report what was scheduled since the last call."""
         scheduled, self._scheduled = self._scheduled, []
         for request, state, last, loaded_tokens in scheduled:
-            report = self._report_of(request, state, last, loaded_tokens)
-            tell(report)
-            if logger.isEnabledFor(logging.DEBUG):
-                logger.debug(
-                    "kvoffd: request %s of %d tokens: %s, %d tokens loaded; of %d keys %d in the pool, %d on a disk, "
-                    "%d in a store; first missing key %s %s",
-                    *(report.request, report.tokens, report.outcome, report.loaded_tokens, report.keys),
-                    *(report.found_pool, report.found_disk, report.found_shared),
-                    *(report.missing_key.hex()[:12] or "none", report.reason),
-                )
+            tell(self._report_of(request, state, last, loaded_tokens))
 
     def _report_of(
         self, request: Request, state: RequestState, last: KeyedLookup | None, loaded_tokens: int
