@@ -25,7 +25,7 @@ from tests.kit.waiting import wait_until
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of vLLM and torch, at their import
     from kvoffd_client.vllm.fingerprint import namespace_of
-    from tests.vllm.test_fingerprint import FACTS, GROUP
+    from tests.kit.factors import FACTS, GROUP
 
 LAYERS, PAGE_BYTES, TOKENS = 2, 4096, 64
 BLOCK_BYTES = LAYERS * PAGE_BYTES
