@@ -68,7 +68,7 @@ from kvoffd.cache.victims import Quotas, Victims
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import SlotTable
-from kvoffd_proto.admin import KeyWorth, ShardSpec
+from kvoffd_proto.admin import ShardSpec
 from kvoffd_proto.messages import ABSENT
 
 logger = logging.getLogger(__name__)
@@ -1142,10 +1142,6 @@ class Cache:
         return _NOTHING
 
     # --- facts ----------------------------------------------------------------------------------
-
-    def worth_of(self, namespace: Namespace, group: int, key: bytes) -> KeyWorth | None:
-        """What the policy knows of a key; None where that is nothing."""
-        return self.policy.worth_of(self._group(namespace, group), key)
 
     def block(self, block: int) -> BlockFacts:
         """What there is to say of a block that has slots."""

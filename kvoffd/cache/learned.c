@@ -1551,12 +1551,6 @@ uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *ha
     return found;
 }
 
-/* What is known of a key. */
-struct key_facts {
-    double age, worth; /* in pool lifetimes, hits in a pool lifetime */
-    uint64_t kind, sightings, turn;
-};
-
 /* The span that has a key; 0 where the key is not known. */
 static uint32_t span_of(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes)
 {
@@ -1565,24 +1559,6 @@ static uint32_t span_of(struct learned *l, uint64_t name, const uint8_t *key, ui
     hash_keys(l, name, key, 1, key_bytes, &hash);
     const struct place *there = find_place(l, hash);
     return there->hash ? there->span : 0;
-}
-
-/* Returns whether the key is known. */
-uint64_t kvoffd_learned_key(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes,
-                            struct key_facts *facts)
-{
-    uint32_t number = span_of(l, name, key, key_bytes);
-
-    if (!number)
-        return 0;
-    const struct span *s = &l->spans[number];
-    int bin = age_bin(l, s->since);
-    facts->age = (double)(l->known.now - s->since) / l->known.lifetime;
-    facts->worth = l->counts.worth[s->kind][bin] * l->known.lifetime;
-    facts->kind = s->kind;
-    facts->sightings = s->sightings;
-    facts->turn = s->turn;
-    return 1;
 }
 
 /* The chance that a key comes back while `within` bytes more are accessed, 1 where nothing is learned of it. */

@@ -27,7 +27,6 @@ import numpy.typing as npt
 from kvoffd.cache.block_table import BlockIds, BlockTable
 from kvoffd.cache.policy import BATCH, REJECTED, Chain, Group
 from kvoffd.system.native import native
-from kvoffd_proto.admin import KeyWorth
 from kvoffd_proto.stats import LearnedStats, PolicyClass
 
 UNIT_TOKENS = 512
@@ -43,7 +42,6 @@ many."""
 MAX_LEARNED_GROUPS = 4096
 """Groups that asked for as much as the pool holds, and that are known to have."""
 _OFFER = struct.Struct("=dQ")
-_KEY = struct.Struct("=2d3Q")
 _HEAD = struct.Struct("=II")
 _TIME = struct.Struct("=4Q")
 _MAX_COUNT, _MAX_SUM = 1 << 62, 1e30
@@ -224,13 +222,6 @@ class Learned:
         classes.sort(key=lambda one: one.accessed_share, reverse=True)
         counts = known.requests, known.known_keys, known.hit_bytes, known.lru_hit_bytes
         return LearnedStats(*counts, bool(known.as_lru), classes)
-
-    def worth_of(self, group: Group, key: bytes) -> KeyWorth | None:
-        facts = ctypes.create_string_buffer(_KEY.size)
-        if not self._native.learned_key(self._at, group.number, key, group.key_bytes, facts):
-            return None
-        age, worth, kind, sightings, turn = _KEY.unpack(facts.raw)
-        return KeyWorth(CLASSES[kind], age, sightings, turn, worth)
 
     def state(self) -> bytes:
         known = self.known

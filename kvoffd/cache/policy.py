@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,6 @@ from kvoffd.cache.block_table import BlockIds, BlockTable, packed
 from kvoffd.cache.namespace import Namespace
 from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats
-
-if TYPE_CHECKING:
-    from kvoffd_proto.admin import KeyWorth
 
 REJECTED = -1.0
 """Score of a key that is not to be stored, whatever space there is."""
@@ -101,9 +98,6 @@ class Policy(Protocol):
     def describe(self) -> LearnedStats:
         """What was learned."""
 
-    def worth_of(self, group: Group, key: bytes) -> KeyWorth | None:
-        """What is known of a key; None where nothing is."""
-
     def state(self) -> bytes:
         """The statistics, for a successor; empty where there are none."""
 
@@ -125,9 +119,6 @@ class AdmitsAll:
 
     def describe(self) -> LearnedStats:
         return LearnedStats()
-
-    def worth_of(self, group: Group, key: bytes) -> KeyWorth | None:
-        return None
 
     def state(self) -> bytes:
         return b""

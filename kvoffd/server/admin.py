@@ -90,14 +90,6 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
     return Pending(poll, service.clock() + STATE_WAIT_S)
 
 
-@answers(a.DescribeKey)
-def describe_key(service: Service, session: Session, message: a.DescribeKey) -> a.KeyDescribed:
-    namespace = service.cache.namespace(message.namespace)
-    namespace.check_keys(message.group, message.key)
-    known = service.cache.worth_of(namespace, message.group, message.key) if message.key else None
-    return a.KeyDescribed(message.request_id, known)
-
-
 @answers(a.Trace)
 def trace(service: Service, session: Session, message: a.Trace) -> a.TraceReply:
     return a.TraceReply(message.request_id, *service.tracer.fetch(session))

@@ -87,7 +87,6 @@ class Native:
             self.learned_candidates = with_gil("learned_candidates", number, address, real, address, number)
             self.learned_offers = with_gil("learned_offers", number, address, *keys, number, address, number, address)
             self.learned_declined = with_gil("learned_declined", None, address, *keys)
-            self.learned_key = with_gil("learned_key", number, address, number, text, number, text)
             self.learned_chance = with_gil("learned_chance", real, address, number, text, number, number)
             self.learned_go_on = with_gil("learned_go_on", None, address)
         except (OSError, AttributeError, ValueError) as error:

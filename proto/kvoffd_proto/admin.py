@@ -260,34 +260,6 @@ class ListBlocks(Request[BlocksListed], frozen=True):
     prefix: Annotated[str, doc("List only keys that begin with these hex digits.", max_length=128)] = ""
 
 
-# --- what the policy knows -------------------------------------------------------------------------
-
-
-class KeyWorth(Wire, frozen=True):
-    """What a learning policy knows of one key."""
-
-    kind: Annotated[str, doc("Name of its class.")]
-    age: Annotated[float, doc("Since it was asked for, in pool lifetimes.")]
-    requests: Annotated[Count, doc("Requests that asked for it.")]
-    turn: Annotated[Count, doc("Number of the last one in its conversation; 0 for what only a store brought.")]
-    worth: Annotated[float, doc("Hits to be expected for it in a pool lifetime.")]
-
-
-class KeyDescribed(Reply, frozen=True):
-    key: Annotated[KeyWorth | None, doc("What is known; nil if nothing is, and where the policy does not learn.")] = (
-        None
-    )
-
-
-@exchange(Section.ADMINISTRATION, ADMIN)
-class DescribeKey(Request[KeyDescribed], frozen=True):
-    """Asks what the eviction policy knows of one key. Admin only."""
-
-    namespace: Fingerprint
-    group: GroupIndex
-    key: Annotated[bytes, doc("The block's key, of the namespace's ``key_bytes``.", max_length=64)]
-
-
 # --- traces ----------------------------------------------------------------------------------------
 
 

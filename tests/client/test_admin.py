@@ -148,7 +148,6 @@ def test_an_operator_s_typo_is_answered_and_is_no_error_of_the_daemon(daemon: Da
             (a.DescribeNamespace, (bytes(32),)),
             (a.ListBlocks, (space, 7)),
             (a.ListBlocks, (space, 0, 0, 1, "zz")),
-            (a.DescribeKey, (space, 0, b"x")),
             (a.ResetFleet, (space,)),
         ):
             with pytest.raises(RequestRefused):

@@ -19,7 +19,6 @@ from kvoffd_client.cli.format import (
     print_table,
 )
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory
-from kvoffd_proto.admin import DescribeKey, KeyWorth
 from kvoffd_proto.units import format_count, format_size, plural, printable
 
 if TYPE_CHECKING:
@@ -76,8 +75,7 @@ def show(
 ) -> int:
     """Show the layers of a block.
 
-    That is dtype, shape, layout and the range of values. The bytes are compared with their checksum. With a policy
-    that learns it says why the block is kept.
+    That is dtype, shape, layout and the range of values. The bytes are compared with their checksum.
 
     Exit status: 0 done, 1 the bytes do not match their checksum, 2 an error.
     """
@@ -88,7 +86,6 @@ def show(
             begins = "Several keys begin" if found else "No key begins"
             raise CliError(f"{begins} with {printable(key)!r} in group {group}; `kvoffd-cli blocks ls` lists them.")
         block = client.get_block(fingerprint, found[0], group, verify=False)
-        worth = client.ask(DescribeKey, fingerprint, group, found[0]).key
     sound = block.damaged_rank is None
     if json:
         shards = [
@@ -104,13 +101,13 @@ def show(
             for shard in block.shards
         ]
         facts = {"namespace": fingerprint, "group": group, "key": block.key, "first_block": block.first_block}
-        print_json({**facts, "sound": sound, "shards": shards, "kept": worth})
+        print_json({**facts, "sound": sound, "shards": shards})
     else:
-        _print_block(block, sound, worth)
+        _print_block(block, sound)
     return int(not sound)
 
 
-def _print_block(block: Block, sound: bool, worth: KeyWorth | None) -> None:
+def _print_block(block: Block, sound: bool) -> None:
     geometry = block.geometry
     print_line(f"block {block.key.hex()}")
     kind = printable(geometry.groups[block.group].kind)
@@ -131,12 +128,6 @@ def _print_block(block: Block, sound: bool, worth: KeyWorth | None) -> None:
         for number, layer in enumerate(shard.layers)
     ]
     print_table((">rank", "layer", "dtype", "shape", "layout", ">min", ">mean", ">max"), rows)
-    if worth is not None:
-        requests = f"{format_count(worth.requests)} request{plural(worth.requests)}"
-        print_line(
-            f"\nkept as: {worth.kind}; asked for by {requests}, the last one {worth.age:.2f} pool lifetimes ago; "
-            f"{worth.worth:.3f} hits expected in a lifetime"
-        )
 
 
 def _value_range(layer: Layer) -> tuple[str, str, str]:

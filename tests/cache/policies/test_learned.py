@@ -348,10 +348,6 @@ def test_what_was_learned_is_told_by_class_and_by_key() -> None:
     assert best.name.startswith("shared")
     assert best.return_chance > 0.8
     assert 0 < best.return_age < 2
-    worth = rig.policy.worth_of(group_of(rig, namespace), keys_of(0))
-    assert worth is not None
-    assert (worth.kind, worth.requests > 8, worth.age < 2) == ("shared, seen 8 times or more before", True, True)
-    assert rig.policy.worth_of(group_of(rig, namespace), keys_of(999_999)) is None
 
 
 # --- what the next daemon is told ----------------------------------------------------------------

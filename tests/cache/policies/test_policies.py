@@ -10,7 +10,6 @@ from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import REJECTED, Chain, Group, make_policy
 from kvoffd.pool.slot_table import RECORD
-from kvoffd_proto.admin import KeyWorth
 from kvoffd_proto.messages import BENCH_LABEL, GroupSpec
 from kvoffd_proto.stats import LearnedStats
 from tests.kit.slot_cache import CacheRig, keys_of
@@ -109,7 +108,6 @@ def test_what_else_is_asked_of_it_has_an_answer(order: Order) -> None:
     chances = policy.chance(order.group, keys_of(0, 1), POOL_BYTES)
     assert ((chances >= 0) & (chances <= 1)).all()
     assert isinstance(policy.describe(), LearnedStats)
-    assert isinstance(policy.worth_of(order.group, keys_of(0)), KeyWorth | None)
     assert policy.nbytes > 0
     assert policy.ghosts <= 3
     make_policy(order.group.namespace.label, POOL_BYTES, BlockTable(np.zeros(1, RECORD))).restore(policy.state())
