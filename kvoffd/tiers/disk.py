@@ -186,12 +186,10 @@ class DiskTier(Tier):
         self._evicted: dict[int, dict[tuple[int, bytes], int]] = {}
         """By slot size, the slots that the hand took and that are written to next, by what their records still name."""
         self._unkept: dict[int, int] = {}
-        """Numbers of removals that a kill or a power cut could still undo, and how many notes they wait for."""
-        self._removals = self._noted_bytes = 0
-        self._unnoted: dict[int, None] = {}
-        """Numbers of notes that clear records and were not written yet; in order."""
-        self._last_note = self._notes_of_removals = self._region_note = 0
-        """Numbers: of the last such note, of the last one that a removal needs, and of that of a region that goes."""
+        """Numbers of removals, and of notes that clear records, in order: those that a kill or a power cut could still
+        undo, and how many notes they wait for. A removal needs all the notes before it too."""
+        self._last_number = self._last_removal = self._region_note = self._noted_bytes = 0
+        """``_region_note``: the number of the note of a region that goes."""
         self._may_differ = False
         """Whether blocks were written over since the files were synced: a power cut may bring them back."""
         self._leaving: deque[tuple[int, dict[bytes, int], int, bool]] = deque()
@@ -441,12 +439,9 @@ class DiskTier(Tier):
             region.found[place] = 0
             self._counts["read_blocks"] += 1
             self._counts["read_bytes"] += job.space.nbytes
-        self._end_read(job, end.result, end.block)
-
-    def _end_read(self, job: Job, result: Result, block: Block | None = None) -> None:
         self._reads_under_way -= 1
         self._unpin([job.slot])
-        job.on_end(result, block)
+        job.on_end(end.result, end.block)
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -511,7 +506,7 @@ class DiskTier(Tier):
         A region of another size at which it comes goes as a whole, unless most of it is of use; its slots are free when
         that is noted, and nothing else is evicted meanwhile.
         """
-        if self._leaving or self._region_note in self._unnoted:  # slots come free without
+        if self._leaving or self._region_note in self._unkept:  # slots come free without
             return False
         left = LOOKED_AT_ONCE
         for _ in range(2 * len(self._regions)):
@@ -526,7 +521,7 @@ class DiskTier(Tier):
                 for place in victims:
                     self._drop(first + place, tell=True)
                 self._note_gone([first + place for place in victims])
-                self._region_note = self._last_note
+                self._region_note = self._last_number
                 return False
             if victims:
                 self._used_when_full = self._slots.used_bytes
@@ -609,7 +604,7 @@ class DiskTier(Tier):
             self._counts["written_blocks"] += 1
             self._counts["written_bytes"] += job.space.nbytes
             self._noted_bytes += job.nbytes
-        else:
+        elif result is Result.FAILED:
             self._pause_s = min(_MOST_PAUSE_S, 2 * self._pause_s) or _LEAST_PAUSE_S
             self._write_at = self._clock() + self._pause_s
             if (len(self._put_aside) + 1) * _PUT_ASIDE_SHARE <= self._blocks:
@@ -702,23 +697,21 @@ class DiskTier(Tier):
         if not (gone or jobs or leaving or self._may_differ):
             return
         self._may_differ = False  # once that is noted
-        self._notes_of_removals = self._last_note
-        self._removals += 1
-        self._unkept[self._removals] = 1 + len(jobs) + len(leaving)
+        self._last_number += 1
+        self._last_removal = removal = self._last_number
+        self._unkept[removal] = 1 + len(jobs) + len(leaving)
         if leaving and not self._leaving:
             self._post(self._remove_some)
-        self._leaving += [(tag, there, self._removals, wiped) for tag, there in leaving.items()]
+        self._leaving += [(tag, there, removal, wiped) for tag, there in leaving.items()]
         for job in jobs:
-            job.removals.append(self._removals)
+            job.removals.append(removal)
             if (job.space.tag, job.key) in names:
                 del self._writing[job.space.tag, job.key]
-        self._note_gone(gone, [self._removals], wiped=True)
+        self._note_gone(gone, [removal], wiped=True)
 
     def removals_kept(self) -> Callable[[], bool]:
-        removals, notes = self._removals, self._notes_of_removals
-        return lambda: (
-            next(iter(self._unkept), removals + 1) > removals and next(iter(self._unnoted), notes + 1) > notes
-        )
+        last = self._last_removal
+        return lambda: next(iter(self._unkept), last + 1) > last
 
     def _note_gone(self, slots: Sequence[int], removals: Sequence[int] = (), *, wiped: bool = False) -> None:
         """Have the records of slots cleared; until then nothing else is written there.
@@ -733,10 +726,10 @@ class DiskTier(Tier):
         for removal in removals:
             self._unkept[removal] += len(parts) - 1
         for part in parts:
-            self._last_note += 1
-            self._unnoted[self._last_note] = None
+            self._last_number += 1
+            self._unkept[self._last_number] = 1
             headers = list(map(self._offset, part)) if wiped else []
-            self._notes.put(Note(list(part), headers, self._last_note, list(removals)))
+            self._notes.put(Note(list(part), headers, self._last_number, list(removals)))
         if slots and not removals:
             self._may_differ = True  # what is removed later wants it on the device
 
@@ -802,8 +795,7 @@ class DiskTier(Tier):
             self._error(end.fault, end.sentence)
             self._failed_notes.append(note)
             return
-        self._unnoted.pop(note.number, None)
-        for number in note.removals:
+        for number in [note.number, *note.removals] if note.number else note.removals:
             self._unkept[number] -= 1
             if not self._unkept[number]:
                 del self._unkept[number]
@@ -833,7 +825,7 @@ class DiskTier(Tier):
 
     def tick(self) -> None:
         now = self._clock()
-        self._end_waiting_reads(Result.DEADLINE, lambda job: job.deadline <= now)
+        self._reads.end(End(Result.DEADLINE), lambda job: job.deadline <= now)
         hangs = max(one.longest_s for one in (self._reads, self._writes, self._notes)) > HANG_TIMEOUT_S
         if hangs and not self.hangs:
             self._error(
@@ -843,8 +835,8 @@ class DiskTier(Tier):
             )
         self.hangs = hangs
         if hangs:
-            self._end_waiting_reads(Result.DEADLINE)
-            self._end_waiting_writes(Result.DEADLINE)
+            self._reads.end(End(Result.DEADLINE))
+            self._writes.end(End(Result.DEADLINE))
         elif not (self._notes.waiting or self._notes.running or self._closed):
             failed, self._failed_notes = self._failed_notes, []
             for note in failed:
@@ -852,20 +844,6 @@ class DiskTier(Tier):
             if not failed:
                 self._notes.put(Note(written_bytes=self._noted_bytes))
                 self._noted_bytes = 0
-
-    def _end_waiting_reads(self, result: Result, which: Callable[[Job], bool] = lambda job: True) -> None:
-        for job in self._reads.remove(which):
-            self._end_read(job, result)
-
-    def _end_waiting_writes(self, result: Result) -> None:
-        for job in self._writes.remove():
-            self._is_wanted(job)
-            if job.removals:
-                self._note_gone([job.slot], job.removals, wiped=True)
-            elif job.replaces is not None:  # its record names what the hand took
-                self._note_gone([job.slot])
-            self._unpin([job.slot])
-            job.on_end(result)
 
     def stats(self) -> TierStats:
         return TierStats(
@@ -888,8 +866,8 @@ class DiskTier(Tier):
         self._closed = True
         if self._file.fd < 0:
             return True
-        self._end_waiting_reads(Result.CANCELLED)
-        self._end_waiting_writes(Result.CANCELLED)
+        self._reads.end(End(Result.CANCELLED))
+        self._writes.end(End(Result.CANCELLED))
         while self._leaving:
             self._remove_some()
             if time.monotonic() >= until:
@@ -911,7 +889,7 @@ class DiskTier(Tier):
         notes, self._failed_notes = self._failed_notes, []
         for note in notes:
             self._note_ended(note, self._note([note])[0])
-        if any(note.removals or 0 < note.number <= self._notes_of_removals for note in self._failed_notes):
+        if any(note.removals or 0 < note.number <= self._last_removal for note in self._failed_notes):
             try:
                 self._file.calls.truncate(self._file.index_fd, 0)
             except OSError as error:

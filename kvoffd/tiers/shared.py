@@ -448,9 +448,11 @@ class SharedTier(Tier):
         return found if len(found) != 1 else [Server(found[0].name, self.available(), self.problem)]
 
     def tick(self) -> None:
-        """Probe where that is due, and give the store up while the thread that asks hangs, as it may where names are
-        looked up. Tell of the servers that it does without, and when it is reachable."""
+        """End reads that wait too long. Probe where that is due, and give the store up while the thread that asks
+        hangs, as it may where names are looked up. Tell of the servers that it does without, and when it is reachable.
+        """
         now = self._clock()
+        self._reading.end((Result.DEADLINE, None), lambda read: read.deadline <= now)
         if self.breaker.open:
             self._logged_reachable, self._steady_at = False, now + (STEADY_S if self.breaker.opened else 0.0)
         elif not self._logged_reachable and now >= self._steady_at:
@@ -461,15 +463,11 @@ class SharedTier(Tier):
         for name, error in self._store.servers.take_unraised() if self._store.servers is not None else ():
             self._tell(f"{error.kind} {name}", error.sentence)
         if self._asking.longest_s > HANGS_S:
-            self._give_up(self._asking.remove(lambda one: isinstance(one, Ask) and one.deadline < now - HANGS_S))
-
-    def _give_up(self, overdue: Sequence[Ask]) -> None:
-        for ask in overdue:
-            self._question_ended(ask, None)
-        if overdue and not self.breaker.open:
-            self.breaker.failed("ask", at_once=True)
-            why = f"{self.name} is being connected to for too long; see its name and the network."
-            self.failed(StoreError("timeout", why), refused=False)
+            overdue = self._asking.end(None, lambda one: isinstance(one, Ask) and one.deadline < now - HANGS_S)
+            if overdue and not self.breaker.open:
+                self.breaker.failed("ask", at_once=True)
+                why = f"{self.name} is being connected to for too long; see its name and the network."
+                self.failed(StoreError("timeout", why), refused=False)
 
     def _probe(self) -> None:
         self._probing = True
@@ -506,11 +504,9 @@ class SharedTier(Tier):
         self.closed = True
         for store in self._stores:
             store.interrupt()
-        self._asking.remove()
-        for read in self._reading.remove():
-            self._read_ended(read, (Result.CANCELLED, None))
-        for write in self._writing.remove():
-            self._write_ended(write, Result.CANCELLED)
+        self._asking.end(StoreError("closed", f"{self.name} is being closed."))
+        self._reading.end((Result.CANCELLED, None))
+        self._writing.end(Result.CANCELLED)
         ended = all([one.close(until) for one in (self._asking, self._reading, self._writing)])  # noqa: C419
         for store in self._stores if ended else ():
             store.close()

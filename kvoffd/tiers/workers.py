@@ -30,7 +30,7 @@ def take_one(waiting: deque[T]) -> list[T]:
 
 
 class Workers(Generic[T, R]):
-    """A queue and its threads, which do not keep a process from ending. Each task ends once: ``on_end``, or ``remove``.
+    """A queue and its threads, which do not keep a process from ending. Each task ends once.
 
     Args:
         name: of the threads.
@@ -86,16 +86,18 @@ class Workers(Generic[T, R]):
             self._waiting.append(task)
             self._changed.notify()
 
-    def remove(self, which: Callable[[T], bool] = lambda task: True) -> list[T]:
-        """Take tasks back that nobody has begun: the caller ends them."""
+    def end(self, result: R | Exception, which: Callable[[T], bool] = lambda task: True) -> int:
+        """End tasks that nobody has begun, in this thread and with this result; returns how many."""
         with self._changed:
-            removed = [task for task in self._waiting if which(task)]
-            if removed:
+            ended = [task for task in self._waiting if which(task)]
+            if ended:
                 kept = [task for task in self._waiting if not which(task)]
                 self._waiting.clear()
                 self._waiting.extend(kept)
             self._notify_idle()
-        return removed
+        for task in ended:
+            self._finish(task, result)
+        return len(ended)
 
     @property
     def waiting(self) -> int:
@@ -152,11 +154,13 @@ class Workers(Generic[T, R]):
 
     def _deliver(self, count: int) -> None:
         for _ in range(count):
-            task, result = self._ended.popleft()
-            try:
-                self._on_end(task, result)
-            except Exception:
-                logger.exception("The end of a task of %s raised: a bug; the others go on.", self._name)
+            self._finish(*self._ended.popleft())
+
+    def _finish(self, task: T, result: R | Exception) -> None:
+        try:
+            self._on_end(task, result)
+        except Exception:
+            logger.exception("The end of a task of %s raised: a bug; the others go on.", self._name)
 
     def _run(self, number: int) -> None:
         while (tasks := self._next(number)) is not None:

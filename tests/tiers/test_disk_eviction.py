@@ -136,13 +136,13 @@ def test_disk_eviction_is_as_good_as_lru(load: str, pool_blocks: int, disk_block
         ("conversation", 2000, 20_000),
         ("conversation", 8000, 40_000),
         ("synthetic", 2000, 10_000),
+        ("agents", 1024, 4096),
         ("agents", 2000, 8000),
-        ("agents", 4000, 24_000),
     ],
 )
 def test_disk_eviction_of_a_public_trace(trace: str, pool_blocks: int, disk_blocks: int) -> None:
     if trace == "agents":
-        requests = list(islice(LOADS[trace](Traffic(1)), 6000))
+        requests = list(islice(Traffic(1).agents(480), 15_000))  # made up; the public traces have none
     else:
         lines = (Path(TRACES) / f"{trace}_trace.jsonl").read_text().splitlines()
         requests = [json.loads(line)["hash_ids"] for line in lines]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from operator import is_
 from typing import Any
 
 import pytest
@@ -57,8 +59,8 @@ class Rig:
 
     def answer(self, found: bool, generation: int = 0) -> None:
         """Answer all that is asked."""
-        for ask in self.tier._asking.remove(lambda one: isinstance(one, Ask)):
-            self.tier._question_ended(ask, Answer(generation, [found] * len(ask.keys), 0.001))
+        for ask in [one for one in self.tier._asking._waiting if isinstance(one, Ask)]:
+            self.tier._asking.end(Answer(generation, [found] * len(ask.keys), 0.001), partial(is_, ask))
 
     def find(self, keys: Sequence[bytes] = (KEY,), *, prefix: bool = True) -> list[int]:
         return list(self.tier.find(SPACE, keys, prefix=prefix))
@@ -114,8 +116,7 @@ def test_what_is_invalidated_while_it_is_written_is_not_read_from_there(rig: Rig
     ends: list[Result] = []
     assert rig.tier.write(Block(SPACE, KEY, (0,), (1,)), [0], ends.append)
     rig.tier.remove(SPACE, [KEY], "invalidated")
-    for write in rig.tier._writing.remove():
-        rig.tier._write_ended(write, result)
+    rig.tier._writing.end(result)
     assert ends == [result]
     assert rig.find() == [ABSENT]
 

@@ -101,16 +101,17 @@ def test_an_end_that_raises_keeps_no_other_from_ending(loop: Loop) -> None:
     assert workers.close(time.monotonic() + DEADLINE_S)
 
 
-def test_what_has_not_begun_can_be_taken_back(loop: Loop, make: Callable[..., Workers[str, str]]) -> None:
+def test_what_has_not_begun_can_be_ended(loop: Loop, make: Callable[..., Workers[str, str]]) -> None:
     loop.gate.clear()
     workers = make(1)
     for task in ("a", "b", "c", "d"):
         workers.put(task)
     assert loop.began.acquire(timeout=DEADLINE_S)
-    assert workers.remove(lambda task: task == "c") == ["c"]
-    assert workers.remove() == ["b", "d"]
+    assert workers.end("late", lambda task: task == "c") == 1
+    assert workers.end("closed") == 2
+    assert loop.ended == [("c", "late"), ("b", "closed"), ("d", "closed")]
     loop.gate.set()
-    assert loop.run_until(1) == [("a", "A")]
+    assert loop.run_until(4)[3:] == [("a", "A")]
 
 
 def test_a_call_that_hangs_is_seen_and_keeps_close_from_ending(
