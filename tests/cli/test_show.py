@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
 
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import Cli, Terminal, run_cli
+from tests.kit.command import BLOCK_BYTES, Cli, Terminal, run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.wire import keys
 
@@ -40,10 +41,10 @@ def test_engines_have_a_row_each_and_the_command_none(shared_daemon: DaemonProce
         rows = json.loads(cli("clients", "--json").out)["engines"]
         assert [(row["schedulers"], row["workers"]) for row in rows] == [(1, 1), (1, 1)]
         assert engine.namespace.fingerprint.hex() in rows[0]["namespaces"]
-        assert {one["role"] for one in json.loads(cli("clients", "--all", "--json").out)["sessions"]} == {
-            "scheduler",
-            "worker",
-        }
+        sessions = json.loads(cli("clients", "--all", "--json").out)["sessions"]
+        assert {one["role"] for one in sessions} == {"scheduler", "worker"}
+        worker = next(one for one in sessions if one["role"] == "worker")
+        assert (worker["pid"], worker["registered_bytes"]) == (os.getpid(), 512 * BLOCK_BYTES)
         assert "admin" not in cli("clients", "--all").out
     assert cli("clients").out == "No engine is connected.\n"
 
@@ -61,14 +62,13 @@ GROUPS = {"namespaces": ("diff", "quota"), "trace": ("record", "replay"), "bench
 GROUPS["blocks"] = ("ls", "show", "export", "import")
 
 
-@pytest.mark.parametrize(
-    "command", [*COMMANDS, *GROUPS, *(f"{group} {name}" for group, names in GROUPS.items() for name in names)]
-)
-def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command.split(), "--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 80
+def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (*COMMANDS, *GROUPS, *(f"{group} {name}" for group, names in GROUPS.items() for name in names)):
+        assert main([*command.split(), "--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("Usage: ")
+        assert len(lines) <= 24, command
+        assert max(map(len, lines)) <= 80, command
 
 
 def test_events_say_that_they_wait(shared_daemon: DaemonProcess) -> None:

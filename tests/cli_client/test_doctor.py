@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler
-from itertools import pairwise
 
 import pytest
 
@@ -16,7 +15,6 @@ from kvoffd_client import AdminClient
 from kvoffd_client.cli import main
 from kvoffd_client.cli.doctor import read_engine
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.admin import SetQuota
 from tests.kit.closing import ServerThread, ThreadsServer
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
@@ -91,10 +89,6 @@ def doctor(capsys: pytest.CaptureFixture[str]) -> Doctor:
     return Doctor(capsys)
 
 
-def percents(text: str) -> list[float]:
-    return [float(word) for word, sign in pairwise(text.split()) if sign.startswith("%")]
-
-
 def test_a_healthy_busy_daemon_pays_off_and_has_no_findings(doctor: Doctor) -> None:
     with DaemonProcess(POOL, eviction_policy="lru") as daemon, Engine(daemon) as engine:
         for number in range(400):
@@ -114,27 +108,6 @@ def test_a_healthy_busy_daemon_pays_off_and_has_no_findings(doctor: Doctor) -> N
         assert f"Paying off: engines loaded {engine.loaded * TOKENS:,} tokens" in text
         assert f"Of the keys asked for {100 * engine.loaded / engine.asked:.1f} % were loaded" in " ".join(text.split())
         assert text.endswith("No findings.\n")
-
-
-def test_who_starves(doctor: Doctor) -> None:
-    with (
-        DaemonProcess(POOL, eviction_policy="lru") as daemon,
-        Engine(daemon, "greedy") as greedy,
-        Engine(daemon, "polite") as polite,
-        AdminClient(daemon.directory) as admin,
-    ):
-        admin.ask(SetQuota, polite.namespace.fingerprint, admin.stats().pool.size_bytes // 4)
-        for number in range(600):
-            polite.serve(chain(f"polite {number % (120 if number % 2 else 20)}", 10))
-            if number % 3:
-                greedy.serve(chain(f"greedy {number}", 10))
-        found = doctor(daemon)
-        asks, _, finds, could = percents(found["starving"])
-        assert found["starving"].startswith("polite (")
-        assert asks == 60.0
-        assert finds == pytest.approx(100 * polite.loaded / polite.asked, abs=0.051)
-        assert could == pytest.approx(100 * 530 / 600, abs=1.5), "70 of 600 requests were the first of their text"
-        assert doctor.fix("starving").endswith(f"{polite.namespace.fingerprint.hex()[:12]} --max 8MiB")
 
 
 def test_engines_that_do_not_share_and_what_a_rollout_left_behind(doctor: Doctor) -> None:
@@ -158,16 +131,6 @@ def test_engines_that_do_not_share_and_what_a_rollout_left_behind(doctor: Doctor
             usual.close()
             wait_until(lambda: doctor(daemon) == {})
             assert larger.serve(chain("y", 8)) == 8
-
-
-def test_an_engine_without_its_workers(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd_client.cli.findings.CONNECTING_S", 0.0)
-    with DaemonProcess(POOL) as daemon:
-        assert set(doctor(daemon)) == {"no_engine"}
-        with Engine(daemon) as engine:
-            assert doctor(daemon) == {}
-            engine.workers[0].close()
-            wait_until(lambda: set(doctor(daemon)) == {"workers_missing"})
 
 
 def test_the_self_test_compares_bytes_and_leaves_nothing(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
