@@ -159,18 +159,18 @@ class Daemon:
             self._http.start()
 
     def health(self) -> HealthReply:
-        """For HTTP, as the two below."""
+        """For HTTP, in the loop's thread."""
         if self._serving:
             return health_reply(self._service, Health(0))
         state = "stopping" if self._stop.is_set() else "starting"
         return HealthReply(0, HealthLevel.DOWN, [HealthProblem(state, f"The daemon is {state}.")])
 
     def stats(self) -> DaemonStats | None:
-        if not self._serving:
-            return None
-        return daemon_stats(self._service)
+        """For HTTP, in the loop's thread; None while the daemon starts or stops."""
+        return daemon_stats(self._service) if self._serving else None
 
     def unreachable(self) -> str:
+        """Why no engine can connect, a sentence; empty where one can. For HTTP, in any thread."""
         return self._directory.lost_sockets() if self._serving else ""
 
     async def _serve_pool(self) -> None:

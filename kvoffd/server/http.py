@@ -21,14 +21,15 @@ from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from kvoffd.config import ALL_INTERFACES, parse_address
 from kvoffd.errors import KvoffdError
-from kvoffd_proto.admin import HealthReply
-from kvoffd_proto.stats import DaemonStats
+
+if TYPE_CHECKING:
+    from kvoffd.server.daemon import Daemon
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +51,6 @@ POLICY = (
 """What the page may do: it has no other source than this daemon."""
 
 ReplyT = TypeVar("ReplyT")
-
-
-class Source(Protocol):
-    """What the server tells."""
-
-    def health(self) -> HealthReply:
-        """Called in the loop's thread."""
-
-    def stats(self) -> DaemonStats | None:
-        """None while the daemon starts or stops. Called in the loop's thread."""
-
-    def unreachable(self) -> str:
-        """Why no engine can connect, a sentence; empty where one can. Called in any thread."""
 
 
 class _Answer(NamedTuple):
@@ -87,8 +75,8 @@ def _sentence(status: HTTPStatus, text: str) -> _Answer:
 class HttpServer:
     """Listens once it is made, answers from ``start`` on. Raises KvoffdError when the address cannot be had."""
 
-    def __init__(self, address: str, source: Source, loop: asyncio.AbstractEventLoop) -> None:
-        self._source, self._loop = source, loop
+    def __init__(self, address: str, daemon: Daemon, loop: asyncio.AbstractEventLoop) -> None:
+        self._daemon, self._loop = daemon, loop
         self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()
         self._locks = {path: threading.Lock() for path in PATHS}
         self._fresh: dict[str, tuple[float, _Answer]] = {}
@@ -133,13 +121,13 @@ class HttpServer:
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon failed to answer; its log has the details.")
 
     def _health(self, path: str) -> _Answer:
-        health, unreachable = self._ask(self._source.health), self._source.unreachable()
+        health, unreachable = self._ask(self._daemon.health), self._daemon.unreachable()
         good = not unreachable and (health.ready or path == "/healthz")
         lines = dict.fromkeys(["ok" if good else "not ok", *filter(None, [unreachable]), *health.problems])
         return _sentence(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, "\n".join(lines))
 
     def _stats(self, path: str) -> _Answer:
-        stats = self._ask(self._source.stats)
+        stats = self._ask(self._daemon.stats)
         if stats is None:
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon is starting or stopping.")
         if path == "/stats.json":

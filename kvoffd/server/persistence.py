@@ -169,7 +169,7 @@ def _open_own(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-class _Content(msgspec.Struct, forbid_unknown_fields=True):
+class Content(msgspec.Struct, forbid_unknown_fields=True):
     """``kvoffd.state`` behind its CRC-32. Namespaces go by their fingerprints."""
 
     last: Count = 0
@@ -193,13 +193,14 @@ class State:
     It does not lie beside the pool's file: a reset holds for whatever pool comes next.
 
     Attributes:
+        known: to be read; the methods change it.
         is_there: whether there is a namespace; whoever resets very many makes that of no other be forgotten.
     """
 
     def __init__(self, file: StateFile) -> None:
         self.file = file
         self.is_there: Callable[[bytes], bool] = lambda fingerprint: False
-        self._known = _Content()
+        self.known = Content()
 
     def restore(self) -> None:
         """Take over what the file has. One of no use is as none, and the log says so."""
@@ -207,7 +208,7 @@ class State:
             checksum, _, body = self.file.read().partition(b"\n")
             if checksum != b"%08x" % zlib.crc32(body):
                 raise Invalid("its checksum is wrong")
-            self._known = msgspec.json.decode(body, type=_Content)
+            self.known = msgspec.json.decode(body, type=Content)
         except FileNotFoundError:
             return
         except (OSError, ValueError, RecursionError) as error:
@@ -220,16 +221,16 @@ class State:
 
     def generation(self, fingerprint: bytes) -> int:
         """Of blocks that are stored now; those of lower ones are void. For any thread."""
-        return self._known.generations.get(fingerprint, self._known.floor)
+        return self.known.generations.get(fingerprint, self.known.floor)
 
     def raise_generation(self, fingerprint: bytes) -> None:
         """All blocks of a namespace that there are anywhere are void."""
-        self._set_generation(fingerprint, self._known.last + 1)
+        self._set_generation(fingerprint, self.known.last + 1)
 
     def raise_all(self) -> None:
         """All blocks of all namespaces are void."""
-        self._known.last = self._known.floor = self._known.last + 1
-        self._known.generations.clear()
+        self.known.last = self.known.floor = self.known.last + 1
+        self.known.generations.clear()
         self._save()
 
     def found(self, fingerprint: bytes, generation: int) -> None:
@@ -238,66 +239,41 @@ class State:
             self._set_generation(fingerprint, generation)
 
     def _set_generation(self, fingerprint: bytes, generation: int) -> None:
-        self._known.last = max(self._known.last, generation)
-        put_newest(self._known.generations, fingerprint, generation, MAX_NAMES, self.is_there)
+        self.known.last = max(self.known.last, generation)
+        put_newest(self.known.generations, fingerprint, generation, MAX_NAMES, self.is_there)
         self._save()
 
     # --- what is shared --------------------------------------------------------------------------
 
-    @property
-    def unshared(self) -> list[bytes]:
-        """Namespaces that engines have reset."""
-        return list(self._known.unshared)
-
-    def fleet_generations(self, url: str) -> dict[bytes, int]:
-        """By namespace, the generations of a shared store that were followed."""
-        return dict(self._known.fleet.get(url, {}))
-
     def unshare(self, fingerprint: bytes) -> None:
         """An engine reset a namespace here alone."""
-        put_newest(self._known.unshared, fingerprint, True, MAX_NAMES, self.is_there)
+        put_newest(self.known.unshared, fingerprint, True, MAX_NAMES, self.is_there)
         self._save()
 
     def followed(self, fingerprint: bytes, generations: Mapping[str, int]) -> None:
         """A namespace was reset on all nodes; the generations are those of the shared stores, by URL."""
-        self._known.unshared.pop(fingerprint, None)
+        self.known.unshared.pop(fingerprint, None)
         for url, generation in generations.items():
-            put_newest(self._known.fleet.setdefault(url, {}), fingerprint, generation, MAX_NAMES, self.is_there)
+            put_newest(self.known.fleet.setdefault(url, {}), fingerprint, generation, MAX_NAMES, self.is_there)
         self._save()
 
     # --- quotas, totals and the file -------------------------------------------------------------
 
-    @property
-    def quotas(self) -> Mapping[bytes, int]:
-        """Bytes by namespace, as they were saved last."""
-        return self._known.quotas
-
     def save_quotas(self, quotas: Mapping[bytes, int]) -> None:
-        self._known.quotas = dict(quotas)
+        self.known.quotas = dict(quotas)
         self._save()
 
-    @property
-    def lifetime(self) -> Lifetime:
-        """Totals that the next daemon goes on from."""
-        return self._known.lifetime
-
     def save_lifetime(self, lifetime: Lifetime) -> None:
-        if lifetime != msgspec.structs.replace(self.lifetime, since=lifetime.since):
-            self._known.lifetime = lifetime
+        if lifetime != msgspec.structs.replace(self.known.lifetime, since=lifetime.since):
+            self.known.lifetime = lifetime
             self._save()
 
-    @property
-    def disk_spent(self) -> tuple[float, float]:
-        """Bytes of the day's writes to disks that were spent, and how many seconds ago."""
-        nbytes, at = self._known.disk_spent
-        return nbytes, time.time() - at
-
     def note_disk_spent(self, nbytes: float) -> None:
-        self._known.disk_spent = nbytes, time.time()
+        self.known.disk_spent = nbytes, time.time()
         self._save()
 
     def _save(self) -> None:
-        body = msgspec.json.encode(self._known)
+        body = msgspec.json.encode(self.known)
         self.file.save(b"%08x\n" % zlib.crc32(body) + body)
 
 

@@ -84,7 +84,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
     """
     started = time.monotonic()
     try:
-        for fingerprint, quota_bytes in state.quotas.items():
+        for fingerprint, quota_bytes in state.known.quotas.items():
             cache.quotas.set(fingerprint, quota_bytes)
     except KvoffdError as error:
         logger.warning("Some quotas of namespaces are left out. %s", error.message)

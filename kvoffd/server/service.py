@@ -100,7 +100,7 @@ class Service:
         self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
         self.tiers = Tiers(config, cache, events, clock, open_disk, host.post, self.jobs.busy, state)
         self.scrubber = Scrubber(cache, clock)
-        self.traffic = TrafficCounts(cache, clock, state.lifetime)
+        self.traffic = TrafficCounts(cache, clock, state.known.lifetime)
         self.tracer = Tracer(cache, clock)
         self.curve = HitRatioCurve(cache.slots.pool_bytes, clock)
         self.pending: list[Pending] = []

@@ -12,20 +12,22 @@ import ctypes
 import logging
 import os
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sized
+from collections import deque
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import zmq
 
 from kvoffd.config import Config
 from kvoffd.observe.logging import RareWarnings
-from kvoffd.server.events import Frames
 from kvoffd.server.sessions import Peer, may_connect
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto.errors import ErrorCode
+
+if TYPE_CHECKING:
+    from kvoffd.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -42,20 +44,6 @@ _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
-class RequestService(Protocol):
-    """What answers requests: the daemon's Service."""
-
-    replies_dropped: Counter[str]
-
-    @property
-    def pending(self) -> Sized: ...
-    def handle(self, route: bytes, frame: bytes) -> None: ...
-    def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]: ...
-    def after_send(self) -> None: ...
-    def background(self) -> bool: ...
-    def count_error(self, code: ErrorCode) -> None: ...
-
-
 class Sockets:
     """Both sockets of one daemon, and ``post``, by which other threads reach its loop. All else is for the loop's own.
 
@@ -69,7 +57,7 @@ class Sockets:
         self._loop = asyncio.get_running_loop()
         self._posted: deque[Callable[[], None]] = deque()
         self._post_woke = self._due = False
-        self._service: RequestService | None = None
+        self._service: Service | None = None
         """While the sockets are open."""
         self._closed = False
         self._warnings = RareWarnings(logger)
@@ -79,7 +67,7 @@ class Sockets:
         self._jobs = self._zmq.socket(zmq.ROUTER)
         self._events = self._zmq.socket(zmq.PUB)
 
-    def open(self, service: RequestService) -> None:
+    def open(self, service: Service) -> None:
         """Bind both sockets. Raises OSError."""
         self._service = service
         paths = self._directory.sockets

@@ -113,8 +113,9 @@ class Tiers:
             trickle_bytes=TRICKLE_BYTES,
         )
         self.tiering = Tiering(self._cache, self._events, self._clock, settings, self._engines_busy)
-        self.tiering.disks.writer.budget.restore(*self._state.disk_spent)
-        for fingerprint in self._state.unshared:
+        spent, at = self._state.known.disk_spent
+        self.tiering.disks.writer.budget.restore(spent, time.time() - at)
+        for fingerprint in self._state.known.unshared:
             self.tiering.unshare(fingerprint)
         self._cache.tiers = self.tiering
         return self.tiering
@@ -343,7 +344,7 @@ def shared_opener(config: Config, stores: OpenStores, pool: Pool, post: Post) ->
             post=post,
             listener=listener,
             ask_deadline_s=config.shared_ask_deadline_s,
-            generations=state.fleet_generations(url),
+            generations=dict(state.known.fleet.get(url, {})),
         )
         for url, open_one in zip(config.shared, stores, strict=True)
     ]

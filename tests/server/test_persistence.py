@@ -17,7 +17,7 @@ from kvoffd.cache.policy import Lru, make_policy
 from kvoffd.config import Config
 from kvoffd.pool.pool import Pool
 from kvoffd.server import persistence
-from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile, state_file
+from kvoffd.server.persistence import STATE_FILE, Content, PolicyFile, State, StateFile, state_file
 from tests.kit.waiting import wait_until
 
 ONE, OTHER = b"1" * 32, b"2" * 32
@@ -54,7 +54,7 @@ def next_state(open_file: Open) -> Callable[[], State]:
 
 def test_state_is_known_to_the_next_daemon(tmp_path: Path, next_state: Callable[[], State]) -> None:
     state = next_state()
-    assert (state.generation(ONE), state.unshared, state.fleet_generations("a"), state.quotas) == (0, [], {}, {})
+    assert (state.generation(ONE), state.known) == (0, Content())
     state.raise_generation(ONE)
     state.unshare(ONE)
     state.unshare(OTHER)
@@ -62,9 +62,9 @@ def test_state_is_known_to_the_next_daemon(tmp_path: Path, next_state: Callable[
     state.save_quotas({OTHER: 1 << 30})
     assert state.file.flush(10.0)
     again = next_state()
-    assert (again.generation(ONE), again.generation(OTHER), again.unshared) == (1, 0, [ONE])
-    assert (again.fleet_generations("a"), again.fleet_generations("b")) == ({OTHER: 9}, {OTHER: 0})
-    assert again.quotas == {OTHER: 1 << 30}
+    assert (again.generation(ONE), again.generation(OTHER), list(again.known.unshared)) == (1, 0, [ONE])
+    assert again.known.fleet == {"a": {OTHER: 9}, "b": {OTHER: 0}}
+    assert again.known.quotas == {OTHER: 1 << 30}
     assert (tmp_path / STATE_FILE).stat().st_mode & 0o777 == 0o600
 
 
@@ -79,7 +79,7 @@ def test_so_many_names_are_known_and_those_of_namespaces_that_there_are_stay(
         state.unshare(name)
     assert state.file.flush(10.0)
     again = next_state()
-    assert again.unshared == [ONE, *(bytes([number]) for number in range(11, 20))]
+    assert list(again.known.unshared) == [ONE, *(bytes([number]) for number in range(11, 20))]
     assert (again.generation(ONE), again.generation(OTHER), again.generation(b"\x13")) == (2, 0, 22)
 
 
@@ -105,7 +105,7 @@ def test_state_of_no_use_is_as_none(
 ) -> None:
     (tmp_path / STATE_FILE).write_bytes(b"%08x\n" % zlib.crc32(text.encode()) + text.encode())
     state = next_state()
-    assert (state.generation(ONE), state.unshared, state.quotas) == (0, [], {})
+    assert (state.generation(ONE), state.known) == (0, Content())
     assert "is of no use" in caplog.text
     assert state.file.flush(10.0)
     caplog.clear()

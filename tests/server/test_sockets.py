@@ -16,7 +16,8 @@ import uvloop
 import zmq
 
 from kvoffd.config import Config
-from kvoffd.server.sockets import QUEUED_MESSAGES, RequestService, Sockets
+from kvoffd.server.service import Service
+from kvoffd.server.sockets import QUEUED_MESSAGES, Sockets
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto.errors import ErrorCode
 
@@ -97,7 +98,7 @@ def with_clients(directory: Path, run: Callable[[Room], None], service: Echo | N
         owned = DaemonDirectory(directory)
         owned.acquire()
         sockets = Sockets(Config(), owned)
-        sockets.open(cast(RequestService, service))
+        sockets.open(cast(Service, service))
         room = Room(service, sockets, directory)
         try:
             await loop.run_in_executor(None, run, room)
