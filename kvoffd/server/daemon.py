@@ -315,7 +315,7 @@ class Daemon:
         await _until(lambda: not jobs.unfinished, deadline)
         if jobs.unfinished:
             logger.warning("Stopping: %d jobs did not finish in time and are failed.", jobs.unfinished)
-            jobs.abandon_all()
+            jobs.abandon(jobs.running)
             await _until(lambda: not jobs.unfinished, time.monotonic() + ABANDON_S)
         self._sockets.flush()
 

@@ -133,7 +133,7 @@ def checked_parts(
     """What some jobs ask for, by group; ``is_offered``: the policy may refuse stores. Raises KvoffdError where one of
     them is not in order."""
     namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[Part]()
-    jobs_of: defaultdict[int, set[int]] = defaultdict(set)
+    named: set[tuple[int, int]] = set()
     for part in batch.groups:
         group = part.group
         keys = namespace.split(group, part.keys)
@@ -152,16 +152,13 @@ def checked_parts(
         for job, (of_keys, of_blocks, first) in enumerate(zip(key_counts, block_counts, first_blocks, strict=True)):
             if not of_keys and not of_blocks:
                 continue
-            left_out = of_keys * layout.blocks_per_key - first - of_blocks
-            fits = 0 <= left_out < layout.blocks_per_key and not (storing and left_out)
-            if not fits or not of_blocks or first >= layout.blocks_per_key:
-                check_count(layout, of_blocks, of_keys, first, exact=storing)  # which raises
+            check_count(layout, of_blocks, of_keys, first, exact=storing)
+            if (group, job) in named:
+                raise BadKeys(f"A job names group {group} twice; put its keys into one part.")
+            named.add((group, job))
             spans.append(Span(job, key, key + of_keys, block, block + of_blocks, first))
             key += of_keys
             block += of_blocks
-            if job in jobs_of[group]:
-                raise BadKeys(f"A job names group {group} twice; put its keys into one part.")
-            jobs_of[group].add(job)
         check_ids(layout, block_ids)
         if len(set(keys)) < len(keys) and any(len(set(keys[at:end])) < end - at for _, at, end, *_ in spans):
             raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
@@ -189,7 +186,7 @@ def checked_parts(
                 starts=[span.key for span in spans] if storing and is_offered else None,
             )
         )
-    if len(set().union(*jobs_of.values())) < jobs:
+    if len({job for _, job in named}) < jobs:
         raise BadBlockIds("A job has no keys and no block ids; leave it out.")
     return parts
 
@@ -346,13 +343,9 @@ class LoadJob(Job):
             keys, first = part.keys[span.key * size : span.keys_end * size], span.first_block
             try:
                 ticket = cache.begin_load(*whose, part.group, keys, first)
-            except NotReady as refusal:
-                missing = [part.split[span.key + at] for at in refusal.missing]
-                self.failed.append(GroupKeys(part.group, b"".join(missing)))
-                self.error = refusal.code
-                continue
-            except UnknownLease as refusal:
-                self.failed.append(GroupKeys(part.group, keys))
+            except (NotReady, UnknownLease) as refusal:
+                missing = refusal.missing if isinstance(refusal, NotReady) else range(span.keys_end - span.key)
+                self.failed.append(GroupKeys(part.group, b"".join([part.split[span.key + at] for at in missing])))
                 self.error = refusal.code
                 continue
             self.tickets.append(ticket)
@@ -435,7 +428,8 @@ class Jobs:
         self._host = host
         self._max_store_bytes = 2 * credit_bytes
         """Of a session's unfinished stores. Credits are a promise of the client; this is for one that breaks it."""
-        self._running: dict[Job, None] = {}
+        self.running: dict[Job, None] = {}
+        """All whose copy may still touch memory, oldest first."""
         self._ended_at = float("-inf")
         self._verify_due = 0.0
         self.with_results: dict[int, Session] = {}
@@ -447,11 +441,11 @@ class Jobs:
 
     @property
     def unfinished(self) -> int:
-        return sum(len(job.ids) for job in self._running)
+        return sum(len(job.ids) for job in self.running)
 
     def busy(self) -> bool:
         """Whether a job is unfinished, or was ``QUIET_S`` ago."""
-        return bool(self._running) or self._host.now() - self._ended_at < QUIET_S
+        return bool(self.running) or self._host.now() - self._ended_at < QUIET_S
 
     # --- accepting --------------------------------------------------------------------------------
 
@@ -459,26 +453,24 @@ class Jobs:
         """Accept the jobs of a message, or raise KvoffdError and change nothing."""
         registration, accepted_at = session.registration(message.registration_id), self._host.now()
         registration.check_whole(accepted_at)
-        given, loads, stores = message.loads, list[Part](), list[Part]()
-        if given.job_ids or given.groups:
-            loads = checked_parts(registration, given, storing=False)
-        if message.stores.job_ids or message.stores.groups:
-            stores = checked_parts(registration, message.stores, storing=True, is_offered=not session.operator)
+        loads = checked_parts(registration, message.loads, storing=False)
+        stores = checked_parts(registration, message.stores, storing=True, is_offered=not session.operator)
         self._check_counts(session, registration, message, (*loads, *stores))
         wanted: list[list[tuple[Part, Span]]] = [[] for _ in message.loads.job_ids]
         for part in loads:
             for span in part.spans:
                 wanted[span.job].append((part, span))
         jobs: list[StoreBatch | LoadJob] = []
-        whose = session, registration, accepted_at
         try:
-            for job_id, lease_id, keep, parts in zip(
-                given.job_ids, given.lease_ids, given.keep_lease, wanted, strict=True
-            ):
-                jobs.append(load := LoadJob((job_id,), *whose, parts, lease_id, keep))
+            for number, parts in enumerate(wanted):
+                job_id, lease_id = message.loads.job_ids[number], message.loads.lease_ids[number]
+                keep_lease = message.loads.keep_lease[number]
+                load = LoadJob((job_id,), session, registration, accepted_at, parts, lease_id, keep_lease)
+                jobs.append(load)
                 load.begin(self._cache, self._pool, verify=self._verifies())
             if message.stores.job_ids:
-                jobs.append(batch := StoreBatch(message.stores.job_ids, *whose, stores))
+                batch = StoreBatch(message.stores.job_ids, session, registration, accepted_at, stores)
+                jobs.append(batch)
                 batch.begin(self._cache, self._pool)
         except BaseException:
             for job in jobs:
@@ -538,7 +530,7 @@ class Jobs:
         session.in_flight += len(job.ids)
         session.pieces += job.plan.pieces
         job.registration.count_jobs(1)
-        self._running[job] = None
+        self.running[job] = None
         if not job.plan.pieces:
             self.finished(job, Outcome.DONE)
             return
@@ -576,7 +568,7 @@ class Jobs:
             results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
         if not job.answered:
             self._answer(job, results)
-        del self._running[job]
+        del self.running[job]
         self._ended_at = self._host.now()
         session.in_flight -= len(job.ids)
         session.pieces -= job.plan.pieces
@@ -587,7 +579,7 @@ class Jobs:
 
     def _overdue(self, job: StoreBatch | LoadJob) -> None:
         """The job's copy hangs beyond its deadline: a store is answered, see above."""
-        if job.answered or job not in self._running or not isinstance(job, StoreBatch):
+        if job.answered or job not in self.running or not isinstance(job, StoreBatch):
             return
         assert job.ticket is not None
         self._cache.drop_unfinished(job.ticket)  # others may store its keys elsewhere in the pool
@@ -632,12 +624,8 @@ class Jobs:
         return cancelled, running
 
     def abandon(self, jobs: Iterable[Job]) -> None:
-        """Stop jobs whose session is gone: those that wait now, those that run at their next step."""
+        """Stop jobs, in this order: those that wait now, those that run at their next step."""
         for job in dict.fromkeys(jobs):
             engine = job.registration.memory.engine
             if job.transfer is not None and not engine.cancel(job.transfer):
                 engine.abandon(job.transfer)
-
-    def abandon_all(self) -> None:
-        """Stop every job, oldest first, as when the daemon's own deadline for stopping has passed."""
-        self.abandon(list(self._running))

@@ -106,7 +106,7 @@ class Audit:
     def check_jobs(self) -> None:
         """After a flush: the jobs without a completion are those that run."""
         running = {
-            (job.session.id, job_id) for job in self._service.jobs._running if not job.answered for job_id in job.ids
+            (job.session.id, job_id) for job in self._service.jobs.running if not job.answered for job_id in job.ids
         }
         if running != self.unfinished:
             lost, unknown = self.unfinished - running, running - self.unfinished
@@ -138,7 +138,7 @@ class Audit:
         pins = Counter[int]()
         for lease in cache.leases.values():
             pins.update(lease.blocks.tolist())
-        for job in self._service.jobs._running:
+        for job in self._service.jobs.running:
             if isinstance(job, LoadJob):
                 for ticket in job.tickets:
                     pins.update(ticket.blocks.tolist())

