@@ -16,7 +16,7 @@ import zmq
 
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout, UnknownNamespace
 from kvoffd_client.health_request import HEALTH_S, ask_health
-from kvoffd_client.session import ClientOptions, Phase, ReplyOrError, Session
+from kvoffd_client.session import NEVER, ClientOptions, Phase, ReplyOrError, Session
 from kvoffd_client.transport import SocketTransport
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
@@ -78,7 +78,7 @@ def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
 
 
 class AdminClient(Session):
-    """An administrator's client. It connects in the background, and anew for a call after one that failed.
+    """An administrator's client. It connects at the first call, and anew at a call after one that failed.
 
     Each call waits for its answer; any thread may call. All calls raise:
         DaemonUnavailable: nothing listens there, or it refuses this user; the sentence names the place.
@@ -96,6 +96,7 @@ class AdminClient(Session):
         self._ended_connections = 0
         self._sockets = SocketTransport(os.fspath(directory), OPTIONS)
         super().__init__(directory, m.Role.ADMIN, "admin", "", None, OPTIONS, self._sockets, None)
+        self._retry_at = NEVER  # for the first call
         self._transport.start(self)
 
     @property
@@ -164,6 +165,9 @@ class AdminClient(Session):
 
     def _role_disconnected(self, now: float) -> None:
         self._ended_connections += 1
+
+    def _retry_delay_s(self, refused: bool) -> float:
+        return NEVER  # the next call connects
 
     def stats(self) -> DaemonStats:
         """All counters."""

@@ -27,7 +27,8 @@ import numpy as np
 
 from kvoffd_client.blocks import DTYPES, NO_BYTES, Block, BlockClient, Layer, checksum_of
 from kvoffd_client.errors import BlockUnavailable, KvoffdClientError
-from kvoffd_client.namespace import Geometry, differing_fields
+from kvoffd_client.namespace import Geometry
+from kvoffd_client.namespace_differences import how_they_differ
 from kvoffd_client.session import Closing
 from kvoffd_proto.admin import BlockInfo
 from kvoffd_proto.messages import READY
@@ -430,10 +431,11 @@ def _check_namespace(client: BlockClient, geometry: Geometry, namespace: str | b
     else:
         others = [info for info in others if info.label == geometry.label and created and not beside]
     if others:
-        why = differing_fields(geometry.description, others[0].description)
+        why = how_they_differ(geometry.description, others[0].description)
         advice = "" if namespace is not None else " Add --beside to import them all the same."
         raise BlockFileError(
             f"The blocks of the file are of namespace {geometry.fingerprint.hex()[:12]}, and {others[0].label!r} is "
-            f"open here as {others[0].namespace.hex()[:12]}: the engines differ {why}, so none would read them.{advice}"
+            f"open here as {others[0].namespace.hex()[:12]}: the engines differ in {why}, so none would "
+            f"read them.{advice}"
         )
     return created

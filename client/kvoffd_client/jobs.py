@@ -10,6 +10,26 @@ from typing import NamedTuple
 from kvoffd_proto import messages as m
 
 
+def split(counts: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
+    """Cut groups of so many keys into parts of at most ``most`` keys: of each part the groups' places, begins and ends.
+
+    A group without keys is in one part too.
+    """
+    parts: list[list[tuple[int, int, int]]] = [[]]
+    room = most
+    for place, count in enumerate(counts):
+        begin = 0
+        while begin < count or not begin:
+            if not room:
+                parts.append([])
+                room = most
+            end = min(count, begin + room)
+            parts[-1].append((place, begin, end))
+            room -= end - begin
+            begin = max(end, 1)
+    return parts
+
+
 class GroupTransfer(NamedTuple):
     """The part of a job that concerns one group. All bytes are as in ``GroupBlocks``, of one job.
 
@@ -88,18 +108,10 @@ class Job:
         most = min(limits.max_keys_per_request, max(1, keys * frame_bytes // max(in_frame, frame_bytes)))
         if keys <= most:
             return [self]
-        cut: list[list[GroupTransfer]] = [[]]
-        room = most
-        for one in self.groups:
-            count, begin = len(one.keys) // key_bytes, 0
-            while begin < count:
-                end = min(count, begin + room)
-                cut[-1].append(_slice(one, begin, end, key_bytes, blocks_per_key))
-                room, begin = room - (end - begin), end
-                if not room:
-                    cut.append([])
-                    room = most
-        parts = list(filter(None, cut))
+        parts = [
+            [_slice(self.groups[place], begin, end, key_bytes, blocks_per_key) for place, begin, end in part if end]
+            for part in split([len(one.keys) // key_bytes for one in self.groups], most)
+        ]
         return [
             Job(first_id + number, part, self.lease_id, self.keep_lease or part is not parts[-1])
             for number, part in enumerate(parts)

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 import msgspec
 
 from kvoffd_client.errors import BlockUnavailable
+from kvoffd_client.namespace_differences import how_they_differ
 from kvoffd_proto.admin import NamespaceDescribed, ShardSpec, shard_bytes_of
 from kvoffd_proto.messages import FINGERPRINT_BYTES, GroupSpec
-from kvoffd_proto.units import printable
 
 DEFAULT_GROUPS = (GroupSpec(kind="full_attention", tokens_per_block=0),)
 LABEL_IN_NAME = 80
 """Characters of a namespace's label in the name of an engine's session."""
-MOST_NESTED = 16
-"""Levels of a description that is shown."""
 
 
 def canonical_json(value: object) -> str:
@@ -152,7 +150,7 @@ class Geometry(NamespaceSpec):
     def mismatch(self, other: Geometry) -> str:
         """Why blocks of ``other`` do not fit here: half a sentence; empty where they do."""
         if self.fingerprint != other.fingerprint:
-            return f"the fingerprints differ: {differing_fields(self.description, other.description)}"
+            return f"the fingerprints differ: {how_they_differ(self.description, other.description)}"
         for rank, (own, others) in enumerate(zip(self.shards, other.shards, strict=False)):
             sizes = [
                 [(shard.blocks_per_key, [page.page_bytes for page in shard.pages]) for shard in shards]
@@ -174,39 +172,3 @@ class _GeometryJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: tuple[GroupSpec, ...]
     description: str
     shards: tuple[tuple[ShardSpec, ...], ...]
-
-
-def differences(one: str, other: str) -> list[tuple[str, object, object]]:
-    """The fields on which two descriptions disagree, with what each says; None where it does not have the field."""
-    fields, others = fields_of_description(one) or {}, fields_of_description(other) or {}
-    names = dict.fromkeys([*fields, *others])
-    return [(name, fields.get(name), others.get(name)) for name in names if fields.get(name) != others.get(name)]
-
-
-def differing_fields(one: str, other: str) -> str:
-    """Which fields two descriptions disagree on, as ``in kv_cache_dtype (bfloat16 and fp8)``; the first four."""
-    found = differences(one, other)
-    if not found:
-        return "nobody knows in what"
-    shown = [f"{name} ({_short(here)} and {_short(there)})" for name, here, there in found[:4]]
-    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-    return printable(f"in {', '.join(shown)}{more}")
-
-
-def fields_of_description(description: str) -> dict[str, object] | None:
-    """The fields of a description, which any client may have written; None where it is no object that can be shown."""
-    try:
-        found = msgspec.json.decode(description)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and _nests_at_most(found, MOST_NESTED) else None
-
-
-def _nests_at_most(value: object, levels: int) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels > 0 and all(_nests_at_most(one, levels - 1) for one in items)
-
-
-def _short(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 24 else f"{text[:24]}..."

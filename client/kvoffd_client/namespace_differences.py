@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvoffd_client.namespace import differences
+import msgspec
+
 from kvoffd_proto.units import printable
 
+MOST_NESTED = 16
+"""Levels of a description that is shown."""
 MOST_CHARACTERS = 40
 """Of a value in a sentence."""
 FEWEST_DIGEST_DIGITS = 32
@@ -105,6 +108,27 @@ class Difference:
         return f"{self.words}{values}" + (f" ({self.cause})" if self.cause else "")
 
 
+def differences(one: str, other: str) -> list[tuple[str, object, object]]:
+    """The fields on which two descriptions disagree, with what each says; None where it does not have the field."""
+    fields, others = fields_of_description(one) or {}, fields_of_description(other) or {}
+    names = dict.fromkeys([*fields, *others])
+    return [(name, fields.get(name), others.get(name)) for name in names if fields.get(name) != others.get(name)]
+
+
+def fields_of_description(description: str) -> dict[str, object] | None:
+    """The fields of a description, which any client may have written; None where it is no object that can be shown."""
+    try:
+        found = msgspec.json.decode(description)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and _nests_at_most(found, MOST_NESTED) else None
+
+
+def _nests_at_most(value: object, levels: int) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_nests_at_most(one, levels - 1) for one in items)
+
+
 def explain(one: str, other: str) -> list[Difference]:
     """Why two descriptions of namespaces differ, the cause before what follows from it, which is left out.
 
@@ -125,6 +149,11 @@ def explain(one: str, other: str) -> list[Difference]:
     order = list(FIELDS)
     causes.sort(key=lambda name: order.index(name) if name in FIELDS else len(order))
     return [_difference(name, *found[name]) for name in causes]
+
+
+def how_they_differ(one: str, other: str) -> str:
+    """The causes in words, such as ``dtype of the KV cache bfloat16 and fp8 (--kv-cache-dtype)``."""
+    return "; ".join(map(str, explain(one, other))) or "their descriptions do not say in what"
 
 
 def _of_groups(one: object, other: object) -> Iterator[tuple[str, tuple[object, object]]]:

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.event_stream import EventStream
+from kvoffd_client.jobs import split
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.session import (
     DEFAULT_OPTIONS,
@@ -134,17 +135,13 @@ class SchedulerClient(Session):
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
         """
-        size = self._namespace.key_bytes
-        lengths = [len(item.keys) for item in groups]
         for item in groups:
-            if len(item.keys) % size:
-                self._namespace.count_keys(item.keys)  # which raises
+            self._namespace.count_keys(item.keys)
         with self._transport.lock:
             now = self._transport.now()
             if not self.ready or self._limits is None:
                 return Lookup(0, done=True, failed=True)
-            fits = sum(lengths) <= self._limits.max_keys_per_request * size
-            parts = [(range(len(groups)), list(groups))] if fits else self._cut(groups)
+            parts = self._split(groups)
             lease_id = self._rng.getrandbits(63) | 2**32  # random: who knows it may load
             found = Lookup(lease_id, waiter=self._transport.wait, missing=len(parts), partial=[b""] * len(groups))
             self._unanswered[lease_id] = found
@@ -169,7 +166,7 @@ class SchedulerClient(Session):
             self._namespace.count_keys(item.keys)
         with self._transport.lock:
             if self.ready and self._limits is not None:
-                for _, keys in self._cut(groups):
+                for _, keys in self._split(groups):
                     self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, keys))
 
     def report(
@@ -279,26 +276,18 @@ class SchedulerClient(Session):
         elif held or not isinstance(reply, RequestRefused):
             self._release(found.lease_id)  # the daemon may answer later and pin blocks in vain
 
-    def _cut(self, groups: Sequence[m.GroupKeys]) -> list[tuple[Sequence[int], list[m.GroupKeys]]]:
-        """Cut keys into what one request may name; the daemon answers requests in their order.
-
-        Of each request the places of its groups in ``groups``, and their keys.
-        """
+    def _split(self, groups: Sequence[m.GroupKeys]) -> list[tuple[list[int], list[m.GroupKeys]]]:
+        """What one request may name, of each request the places of its groups in ``groups`` and their keys."""
         assert self._limits is not None
-        most = room = self._limits.max_keys_per_request * self._namespace.key_bytes
-        parts: list[tuple[list[int], list[m.GroupKeys]]] = [([], [])]
-        for place, asked in enumerate(groups):
-            begin = 0
-            while begin == 0 or begin < len(asked.keys):
-                if not room:
-                    parts.append(([], []))
-                    room = most
-                keys = asked.keys[begin : begin + room]
-                parts[-1][0].append(place)
-                parts[-1][1].append(m.GroupKeys(asked.group, keys))
-                room -= len(keys)
-                begin += max(1, len(keys))
-        return list(parts)
+        size = self._namespace.key_bytes
+        parts = split([len(one.keys) // size for one in groups], self._limits.max_keys_per_request)
+        return [
+            (
+                [place for place, *_ in part],
+                [m.GroupKeys(groups[at].group, groups[at].keys[begin * size : end * size]) for at, begin, end in part],
+            )
+            for part in parts
+        ]
 
     # --- what Session asks of a role --------------------------------------------------------------
 

@@ -138,8 +138,8 @@ class Transport(Protocol):
     def attach(self, message: Attach, fd: int) -> None:
         """Send a descriptor over the lifeline. Raises OSError."""
 
-    def send(self, frame: bytes, due: float) -> bool:
-        """Send a message to the jobs socket; False when its queue is full. ``due``: when ``tick`` is for its sake."""
+    def send(self, frame: bytes) -> bool:
+        """Send a message to the jobs socket; False when its queue is full. ``tick`` may be due earlier by now."""
 
     def disconnect(self, *, drain: bool) -> None:
         """Close all sockets: to the daemon this is the client's death.
@@ -331,31 +331,30 @@ class Session(Closing):
         now: float = 0.0,
         on_reply: OnReply | None = None,
         timeout_s: float | None = None,
-        due: float = NEVER,
     ) -> KvoffdClientError | None:
         """Send a message; returns the reason when it cannot go out.
 
         ``on_reply`` is called once, possibly before this returns: with the reply, or with the reason why there is none.
-        ``due``: when the role has something to do for the message's sake.
         """
-        frame, limits = encode(message), self._limits
-        if on_reply is not None:
-            deadline = now + (self._options.request_timeout_s if timeout_s is None else timeout_s)
-            due = min(due, deadline, now + self._options.unresponsive_after_s)
+        frame, limits, owed_since = encode(message), self._limits, self._owed_since
         refused: KvoffdClientError | None = None
         if limits is not None and len(frame) > limits.max_frame_bytes:
             sentence = f"The request has {len(frame)} bytes and the daemon takes {limits.max_frame_bytes}; send less."
             refused = RequestRefused(ErrorCode.TOO_LARGE, sentence)
         elif on_reply is not None and len(self._pending) >= MAX_PENDING_REQUESTS:
             refused = DaemonUnavailable(f"{len(self._pending)} requests wait for the daemon already.")
-        elif not self._transport.send(frame, due):
-            refused = DaemonUnavailable(f"The daemon in {self.directory} does not read its socket.")
+        else:
+            if on_reply is not None:  # before the transport looks when tick is due
+                deadline = now + (self._options.request_timeout_s if timeout_s is None else timeout_s)
+                self._pending[message.request_id] = deadline, on_reply
+                self._next_expiry = min(self._next_expiry, deadline)
+                self._owed_since = min(owed_since, now)
+            if not self._transport.send(frame):
+                self._pending.pop(message.request_id, None)
+                self._owed_since = owed_since
+                refused = DaemonUnavailable(f"The daemon in {self.directory} does not read its socket.")
         if on_reply is not None and refused is not None:
             on_reply(refused, now)
-        elif on_reply is not None:
-            self._pending[message.request_id] = deadline, on_reply
-            self._next_expiry = min(self._next_expiry, deadline)
-            self._owed_since = min(self._owed_since, now)
         return refused
 
     def on_reply(self, reply: m.AnyReply, now: float) -> None:

@@ -90,8 +90,6 @@ class SocketTransport:
         """Readable when a message wakes the transport's own thread."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeping_until = 0.0
-        self._due = NEVER
-        """When to wake at the latest, as ``send`` was told: not only until the reply, or each request would do it."""
         self._waiting: list[int] = []
         """By waiting thread, a descriptor that wakes it."""
         self._reading: int | None = None
@@ -215,7 +213,7 @@ class SocketTransport:
             raise OSError("the lifeline is closed")
         self._stream.send(encode_frame(message), [fd])
 
-    def send(self, frame: bytes, due: float) -> bool:
+    def send(self, frame: bytes) -> bool:
         if self._jobs is None:
             return False
         try:
@@ -223,8 +221,7 @@ class SocketTransport:
         except zmq.Again:
             return False
         unread = self._reading is None and cast(int, self._jobs.get(_EVENTS)) & _READABLE
-        if unread or due < self._sleeping_until:
-            self._due = due
+        if unread or self._session.wake_at() < self._sleeping_until:
             self._wake_thread()
         return True
 
@@ -346,9 +343,7 @@ class SocketTransport:
             unread = self._receive()  # last: see the rule above
             self._reading = None
             stream = self._stream
-            if self._due <= now:
-                self._due = NEVER
-            wake_at = min(self._session.wake_at(), self._due, NEVER if stream is None else stream.wake_at())
+            wake_at = min(self._session.wake_at(), NEVER if stream is None else stream.wake_at())
             pause = 0.0 if unread else min(max(0.0, wake_at - now), MAX_SLEEP_S)
             self._sleeping_until = now + pause
             poller = _poller_of(self._messages.fileno(), self._wake_fd, -1 if stream is None else stream.fileno())

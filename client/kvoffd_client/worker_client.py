@@ -236,8 +236,8 @@ class WorkerClient(Session):
         self._sent.update((job.job_id, Sent(job, of_job, request_id)) for job, of_job in batch)
         ids = request_id, self._registration_id, self._namespace.key_bytes
         message = submit_of(*ids, jobs, self._sequence)
-        due = self._role_wake_at = min(self._role_wake_at, now + JOB_PATIENCE_S)
-        if (refused := self._send(message, due=due)) is not None:
+        self._role_wake_at = min(self._role_wake_at, now + JOB_PATIENCE_S)
+        if (refused := self._send(message)) is not None:
             code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
             self._fail_sent([job.job_id for job in jobs], code, now)
 

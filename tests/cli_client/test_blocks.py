@@ -85,7 +85,7 @@ def test_a_file_of_another_engine_is_refused(cli: Cli, engine: FakeEngine, tmp_p
         for arguments in (("import", str(file)), ("import", str(file), "--namespace", "tiny")):
             status, out, err = cli(*arguments, on=second)
             assert (status, out) == (2, "")
-            assert "world_size" in err, "what they differ in"
+            assert "shards of a block" in err, "what they differ in"
         status, out, _ = cli("import", str(file), "--beside", on=second)
         assert (status, "8 blocks" in out) == (0, True)
 

@@ -79,7 +79,7 @@ class PaperLink:
     def attach(self, message: lifeline.Attach, fd: int) -> None:
         self.attached.append(message.segment_id)
 
-    def send(self, frame: bytes, due: float) -> bool:
+    def send(self, frame: bytes) -> bool:
         if not self.full:
             self.sent.append(codec.decode_request(frame))
         return not self.full

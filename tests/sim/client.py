@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from kvoffd_client import ClientOptions
-from kvoffd_client.session import NEVER, Session
+from kvoffd_client.session import Session
 from kvoffd_proto import codec, lifeline
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.memory import Segment
@@ -111,8 +111,8 @@ class SimTransport:
             raise OSError("the lifeline is closed")
         self._lifeline.to_daemon.send((message, self._segments[fd]))
 
-    def send(self, frame: bytes, due: float) -> bool:
-        self._arm(due)
+    def send(self, frame: bytes) -> bool:
+        self._arm()
         return self._dealer is not None and self._dealer.send((frame,))
 
     def disconnect(self, *, drain: bool) -> None:
@@ -132,9 +132,9 @@ class SimTransport:
 
     # --- time ------------------------------------------------------------------------------------
 
-    def _arm(self, due: float = NEVER) -> None:
+    def _arm(self) -> None:
         """Schedule the next tick of the session for the time that it asks for, as only it says: no other call does."""
-        wake_at = min(due, self._session.wake_at())
+        wake_at = self._session.wake_at()
         if wake_at < self._armed_for:
             self._armed_for = wake_at
             self._arming += 1

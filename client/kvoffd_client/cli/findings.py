@@ -16,8 +16,8 @@ import msgspec
 
 from kvoffd_client.cli.format import namespace_name, percent
 from kvoffd_client.cli.machine import Machine
-from kvoffd_client.namespace import LABEL_IN_NAME, fields_of_description
-from kvoffd_client.namespace_differences import explain
+from kvoffd_client.namespace import LABEL_IN_NAME
+from kvoffd_client.namespace_differences import explain, fields_of_description
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import BENCH_LABEL, Role
 from kvoffd_proto.stats import MISS_REASONS, DaemonStats, HitCurve, NamespaceStats, Window, namespace_id

@@ -13,7 +13,7 @@ from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvoffd_client.namespace import fields_of_description
+from kvoffd_client.namespace_differences import fields_of_description
 from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_count, format_size, plural, printable
 

@@ -36,8 +36,7 @@ from kvoffd_client.cli.target import (
     open_admin,
     size_of,
 )
-from kvoffd_client.namespace import differences
-from kvoffd_client.namespace_differences import explain
+from kvoffd_client.namespace_differences import differences, explain
 from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo, SetQuota
 from kvoffd_proto.messages import Outcome, RequestReport, Role
 from kvoffd_proto.stats import MISS_REASONS, namespace_id

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from kvoffd_client.namespace import NamespaceSpec, differences
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.namespace_differences import differences
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
