@@ -77,6 +77,8 @@ SWEPT_AT_ONCE = 65_536
 """Slots of which one step looks whether their namespace was reset."""
 MAX_OVER_QUOTA = 2048
 """Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its quota."""
+PARTIAL_GRACE_S = 2.0
+"""Partial blocks that are older go first when space is wanted."""
 LONG_DESCRIPTION = 256
 """A longer description of a namespace is not kept for the next daemon, where there is no room for it."""
 MOST_WRITING_PART = 4
@@ -95,7 +97,6 @@ class Cache:
 
     Args:
         partial_timeout_s: partial blocks that are older go.
-        partial_grace_s: partial blocks that are older go first when space is wanted.
         leased_share: of the pool that leases may pin. The first half of it is for whoever comes; beyond it each session
             that has leases has an equal part.
         max_leased_keys: of a session.
@@ -113,7 +114,6 @@ class Cache:
         clock: Callable[[], float],
         lease_ttl_s: float = 30.0,
         partial_timeout_s: float = 60.0,
-        partial_grace_s: float = 2.0,
         leased_share: float = 0.875,
         max_leased_keys: int = 1 << 20,
         max_namespaces_bytes: int = 1 << 62,
@@ -128,8 +128,6 @@ class Cache:
         self.pinned_bytes = self.pinned_blocks = 0
         self.checked_slots = self.checked_bytes = self.mismatches = 0
         """Slots that were compared with their checksum, and those of them that were wrong."""
-        self.loaded_unverified_slots = 0
-        """Slots that were loaded before their checksum was taken."""
         self.quarantined_slots = self.quarantined_bytes = 0
         self.unverified_slots = 0
         """Slots that an earlier daemon wrote and nobody has checked, or whose checksum is still to be taken."""
@@ -140,14 +138,13 @@ class Cache:
         self.max_namespaces_bytes = max_namespaces_bytes
         self._events, self._clock = events, clock
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
-        self._partial_grace_s = partial_grace_s
         self._max_leased_keys, self._max_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
         self.held: dict[int, Held] = {}
         """By session that has leases."""
         self._bytes_in = Counter[int]()
         """By state, bytes of all blocks, of forgotten namespaces too."""
         self._next_number = 1
-        self._short_records = self._told_of_no_room = False
+        self._told_of_no_room = False
         self._saves_late = self._save_due = False
         self._unverified_at = 0
         """Slots before this one were looked at by ``next_unverified``."""
@@ -251,12 +248,9 @@ class Cache:
             for namespace in self.namespaces.values()
             if any(namespace.shard_bytes(rank) is not None for rank in range(namespace.world_size))
         ]
-        number = self._next_number
-        if not self._short_records and self.table.save_namespaces(NamespaceSnapshot(number, tuple(kept))):
-            return True
-        self._short_records = True
-        if self.table.save_namespaces(NamespaceSnapshot(number, tuple(map(_shortened_record, kept)))):
-            return True
+        for records in (kept, map(_shortened_record, kept)):
+            if self.table.save_namespaces(NamespaceSnapshot(self._next_number, tuple(records))):
+                return True
         if not self._told_of_no_room:
             self._told_of_no_room = True
             logger.warning("Some of the %d namespaces will not outlive the daemon: they are too many.", len(kept))
@@ -331,7 +325,6 @@ class Cache:
         self._victims.forget(namespace)
         if self._requested is not None and self._requested[0] is namespace:
             self._requested = None
-        self._short_records = False
         self._save()
 
     def restore_namespace(self, record: NamespaceRecord) -> list[Group]:
@@ -924,7 +917,7 @@ class Cache:
             return True
         # Where ranks store what others never do, that must not take the pool from what can be read.
         crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_PART
-        partial = self._partial_since(self._clock() - (0.0 if crowded else self._partial_grace_s))
+        partial = self._partial_since(self._clock() - (0.0 if crowded else PARTIAL_GRACE_S))
         if partial := [block for block in partial if not self.blocks.pins[block]]:
             self._drop_partial(partial[:count])
             return True
@@ -1110,16 +1103,13 @@ class Cache:
         """What a load must check before it copies: shards that are not verified yet, or ``every`` shard.
 
         A shard that is read from its middle on is checked too: its reader has not all that its checksum covers. Shards
-        whose checksum is still to be taken are loaded as they are, and counted.
+        whose checksum is still to be taken are loaded as they are.
         """
         if not (every or self.unverified_slots or first_block):
             return []
         wanted = (self.blocks.shard[ticket.slots] & UNVERIFIED != 0) | every
         wanted[:1] |= first_block > 0
-        found = self.checks(ticket.slots[wanted])
-        checks = [check for check in found if check.checksum]
-        self.loaded_unverified_slots += len(found) - len(checks)
-        return checks
+        return [check for check in self.checks(ticket.slots[wanted]) if check.checksum]
 
     def corrupt_keys(self, ticket: LoadTicket) -> bytes:
         """The keys of a load's blocks of which wrong bytes were found in the slots that it holds."""

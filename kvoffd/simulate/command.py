@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.errors import KvoffdError
@@ -23,13 +23,9 @@ from kvoffd.simulate.replay import Replayed, replay
 from kvoffd.simulate.trace import BadTrace, Trace, read_trace
 from kvoffd_proto.units import format_size, parse_size
 
-if TYPE_CHECKING:
-    from multiprocessing.sharedctypes import Synchronized
-
 ALL = "all"
 PARTS = (8, 4, 2, 1)
 """Sizes of the pool unless others are given: these parts of all blocks of the trace."""
-PROGRESS_S = 0.2
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
@@ -164,24 +160,19 @@ def _bytes_of(option: str, text: str) -> int:
 
 
 def _run(trace: Trace, uses: Uses, policies: Sequence[str], sizes: Sequence[int]) -> list[Result]:
-    """Replay all combinations on as many processes as there are cores; tell on a terminal how far they are."""
-    context = get_context("fork")
-    done = context.Value("Q", 0)
+    """Replay all combinations on as many processes as there are cores."""
     others = set(active_children())
     cores = len(os.sched_getaffinity(0))
-    pool = ProcessPoolExecutor(cores, context, _begin_worker, (trace, uses, done))
+    pool = ProcessPoolExecutor(cores, get_context("fork"), _begin_worker, (trace, uses))
     try:
         # What Ctrl-C raises in a fork would be lost.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         runs = [pool.submit(_replay, policy, blocks) for blocks in reversed(sizes) for policy in policies]
         best = {blocks: pool.submit(_optimum, blocks) for blocks in sizes}
-        left: set[Future[Any]] = {*runs, *best.values()}
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        while left:
-            finished, left = wait(left, timeout=PROGRESS_S, return_when=FIRST_EXCEPTION)
-            for one in finished:
-                one.result()
-            _show_progress(done.value / (len(runs) + len(best)) / trace.accesses)
+        every: list[Future[Any]] = [*runs, *best.values()]
+        for one in wait(every, return_when=FIRST_EXCEPTION).done:
+            one.result()
     except BaseException:  # the pool would wait for what runs and for what is to run
         for process in set(active_children()) - others:
             process.kill()
@@ -197,17 +188,10 @@ class _Worker:
 
     trace: Trace
     uses: Uses
-    done: Synchronized[int]
-    """Accesses of all processes."""
-
-    @classmethod
-    def note(cls, accesses: int) -> None:
-        with cls.done.get_lock():
-            cls.done.value += accesses
 
 
-def _begin_worker(trace: Trace, uses: Uses, done: Synchronized[int]) -> None:
-    _Worker.trace, _Worker.uses, _Worker.done = trace, uses, done
+def _begin_worker(trace: Trace, uses: Uses) -> None:
+    _Worker.trace, _Worker.uses = trace, uses
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Else it would wait for work without end.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -217,19 +201,11 @@ def _begin_worker(trace: Trace, uses: Uses, done: Synchronized[int]) -> None:
 
 
 def _replay(policy: str, blocks: int) -> Replayed:
-    return replay(_Worker.trace, policy, blocks, _Worker.note)
+    return replay(_Worker.trace, policy, blocks)
 
 
 def _optimum(blocks: int) -> float:
-    found = optimum_percent(_Worker.uses, blocks)
-    _Worker.note(_Worker.trace.accesses)
-    return found
-
-
-def _show_progress(part: float) -> None:
-    if sys.stderr.isatty():
-        text = f"\r{100 * part:3.0f} % replayed" if part < 1 else "\r\033[K"
-        print(text, end="", file=sys.stderr, flush=True)
+    return optimum_percent(_Worker.uses, blocks)
 
 
 def _as_json(trace: Trace, sizes: Sequence[Size], results: Sequence[Result]) -> dict[str, object]:

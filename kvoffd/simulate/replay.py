@@ -23,7 +23,6 @@ BLOCK_BYTES = 1 << 20
 REGIONS, MAX_REGION_BLOCKS = 64, 256
 """As a pool is cut, but that no region has a rest in which there is no room for a block."""
 SESSION = LEASE = 1
-NOTED_REQUESTS = 500
 
 
 class Replayed(NamedTuple):
@@ -80,18 +79,12 @@ def open_namespace(cache: Cache, trace: Trace, fingerprint: bytes = bytes(32)) -
     return namespace
 
 
-def replay(trace: Trace, policy: str, blocks: int, note: Callable[[int], None] = lambda accesses: None) -> Replayed:
-    """Replay a trace as an engine would ask: a request's lookup, then the store of what is not there.
-
-    ``note`` is told now and then how many accesses more are done.
-    """
+def replay(trace: Trace, policy: str, blocks: int) -> Replayed:
+    """Replay a trace as an engine would ask: a request's lookup, then the store of what is not there."""
     cache = open_cache(policy, max(1, min(blocks, trace.accesses)))
     namespace = open_namespace(cache, trace)
-    for first in range(0, len(trace.requests), NOTED_REQUESTS):
-        some = trace.requests[first : first + NOTED_REQUESTS]
-        for keys in some:
-            request(cache, namespace, keys)
-        note(sum(map(len, some)) // KEY_BYTES)
+    for keys in trace.requests:
+        request(cache, namespace, keys)
     counters = namespace.counters
     return Replayed(policy, blocks, trace.accesses, counters.prefix_keys_ready, counters.stored_blocks)
 

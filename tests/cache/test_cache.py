@@ -241,17 +241,6 @@ def test_one_old_block_of_another_size_does_not_cost_a_region_in_use() -> None:
     assert states(rig, small, keys_of(1, 2, 3)) == [R] * 3
 
 
-def test_two_busy_namespaces_share_the_pool_and_neither_starves() -> None:
-    rig = full_rig(64)
-    small, large = rig.open("small"), rig.open("large", sizes=(2 * UNIT,))
-    for number in range(400):
-        rig.store(small, keys_of(2 * number, 2 * number + 1))
-        rig.store(large, keys_of(number))
-    assert 16 <= small.ready_blocks <= 48
-    assert 8 <= large.ready_blocks <= 24
-    check_invariants(rig.cache)
-
-
 # --- quotas -------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import pytest
 from kvoffd.cache.block_table import FREE as A
 from kvoffd.cache.block_table import READY as R
 from kvoffd.cache.namespace import Namespace
-from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
+from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 
 
 def full_rig(policy: str = "lru") -> CacheRig:
@@ -36,16 +36,6 @@ def test_very_many_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypat
     check_invariants(rig.cache)
 
 
-def test_a_job_never_evicts_the_keys_of_its_other_groups() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", sizes=(UNIT, UNIT))
-    rig.put(namespace, keys_of(*range(8)))
-    parts = [Part(1, keys_of(1, 2)), Part(0, keys_of(*range(7)))]
-    _, second = reversed(rig.cache.begin_store(namespace, 0, parts).parts)
-    assert (second.copy, second.no_space) == ([0], [1])
-    assert rig.states(namespace, keys_of(*range(8))) == [R] * 7 + [A]
-
-
 def test_ranks_with_slots_of_different_sizes_evict_whole_blocks() -> None:
     rig = CacheRig(units=16, region_units=4)
     namespace = rig.open_uneven("u", [UNIT, 2 * UNIT])
@@ -68,16 +58,6 @@ def test_of_two_regions_the_one_with_more_old_blocks_is_taken_over() -> None:
     # The oldest is 0, alone in its region; then come three of the other.
     assert rig.put(large, keys_of(1)) == 0
     assert rig.states(small, keys_of(*range(8))) == [R] * 4 + [A] * 4
-
-
-def test_regions_that_can_not_be_taken_over_do_not_end_the_search() -> None:
-    rig = CacheRig(units=12, region_units=4)
-    small, large = sizes(rig, 4)
-    for number in range(12):
-        rig.put(small, keys_of(number))
-    rig.cache.lookup(small, 1, 5, [(0, keys_of(3, 7))])
-    assert rig.put(large, keys_of(1)) == 0
-    assert rig.states(small, keys_of(*range(12))) == [R] * 8 + [A] * 4
 
 
 def test_a_region_too_short_for_the_wanted_size_does_not_end_the_search() -> None:

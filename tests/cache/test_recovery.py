@@ -246,16 +246,6 @@ def test_a_table_that_is_cut_off_is_refused(size: int) -> None:
         pool.successor(lambda fd: os.ftruncate(fd, size))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "sentence"),
-    [(TableGeometry(2 * POOL, REGION), "4.00 MiB .* and 8.00 MiB"), (TableGeometry(POOL, 2 * REGION), "regions of")],
-)
-def test_a_table_of_another_geometry_is_refused(wanted: TableGeometry, sentence: str) -> None:
-    pool = Pool()
-    with pytest.raises(BadTable, match=sentence):
-        check_table(pool.fd, wanted)
-
-
 class Killed(BaseException):
     """The process is gone."""
 

@@ -66,9 +66,8 @@ def test_a_successor_goes_on_with_the_memory_it_is_given() -> None:
         second.close()
 
 
-@pytest.mark.parametrize("size", [4 * MIB, 16 * MIB])
-def test_a_pool_of_another_size_is_let_go_and_made_anew(size: int) -> None:
-    first = Pool(8 * MIB)
+def test_a_pool_of_another_size_is_let_go_and_made_anew() -> None:
+    first, size = Pool(8 * MIB), 16 * MIB
     fds, discarded = kept(first), list[int]()
     first.close()
     second = successor(fds, size, lambda: discarded.append(1))
@@ -79,43 +78,23 @@ def test_a_pool_of_another_size_is_let_go_and_made_anew(size: int) -> None:
     second.close()
 
 
-def other_boot(fds: tuple[int, int]) -> None:
-    os.pwrite(fds[1], bytes(16), 16)
-
-
-def not_a_table(fds: tuple[int, int]) -> None:
-    os.pwrite(fds[1], b"x", 0)
-
-
-def another_format(fds: tuple[int, int]) -> None:
-    os.pwrite(fds[1], b"\x63", 8)
-
-
-def damaged_header(fds: tuple[int, int]) -> None:
-    (value,) = os.pread(fds[1], 1, 40)
-    os.pwrite(fds[1], bytes([value ^ 0xFF]), 40)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "sentence"),
-    [
-        (other_boot, "last boot"),
-        (not_a_table, "no slot table"),
-        (another_format, "format"),
-        (damaged_header, "damaged"),
-    ],
-)
-def test_a_table_that_cannot_be_trusted_is_not_taken_over(
-    spoil: Callable[[tuple[int, int]], None], sentence: str
-) -> None:
-    first = Pool(8 * MIB, region_bytes=4 * MIB)
-    fds = kept(first)
-    first.close()
-    spoil(fds)
-    second = successor(fds)
-    assert sentence in second.cold_reason
-    assert not second.adopted
-    second.close()
+def test_a_table_that_cannot_be_trusted_is_not_taken_over() -> None:
+    spoiled = (
+        (16, bytes(16), "last boot"),
+        (0, b"x", "no slot table"),
+        (8, b"\x63", "format"),
+        (40, b"\xff", "damaged"),
+    )
+    for at, bytes_, sentence in spoiled:
+        first = Pool(8 * MIB, region_bytes=4 * MIB)
+        fds = kept(first)
+        first.close()
+        assert os.pread(fds[1], len(bytes_), at) != bytes_
+        os.pwrite(fds[1], bytes_, at)
+        second = successor(fds)
+        assert sentence in second.cold_reason
+        assert not second.adopted
+        second.close()
 
 
 def test_descriptors_that_are_no_pool_are_refused_with_a_reason() -> None:
@@ -143,9 +122,9 @@ def test_a_pool_with_its_table_that_does_not_fit_is_refused() -> None:
 # --- the table's format ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pool_bytes", [4 * MIB, 64 * MIB, 1 << 30, 2 << 40])
-def test_the_table_is_at_most_two_percent_of_the_pool(pool_bytes: int) -> None:
-    assert TableGeometry(pool_bytes, max(4 * MIB, pool_bytes // 64)).size_bytes <= pool_bytes * 0.02
+def test_the_table_is_at_most_two_percent_of_the_pool() -> None:
+    for pool_bytes in (4 * MIB, 64 * MIB, 1 << 30, 2 << 40):
+        assert TableGeometry(pool_bytes, max(4 * MIB, pool_bytes // 64)).size_bytes <= pool_bytes * 0.02
 
 
 def test_what_is_never_written_is_never_in_memory(pool: Pool) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd.cache import POLICY_NAMES
-from kvoffd.simulate.command import _show_progress, main
+from kvoffd.simulate.command import main
 from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, MOST_LINE_BYTES, BadTrace, Trace, read_trace
@@ -326,13 +326,6 @@ def test_a_process_that_is_killed_is_one_sentence(
     monkeypatch.setattr("kvoffd.simulate.command.replay", killed)
     assert main([str(file), "--policy", "lru", "--blocks", "1"]) == 2
     assert "was killed, mostly for want of memory" in capsys.readouterr().err
-
-
-def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for part in (0.0, 0.5, 1.0):
-        _show_progress(part)
-    assert capsys.readouterr().err == "\r  0 % replayed\r 50 % replayed\r\033[K"
 
 
 def test_a_trace_of_too_many_requests_is_refused_and_takes_no_memory_until_then(
