@@ -135,18 +135,22 @@ class SchedulerClient(Session):
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
         """
+        size, nbytes = self._namespace.key_bytes, 0
         for item in groups:
-            self._namespace.count_keys(item.keys)
+            nbytes += len(item.keys)
+            if len(item.keys) % size:
+                self._namespace.count_keys(item.keys)  # which raises
         with self._transport.lock:
             now = self._transport.now()
             if not self.ready or self._limits is None:
                 return Lookup(0, done=True, failed=True)
-            parts = self._split(groups)
+            fits = nbytes <= self._limits.max_keys_per_request * size
+            parts = [(range(len(groups)), groups)] if fits else self._split(groups)
             lease_id = self._rng.getrandbits(63) | 2**32  # random: who knows it may load
             found = Lookup(lease_id, waiter=self._transport.wait, missing=len(parts), partial=[b""] * len(groups))
             self._unanswered[lease_id] = found
             for places, asked in parts:
-                message = m.Lookup(self._next_request_id(), self._fingerprint, lease_id, asked, again)
+                message = m.Lookup(self._next_request_id(), self._fingerprint, lease_id, list(asked), again)
                 self._send(message, now, functools.partial(self._on_answer, found, places, asked, now))
                 if found.done:  # it could not be sent
                     break
@@ -167,7 +171,7 @@ class SchedulerClient(Session):
         with self._transport.lock:
             if self.ready and self._limits is not None:
                 for _, keys in self._split(groups):
-                    self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, keys))
+                    self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, list(keys)))
 
     def report(
         self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
@@ -276,7 +280,7 @@ class SchedulerClient(Session):
         elif held or not isinstance(reply, RequestRefused):
             self._release(found.lease_id)  # the daemon may answer later and pin blocks in vain
 
-    def _split(self, groups: Sequence[m.GroupKeys]) -> list[tuple[list[int], list[m.GroupKeys]]]:
+    def _split(self, groups: Sequence[m.GroupKeys]) -> list[tuple[Sequence[int], Sequence[m.GroupKeys]]]:
         """What one request may name, of each request the places of its groups in ``groups`` and their keys."""
         assert self._limits is not None
         size = self._namespace.key_bytes

@@ -95,7 +95,6 @@ class SocketTransport:
         self._reading: int | None = None
         """While a thread holds the lock that reads the sockets: its descriptor among these, -1 where it has none. It
         sees by itself what it has changed."""
-        self._spare: list[int] = []
         self._closed = False
         self._last_error = ""
         self._session: Session
@@ -113,42 +112,34 @@ class SocketTransport:
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         wake_fd, deadline = -1, time.monotonic() + timeout_s
-        while True:
-            with self.lock:
-                # Before the first sleep too: where this thread has computed since it sent a request, the transport's
-                # own still waits for the GIL, to read the reply.
-                self._reading = wake_fd
-                try:
-                    unread = self._receive()
-                finally:
-                    self._reading = None
-                now = time.monotonic()
-                if (done := ready()) or self._closed or now >= deadline:
-                    self._end_to_wait(wake_fd, unread=unread)
-                    return done
-                if wake_fd < 0:
-                    wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
-                    self._waiting.append(wake_fd)
-                    self._wake_thread_by_messages()
-                poller = _poller_of(wake_fd, *self._sockets)
-            try:
+        try:
+            while True:
+                with self.lock:
+                    # Before the first sleep too: where this thread has computed since it sent a request, the
+                    # transport's own still waits for the GIL, to read the reply.
+                    self._reading, unread = wake_fd, True
+                    try:
+                        unread = self._receive()
+                    finally:
+                        self._reading = None
+                        if unread:
+                            self._wake_thread()
+                    now = time.monotonic()
+                    if (done := ready()) or self._closed or now >= deadline:
+                        return done
+                    if wake_fd < 0:
+                        wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+                        self._waiting.append(wake_fd)
+                        self._wake_thread_by_messages()
+                    poller = _poller_of(wake_fd, *self._sockets)
                 if (wake_fd, select.POLLIN) in poller.poll(0 if unread else (deadline - now) * 1000):
                     os.eventfd_read(wake_fd)
-            except BaseException:  # such as KeyboardInterrupt
+        finally:
+            if wake_fd >= 0:
                 with self.lock:
-                    self._end_to_wait(wake_fd, unread=True)
-                raise
-
-    def _end_to_wait(self, wake_fd: int, *, unread: bool) -> None:
-        if wake_fd >= 0:
-            self._waiting.remove(wake_fd)
-            self._wake_thread_by_messages()
-            if self._closed:
-                os.close(wake_fd)
-            else:
-                self._spare.append(wake_fd)
-        if unread:
-            self._wake_thread()
+                    self._waiting.remove(wake_fd)
+                    self._wake_thread_by_messages()
+                    os.close(wake_fd)
 
     def _wake_thread_by_messages(self) -> None:
         """Or not, while a thread waits, which reads them itself."""
@@ -356,9 +347,7 @@ class SocketTransport:
         self.disconnect(drain=False)
         self._context.term()
         self._messages.close()
-        for fd in (self._wake_fd, *self._spare):
-            os.close(fd)
-        self._spare.clear()
+        os.close(self._wake_fd)
 
     def leave(self) -> None:
         """Have the end of the process that follows count as meant."""
