@@ -52,7 +52,7 @@ class Disk:
     tier: DiskTier | None = None
     opener: threading.Thread | None = None
     invalidated: set[bytes] = field(default_factory=set)
-    """Namespaces of which blocks were invalidated while it was being opened: none of theirs come back with it."""
+    """Namespaces of which blocks were invalidated while it did not serve: none of theirs come back with it."""
 
 
 class Tiers:
@@ -132,9 +132,9 @@ class Tiers:
             (self.tiering.reshare if everywhere else self.tiering.unshare)(fingerprint)
 
     def invalidated(self, fingerprint: bytes) -> None:
-        """Blocks were invalidated. It reaches directories that serve through the cache; here those that do not yet."""
+        """Blocks were invalidated. It reaches directories that serve through the cache; here those that do not."""
         for disk in self._disks:
-            if disk.state is DiskState.OPENING:
+            if disk.tier is None:
                 disk.invalidated.add(fingerprint)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
@@ -145,13 +145,13 @@ class Tiers:
         """Returns what names the files that have not noted yet what was removed up to now: a kill or a power cut could
         bring it back.
 
-        What is removed from a directory that is being opened is so when it is open.
+        What is removed from a directory that is being opened is so when it is open; where that failed it never is.
         """
         saved = {disk.size.directory: disk.tier.removals_kept() for disk in self._disks if disk.tier is not None}
-        opening = [disk for disk in self._disks if disk.state is DiskState.OPENING and disk.invalidated]
+        away = [disk for disk in self._disks if disk.tier is None and disk.invalidated]
 
         def unsaved() -> list[str]:
-            late = [disk.size.directory for disk in opening if disk.tier is None or not disk.tier.removals_kept()()]
+            late = [disk.size.directory for disk in away if disk.tier is None or not disk.tier.removals_kept()()]
             late += [directory for directory, kept in saved.items() if not kept()]
             return late if self._state.file.is_saved else [self._state.file.path, *late]
 

@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from configparser import Error, RawConfigParser
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -48,17 +47,11 @@ CLOCK_CODES = ("RequestTimeTooSkewed", "RequestExpired")
 REGION_CODES = ("AuthorizationHeaderMalformed", "PermanentRedirect")
 KEY_CODES = ("AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired")
 KEY_VARIABLES = {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"}
-"""With one of these AWS's own programs read no file of credentials."""
-PROFILE = {
-    "access_key_id": "aws_access_key_id",
-    "secret_access_key": "aws_secret_access_key",
-    "token": "aws_session_token",
-}
 _CODE = re.compile(r"(?:<Code>|\(code: )([A-Za-z0-9]+)(?:</Code>|\))")
 """Of a request, or of one object of those that one request removes, which succeeds although none is."""
 _CAUSE = re.compile(r'(?:message|error): "([^"]{1,200})"')
 """In what obstore says of an error that it did not expect: the system's words."""
-NO_KEYS = "The role of the container or machine is asked for: no keys are in shared_password_file, AWS's variables or"
+NO_KEYS = " The role of the container or machine is asked for: no keys are in shared_password_file or AWS's variables."
 
 T = TypeVar("T")
 
@@ -76,8 +69,8 @@ class Bucket(NamedTuple):
 def open_bucket(url: str, credentials: Credentials) -> Bucket:
     """The bucket at ``s3://BUCKET/PREFIX?endpoint=URL&region=NAME``. Raises KvoffdError.
 
-    Without credentials they are found as AWS's own programs find them: in the environment, from the web identity, in a
-    profile of ``~/.aws/credentials``, from the role of the container or the machine.
+    Without credentials obstore finds them: in the environment, from the web identity, from the role of the container or
+    the machine.
     """
     parts = urlsplit(url)
     asked = parse_qs(parts.query)
@@ -88,8 +81,6 @@ def open_bucket(url: str, credentials: Credentials) -> Bucket:
         raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
     if credentials.user:
         config |= {"access_key_id": credentials.user, "secret_access_key": credentials.password}
-    elif KEY_VARIABLES.isdisjoint(os.environ):
-        config |= _profile()
     try:
         client = S3Store(
             parts.netloc,
@@ -105,26 +96,8 @@ def open_bucket(url: str, credentials: Credentials) -> Bucket:
         why = f"{url} cannot be used: {_first_line(error)}."
         raise KvoffdError(why, ErrorCode.BAD_ARGUMENT) from error
     prefix = parts.path.strip("/")
-    has_keys = "access_key_id" in config or KEY_VARIABLES & os.environ.keys()
-    no_keys = "" if has_keys else f" {NO_KEYS} {_credentials_file()}."
+    no_keys = "" if credentials.user or KEY_VARIABLES & os.environ.keys() else NO_KEYS
     return Bucket(client, f"s3://{parts.netloc}", f"{prefix}/" if prefix else "", no_keys)
-
-
-def _credentials_file() -> str:
-    return os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
-
-
-def _profile() -> dict[str, str]:
-    """What the profile has in the file of AWS's programs, which obstore does not read. Raises KvoffdError."""
-    parser = RawConfigParser()
-    try:
-        parser.read(os.path.expanduser(_credentials_file()), encoding="utf-8")
-    except (Error, ValueError) as error:
-        why = f"{_credentials_file()} is no file of AWS credentials ({type(error).__name__}); mend or move it."
-        raise KvoffdError(why, ErrorCode.BAD_ARGUMENT) from error
-    name = os.environ.get("AWS_PROFILE", "default")
-    found = dict(parser[name]) if parser.has_section(name) else {}
-    return {ours: found[theirs] for ours, theirs in PROFILE.items() if theirs in found}
 
 
 class S3(Store):

@@ -131,6 +131,9 @@ def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: TiersRig
     rig.opened()
     assert rig.state() == [DiskState.FAILED]
     assert "surprise" in next(rig.tiers.problems)[1]
+    assert rig.tiers.unsaved_removals()() == []
+    rig.tiers.invalidated(b"one")
+    assert rig.tiers.unsaved_removals()() == ["/somewhere"], "the next daemon may find it there"
 
 
 def test_without_a_thread_to_open_it_a_directory_says_so(rig: TiersRig, monkeypatch: pytest.MonkeyPatch) -> None:

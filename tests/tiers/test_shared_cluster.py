@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = Result.DONE
 
 
+@pytest.mark.nightly
 class TestCluster(SharedConformance):
     @pytest.fixture
     def url(self, cluster: RedisCluster) -> str:
@@ -48,6 +49,7 @@ def trusted(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> Certif
 
 
 @pytest.mark.usefixtures("trusted")
+@pytest.mark.nightly
 class TestTlsCluster(SharedConformance):
     @pytest.fixture
     def url(self, tls_cluster: RedisCluster) -> str:
