@@ -31,7 +31,7 @@ from kvoffd.server.recovery import restore, take_pool
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.stats import daemon_stats
-from kvoffd.server.tiers import OpenStores, opener, shared_opener, shared_stores
+from kvoffd.server.tiers import OpenStores, shared_stores
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
@@ -217,7 +217,6 @@ class Daemon:
             self._gpus,
             pool,
             _ProcessHost(self._sockets, self._page_faulter),
-            opener(pool, self._sockets.post, self._state),
             self._state,
             max_attached=half_of_descriptors(),
         )
@@ -235,7 +234,7 @@ class Daemon:
         self.served = self._serving = True
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
         logger.info("Serving %s.", config.directory)
-        self._service.tiers.start(shared_opener(config, self._shared_stores, self._pool, self._sockets.post))
+        self._service.tiers.start(self._shared_stores)
         if self._pool.resident:
             loop = asyncio.get_running_loop()
             self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, self._stop.is_set)

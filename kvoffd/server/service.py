@@ -33,7 +33,7 @@ from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Session, Sessions, credit_bytes
-from kvoffd.server.tiers import OpenDisk, Tiers
+from kvoffd.server.tiers import Tiers
 from kvoffd.server.trace import Tracer
 from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiering.tiering import Tiering
@@ -84,7 +84,6 @@ class Service:
         gpus: Gpus,
         pool: Pool,
         host: Host,
-        open_disk: OpenDisk,
         state: State,
         max_attached: int = 2**16,
     ) -> None:
@@ -98,7 +97,7 @@ class Service:
         self.memory = MemoryMapper(engine, host, gpus)
         self.jobs = Jobs(config, cache, pool, host, credit_bytes(config, cache))
         self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
-        self.tiers = Tiers(config, cache, events, clock, open_disk, host.post, self.jobs.busy, state)
+        self.tiers = Tiers(config, cache, pool, events, clock, host.post, self.jobs.busy, state)
         self.scrubber = Scrubber(cache, clock)
         self.traffic = TrafficCounts(cache, clock, state.known.lifetime)
         self.tracer = Tracer(cache, clock)

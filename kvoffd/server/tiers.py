@@ -37,9 +37,6 @@ TRICKLE_BYTES = 4 * 2**20 * (os.cpu_count() or 1)
 """What is written in a tick while engines copy: the more cores there are, the less of it do copies feel."""
 HARMLESS_ERRORS = {DiskFault.NOT_DIRECT, DiskFault.STARTED_ANEW, DiskFault.TOO_LARGE, DiskFault.TRUNCATED}
 """Kinds of what a disk tier reports that are no fault of the drive now."""
-OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
-"""Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
-OpenShared = Callable[[TierListener, State], list[SharedTier]]
 OpenStores = Sequence[Callable[[], Store]]
 """What makes connections to each of the stores that a configuration names."""
 
@@ -67,38 +64,48 @@ class Tiers:
         self,
         config: Config,
         cache: Cache,
+        pool: Pool,
         events: CacheListener,
         clock: Callable[[], float],
-        open_disk: OpenDisk,
         post: Post,
         engines_busy: Callable[[], bool],
         state: State,
     ) -> None:
-        self._config, self._cache, self._events, self._clock = config, cache, events, clock
-        self._open_disk, self._post, self._engines_busy, self._state = open_disk, post, engines_busy, state
+        self._config, self._cache, self._pool, self._events, self._clock = config, cache, pool, events, clock
+        self._post, self._engines_busy, self._state = post, engines_busy, state
         self._disks: list[Disk] = []
         self._stopping = False
         self.shared: list[SharedTier] = []
         self.tiering: Tiering | None = None
 
-    def start(self, open_shared: OpenShared) -> None:
-        """Begin to open what the configuration names. Raises KvoffdError."""
+    def start(self, stores: OpenStores) -> None:
+        """Begin to open what the configuration names; ``stores``: of ``shared_stores``. Raises KvoffdError."""
         config = self._config
-        if not (config.disk or config.shared):
-            return
-        tiering = self.use()
         for size in config.disk:
-            self._begin_to_open(size, tiering)
+            self._begin_to_open(size, self.use())
         if config.shared:
-            self.share(open_shared)
+            self.share(
+                [
+                    SharedTier(
+                        url,
+                        open_one,
+                        pool=self._pool.buffer,
+                        clock=self._clock,
+                        post=self._post,
+                        listener=self.use().reports,
+                        ask_deadline_s=config.shared_ask_deadline_s,
+                        generations=dict(self._state.known.fleet.get(url, {})),
+                    )
+                    for url, open_one in zip(config.shared, stores, strict=True)
+                ]
+            )
 
-    def share(self, open_shared: OpenShared) -> None:
-        """Open the stores that nodes share. Raises KvoffdError."""
-        config, tiering = self._config, self.use()
+    def share(self, shared: list[SharedTier]) -> None:
+        """Use the stores that nodes share."""
+        config, tiering, self.shared = self._config, self.use(), shared
         mode = WriteMode(config.shared_write)
         settings = TieringSettings(mode, deadline_s=config.shared_deadline_s, trickle_bytes=TRICKLE_BYTES)
-        self.shared = open_shared(tiering.reports, self._state)
-        for tier in self.shared:
+        for tier in shared:
             tiering.share(tier, settings)
 
     def use(self) -> Tiering:
@@ -253,10 +260,23 @@ class Tiers:
         else:
             disk.opener = opener
 
+    def open_disk(self, size: DiskSize, listener: TierListener) -> DiskTier:
+        """Open a directory, or stop when the daemon does. For any thread. Raises KvoffdError."""
+        return open_disk(
+            Path(size.directory),
+            size.size_bytes,
+            pool=self._pool.buffer,
+            clock=self._clock,
+            post=self._post,
+            listener=listener,
+            generation=self._state.generation,
+            should_stop=lambda: self._stopping,
+        )
+
     def _open(self, disk: Disk, tiering: Tiering) -> None:
         """In a thread of its own."""
         try:
-            tier = self._open_disk(disk.size, tiering.reports, lambda: self._stopping)
+            tier = self.open_disk(disk.size, tiering.reports)
         except OpeningStopped:
             return
         except KvoffdError as error:
@@ -314,37 +334,7 @@ class Tiers:
             self._cache.set_generation(namespace, generation)
 
 
-def opener(pool: Pool, post: Post, state: State) -> OpenDisk:
-    return lambda size, listener, should_stop: open_disk(
-        Path(size.directory),
-        size.size_bytes,
-        pool=pool.buffer,
-        clock=time.monotonic,
-        post=post,
-        listener=listener,
-        generation=state.generation,
-        should_stop=should_stop,
-    )
-
-
 def shared_stores(config: Config) -> OpenStores:
     """Those of a configuration; none is connected to. Raises KvoffdError where one cannot be used as configured."""
     credentials = Credentials.read(config.shared_password_file, len(config.shared)) if config.shared else []
     return list(map(open_store, config.shared, credentials))
-
-
-def shared_opener(config: Config, stores: OpenStores, pool: Pool, post: Post) -> OpenShared:
-    """Opens the shared tiers of a configuration; raises KvoffdError where a store of others does not begin."""
-    return lambda listener, state: [
-        SharedTier(
-            url,
-            open_one,
-            pool=pool.buffer,
-            clock=time.monotonic,
-            post=post,
-            listener=listener,
-            ask_deadline_s=config.shared_ask_deadline_s,
-            generations=dict(state.known.fleet.get(url, {})),
-        )
-        for url, open_one in zip(config.shared, stores, strict=True)
-    ]

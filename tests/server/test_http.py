@@ -70,15 +70,6 @@ def get(port: int, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-@pytest.mark.parametrize("level", list(HealthLevel))
-def test_a_daemon_that_answers_is_alive_and_one_that_takes_sessions_is_ready(level: HealthLevel) -> None:
-    with serving(FakeDaemon(level)) as port:
-        assert get(port, "/healthz") == (200, f"ok\n{SENTENCE}\n")
-        down = level is HealthLevel.DOWN
-        assert get(port, "/readyz") == ((503, f"not ok\n{SENTENCE}\n") if down else (200, f"ok\n{SENTENCE}\n"))
-        assert get(port, "/metrics") == (503, "The daemon is starting or stopping.\n")
-
-
 def test_a_loop_that_hangs_is_503_for_all_who_ask_at_once() -> None:
     with serving(FakeDaemon(HealthLevel.OK), hangs=True) as port, ThreadPoolExecutor(20) as askers:
         began = time.monotonic()

@@ -14,6 +14,7 @@ import pytest
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, DiskSize
+from kvoffd.pool.pool import Pool
 from kvoffd.server.admin import clear
 from kvoffd.server.persistence import State, StateFile
 from kvoffd.server.service import Service
@@ -84,17 +85,18 @@ class TiersRig:
         self.tiers = Tiers(
             Config(),
             self.rig.cache,
+            cast(Pool, None),
             FoldedTierEvents(),
             self.rig.clock,
-            self.open,  # type: ignore[arg-type]
             self.calls.append,
             lambda: False,
             self.saved,
         )
+        self.tiers.open_disk = self.open  # type: ignore[assignment,method-assign]
 
-    def open(self, size: DiskSize, listener: TierListener, should_stop: Callable[[], bool]) -> FakeDisk:
+    def open(self, size: DiskSize, listener: TierListener) -> FakeDisk:
         while not self.go.wait(0.01):
-            if should_stop():
+            if self.tiers._stopping:
                 raise OpeningStopped("Told to stop.")
         if isinstance(self.result, Exception):
             raise self.result
@@ -156,7 +158,7 @@ def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig) -> None
 
 def test_an_opening_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig) -> None:
     stuck = threading.Event()
-    rig.tiers._open_disk = lambda *_: stuck.wait(60.0)  # type: ignore[assignment,return-value]
+    rig.tiers.open_disk = lambda *_: stuck.wait(60.0)  # type: ignore[assignment,method-assign]
     rig.attach()
     begin = time.monotonic()
     assert rig.tiers.close(60.0)

@@ -182,7 +182,7 @@ class SimDaemon:
             rng = scenario.rng(f"shared {life}")
             drained = drained or rng.random() < 0.7  # or the disk has most of what is asked for
             given = (objects, self.pool, self.process, self.clock, rng, lambda: faults.calm)
-            tiers.share(lambda listener, state: [SimShared(*given, listener, self._schedule_flush)])
+            tiers.share([SimShared(*given, tiers.use().reports, self._schedule_flush)])
         if drained:
             disk.takes_writes = False
         return tiers

@@ -14,7 +14,7 @@ from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.policy import make_policy
-from kvoffd.config import Config, DiskSize, Limits
+from kvoffd.config import Config, Limits
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
@@ -25,15 +25,13 @@ from kvoffd.server.recovery import restore
 from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering import WriteMode
-from kvoffd.tiers.disk import DiskTier
-from kvoffd.tiers.tier import TierListener
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import CopyEngine
 from kvoffd_client import Registration, SchedulerClient, WorkerClient
 from kvoffd_client.session import Session
 from kvoffd_proto.messages import AnyRequest, Role
 from tests.sim.client import OPTIONS, SimTransport
-from tests.sim.clock import Broken, Process
+from tests.sim.clock import Process
 from tests.sim.content import Content
 from tests.sim.memory import WorkerMemory
 from tests.sim.pool import SlotOwner, WatchedPool, records_of
@@ -150,7 +148,7 @@ def make_service(
         watched.watch(cache)
     seen = pool if watched is None else cast(Pool, watched)
     gpus = Gpus(seen.address, pool.pool_bytes, library="/no/driver")
-    return Service(config, cache, events, engine, gpus, seen, host, no_disk, state)
+    return Service(config, cache, events, engine, gpus, seen, host, state)
 
 
 class NoStateFile(StateFile):
@@ -212,10 +210,6 @@ def make_state(written: list[bytes], process: Process, rng: random.Random) -> St
     state = State(SimStateFile(written, process, rng))
     state.restore()
     return state
-
-
-def no_disk(size: DiskSize, listener: TierListener, should_stop: Callable[[], bool]) -> DiskTier:
-    raise Broken(f"{size.directory} was to be opened")
 
 
 def make_scheduler(transport: SimTransport, content: Content, name: str, rng: random.Random) -> SchedulerClient:

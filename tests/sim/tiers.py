@@ -13,7 +13,6 @@ from kvoffd.server.tiers import Disk, Tiers
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from tests.sim.disk import SimDisk
-from tests.sim.parts import no_disk
 from tests.sim.pool import BlockName
 from tests.sim.shared import SimShared
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 class SimTiers(Tiers):
     def __init__(self, config: Config, service: Service, disk: SimDisk, post: Post) -> None:
-        parts = service.cache, service.events, service.clock, no_disk, post, lambda: False, service.state
+        parts = service.cache, service.pool, service.events, service.clock, post, lambda: False, service.state
         super().__init__(config, *parts)
         self.disk = disk
         self.waited_for: Callable[[], list[str]] | None = None
