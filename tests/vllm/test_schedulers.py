@@ -256,6 +256,7 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         "on_new_request",
         "update_state_after_alloc",
         "build_connector_meta",
+        "_note_shared_prefix",
         "get_external_cache_hit_sources",
     ):
         monkeypatch.setattr(connector, call, lambda *_: {})

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -126,7 +126,7 @@ class RequestState:
     """What is known of one request.
 
     Attributes:
-        request: vLLM's, whose block hashes grow; None until the connector has told.
+        request: vLLM's, whose block hashes grow; ``look_up``, which comes with it, tells.
         answer: the answer in force; its lease pins what it says is ready.
         pending: a lookup that is not answered yet. The answer in force stays until it is replaced.
         last: the lookup that was sent last, also after its lease was released; tells what need not be stored.
@@ -145,7 +145,7 @@ class RequestState:
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
     """
 
-    request: Request | None = None
+    request: Request = cast(Any, None)  # noqa: RUF009
     answer: KeyedLookup | None = None
     pending: KeyedLookup | None = None
     last: KeyedLookup | None = None
@@ -320,7 +320,6 @@ class KvoffdManager(OffloadingManager):
             return False
         if answer is None:
             return True
-        assert state.request is not None
         hashes = len(state.request.block_hashes)
         if sum(hashes // group.hashes_per_chunk for group in self._groups) > answer.asked:
             return True
@@ -415,8 +414,7 @@ class KvoffdManager(OffloadingManager):
     def is_loading(self, request_id: str) -> bool:
         """Whether vLLM has begun to load a request, and not taken in the end of it."""
         state = self._requests.get(request_id)
-        request = state.request if state is not None else None
-        return request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return state is not None and state.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
     @property
     def is_busy(self) -> bool:
@@ -427,37 +425,33 @@ class KvoffdManager(OffloadingManager):
         """Whether to load so many tokens of a request, and not to compute them."""
         if self._harm.load_is_worth_it(tokens):
             return True
-        state = self._requests.get(request_id)
-        if state is None or not state.skip_counted:
+        state = self._requests[request_id]
+        if not state.skip_counted:
+            state.skip_counted = True
             self._counters[metrics.SLOW_LOADS] += 1
             self._harm.skipped_loads += 1
-        if state is not None:
-            state.skip_counted = True
         return False
 
     def ready_tokens(self, request: Request, index: int) -> int:
         """Return of how many tokens of a group, from a request's first one on, the answer says that they are there."""
-        state = self._requests.get(request.request_id)
-        if state is None or state.answer is None:
-            return 0
-        return state.answer.leading_ready(index) * self._groups[index].tokens_per_chunk
+        answer = self._requests[request.request_id].answer
+        return answer.leading_ready(index) * self._groups[index].tokens_per_chunk if answer is not None else 0
 
     def publish_found(self, request: Request) -> None:
         """Publish what a request's answer in force says is there, which another engine may have stored."""
-        state = self._requests.get(request.request_id)
-        if self.events is None or state is None or state.answer is None or not state.answer.usable:
+        answer = self._requests[request.request_id].answer
+        if self.events is None or answer is None or not answer.usable:
             return
         for index in self.events.groups:
             keys = self._groups[index].keys(request.block_hashes)
-            self.events.found(request, index, keys, state.answer.leading_ready(index))
+            self.events.found(request, index, keys, answer.leading_ready(index))
 
     def begin_adapter(self, request_id: str, content: bytes | None, adapter_id: int) -> None:
         """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing.
 
         Where other requests have other content under the same id, nobody knows which of it vLLM computes them with.
         """
-        if (state := self._requests.get(request_id)) is None:
-            return
+        state = self._requests[request_id]
         state.adapter, state.adapter_id, state.disabled = content or b"", adapter_id, content is None
         same_id = [other for other in self._requests.values() if other.adapter_id == adapter_id and other.adapter]
         if any(other.adapter != content for other in same_id):
@@ -476,10 +470,10 @@ class KvoffdManager(OffloadingManager):
 
     def scheduled(self, request: Request, loaded_tokens: int) -> None:
         """Note that a request is scheduled, and loads so many tokens; without any, its blocks are unpinned soon."""
-        if state := self._requests.get(request.request_id):
-            self._log.scheduled(request, state, loaded_tokens)
-            if not loaded_tokens:
-                self._scheduled.append(state)
+        state = self._requests[request.request_id]
+        self._log.scheduled(request, state, loaded_tokens)
+        if not loaded_tokens:
+            self._scheduled.append(state)
 
     def _job_failed(self, failed: FailedJob) -> None:
         """Take note that a store left blocks out, or that a load failed, whose request is recomputed."""
@@ -491,10 +485,9 @@ class KvoffdManager(OffloadingManager):
         self._counters[metrics.FAILED_LOADS] += 1
         if state := self._requests.get(failed.request_id):
             self._end_leases(state)
-            if state.request is not None:
-                state.logged, state.load_failed = False, True
-                self._log.scheduled(state.request, state, 0)
-            state.last, state.load_failed = None, True
+            state.logged, state.load_failed = False, True
+            self._log.scheduled(state.request, state, 0)
+            state.last = None
         if failed.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate([GroupKeys(group, hashes) for group, hashes in failed.keys if hashes])
         logger.warning("kvoffd: a load failed; request %s is recomputed. %s", failed.request_id, reason)
@@ -552,7 +545,7 @@ class KvoffdManager(OffloadingManager):
         state = self._requests.get(req_context.req_id)
         wanted: list[OffloadKey] = []
         namespace = self.namespace
-        has_ended = state is not None and state.request is not None and state.request.is_finished()
+        has_ended = state is not None and state.request.is_finished()
         if state is not None and self.stores and not state.disabled:
             if namespace.current is None and namespace.pending():
                 return None
@@ -590,7 +583,7 @@ class KvoffdManager(OffloadingManager):
     ) -> None:
         """Have a store tell the parents and token ids of its blocks, for the engine's KV events."""
         request = state.request
-        if request is None or not hashed_by_tokens(request):
+        if not hashed_by_tokens(request):
             return
         found: list[list[BlockTokens]] = [[] for _ in self._groups]
         chains = {index: self._groups[index].keys(request.block_hashes) for index in events.groups}
@@ -610,7 +603,7 @@ class KvoffdManager(OffloadingManager):
         of it, and one that was preempted while its last token was on its way has lost its blocks to others.
         """
         request = state.request
-        computed = request.num_computed_tokens if request is not None and request.is_finished() else None
+        computed = request.num_computed_tokens if request.is_finished() else None
         wanted = []
         for key in keys:
             end = context.get_offload_key_position(key) or 0
