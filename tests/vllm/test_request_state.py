@@ -127,15 +127,6 @@ def test_releasing_ends_the_answer_and_the_lookup_on_its_way_whose_answer_still_
     assert stored.keys_to_store == [KEYS[0], KEYS[2]]
 
 
-def test_leases_that_nobody_needs_end_in_the_next_step_and_not_before_a_first_token() -> None:
-    harness = Harness().answered(HASHES)
-    harness.manager.scheduled(harness.requests["r"], 0)
-    harness.manager.step_begins([1000], new_requests=True)
-    assert harness.client.released == []
-    harness.manager.step_begins([1], new_requests=True)
-    assert harness.client.released == [harness.client.asked[0][0].lease_id]
-
-
 class DiskHarness(Harness):
     """With blocks that come up from disk."""
 

@@ -103,17 +103,12 @@ class EngineNamespace:
         self.engine_cache_stale = False
         """Whether vLLM's own cache has blocks of other weights than the namespace names: then nothing is stored."""
 
-    @property
-    def registered(self) -> bool:
-        """Whether the namespace is known, the daemon answers, and has the memory of all workers under it."""
-        current = self.current
-        if current is None or not self.client.ready:
-            return False
-        return all(report.registered == current.fingerprint for report in self._reports.values())
-
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
         """Whether steps, empty ones too, will make the namespace known or the workers registered in that time."""
-        if self._failed or not self._asked or self.registered:
+        if self._failed or not self._asked:
+            return False
+        known = self.current if self.client.ready else None
+        if known is not None and all(one.registered == known.fingerprint for one in self._reports.values()):
             return False
         return self._waiting_since is None or self._clock() - self._waiting_since < patience_s
 

@@ -274,10 +274,12 @@ class KvoffdManager(OffloadingManager):
         state.results, state.otherwise = {}, LookupResult.MISS
         if has_all or request.skip_reading_prefix_cache or state.disabled or state.load_failed or not self.loads:
             return
-        if self._waits_for_namespace:
-            state.otherwise = LookupResult.RETRY
+        if not namespace.usable:
             return
-        if namespace.current is None or not namespace.usable:
+        if namespace.pending() if namespace.current is None else namespace.pending(self._deadline_s):
+            state.otherwise = LookupResult.RETRY  # it is about to be known, or the workers registered
+            return
+        if namespace.current is None:
             return
         state.missing_tokens = request.num_tokens - computed_tokens
         if state.pending is None or not state.pending.ticket.done:
@@ -666,11 +668,3 @@ class KvoffdManager(OffloadingManager):
         """End a lookup's lease, if there is one, or may be one since no answer told. ``unused``: as of the client."""
         if lookup is not None and (lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done):
             self.namespace.client.release(lookup.ticket.lease_id, unused)
-
-    @property
-    def _waits_for_namespace(self) -> bool:
-        """Whether a request should wait a moment: the namespace is about to be known, or the workers registered."""
-        namespace = self.namespace
-        return namespace.usable and (
-            namespace.pending() if namespace.current is None else namespace.pending(self._deadline_s)
-        )
