@@ -251,7 +251,7 @@ def test_each_finding_is_brought_about_and_alone() -> None:
 
 def test_every_reason_of_health_has_its_meaning_and_what_mends_it() -> None:
     code = "".join((SERVER / name).read_text() for name in ("health.py", "tiers.py"))
-    reasons = set(re.findall(r'HealthProblem\(\s*"(\w+)"', code))
+    reasons = set(re.findall(r'(?:HealthProblem\(|yield \()\s*"(\w+)"', code))
     reasons |= set(re.findall(r'"((?:disk|shared)_\w+)",\s', code))
     assert reasons >= {"pool_pinned", "disk_hangs", "shared_unreachable"}
     assert reasons <= KINDS.keys()
@@ -282,6 +282,8 @@ def test_the_verdict_on_what_it_brought() -> None:
     early = space(lookups=99)
     assert "Too early to say whether it pays off: 99 lookups so far, and 100 are needed." in report_of(early).verdict
     assert "no lookup so far" in report_of(Facts(DaemonStats())).verdict[1]
+    untold = report_of(space(asked_tokens=0, loaded_tokens=0, saved_seconds=0.0))
+    assert untold.verdict[1].startswith("Paying off: engines loaded 10.0 GiB and did not compute them. Of the keys ")
     nothing = {"loaded_keys": 0, "loaded_tokens": 0, "saved_seconds": 0.0, "loaded_bytes": 0}
 
     def why(given: Facts) -> str:

@@ -215,11 +215,13 @@ def _worth(stats: DaemonStats, value: Value) -> str:
         lookups = f"{format_count(value.lookups)} lookup{plural(value.lookups)}" if value.lookups else "no lookup"
         return f"Too early to say whether it pays off: {lookups} so far, and {FEWEST_LOOKUPS} are needed."
     text = "Paying off" if value.paying_off else "Not paying off"
-    text += f": engines loaded {format_count(value.loaded_tokens)} tokens"
     total = stats.since_start
     loaded, own = (percent(keys, total.asked_keys) for keys in (total.loaded_keys, total.not_needed_keys))
-    text += f" and did not compute them. Of the keys asked for {loaded} were loaded" if value.loaded_tokens else ""
-    text += f", and {own} not needed." if value.loaded_tokens and total.not_needed_keys else "."
+    tokens = value.loaded_tokens or not total.loaded_bytes
+    text += f": engines loaded {format_count(value.loaded_tokens) if tokens else format_size(total.loaded_bytes)}"
+    text += " tokens" if tokens else ""
+    text += f" and did not compute them. Of the keys asked for {loaded} were loaded" if total.loaded_keys else ""
+    text += f", and {own} not needed." if total.loaded_keys and total.not_needed_keys else "."
     if value.saved_seconds:
         text += f" That saved {format_duration(value.saved_seconds)} of prefill."
     elif value.loaded_tokens:

@@ -31,7 +31,7 @@ POINTS, MANY_POINTS = 1.0, 10.0
 LRU_POINTS = 2.0
 """By so much more an estimate of lru's hits is more than the estimate's error."""
 PAYS_PERCENT = 1.0
-"""Of the tokens that engines needed, the part from which on loading them pays off."""
+"""Of the keys that engines needed, the part from which on loading them pays off."""
 OWN_SHARE = 0.9
 """Of what engines ask for, the part from which on their own caches suffice."""
 DEAR = 10.0
@@ -442,8 +442,8 @@ def value_of(facts: Facts) -> Value:
     needed = round(traffic.asked_tokens * (1 - _share(traffic.not_needed_keys, traffic.asked_keys)))
     needed = max(needed, traffic.loaded_tokens)
     pays = None
-    if traffic.lookups >= FEWEST_LOOKUPS:
-        pays = 100 * _share(traffic.loaded_tokens, needed) >= PAYS_PERCENT
+    if traffic.lookups >= FEWEST_LOOKUPS:  # by keys: not every engine says how many tokens a block has
+        pays = 100 * _share(traffic.loaded_keys, traffic.asked_keys - traffic.not_needed_keys) >= PAYS_PERCENT
     why = _why_not(facts) if pays is False else ""
     return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, why)
 

@@ -41,7 +41,7 @@ from kvoffd_proto.units import format_count, format_duration, format_rate, forma
 
 MOST_NAMESPACES = 5
 """On the page; ``stats namespaces`` has all."""
-RARE_CLASS = 0.01
+RARE_CLASS = 0.03
 """Of what is asked for; classes of less have no line."""
 FEW_REQUESTS, FEW_LIFETIMES = 1000, 10.0
 """Of fewer requests, and in fewer pool lifetimes, a policy has learned little."""
@@ -158,7 +158,7 @@ def print_stats(now: DaemonStats) -> None:
 def _head(now: DaemonStats) -> Iterator[Line]:
     yield (
         f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy {printable(now.policy)}, "
-        f"{format_count(now.sessions)} sessions, {format_size(now.resident_bytes)} of memory beside the pool"
+        f"{format_count(now.sessions)} sessions, {format_size(now.resident_bytes)} beside the pool"
     )
     if now.health_problems:
         reasons = ", ".join(printable(one.reason) for one in now.health_problems)
