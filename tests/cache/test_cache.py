@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvoffd.cache.block_table import FREE, READY, WRITING
@@ -180,6 +181,32 @@ def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
 # --- space --------------------------------------------------------------------------------------
 
 
+def test_a_lease_ends_with_the_last_rank_that_loaded_well() -> None:
+    rig = full_rig()
+    namespace = rig.open("a", world_size=2)
+    rig.store(namespace, keys_of(1))
+    hold(rig, namespace, keys_of(1))
+    for rank, ok, alive in ((0, True, 1), (0, True, 1), (1, False, 1), (1, True, 0)):
+        rig.cache.end_load([rig.cache.begin_load(namespace, rank, LEASE, 0, keys_of(1))], ok=ok)
+        assert len(rig.cache.leases) == alive
+    rig.cache.end_load([], ok=True)
+
+
+def test_what_several_ranks_load_counts_once() -> None:
+    rig = full_rig()
+    namespace = rig.open("a", world_size=2)
+    namespace.counters.prefill_tokens_per_second = 16.0
+    rig.store(namespace, keys_of(1, 2))
+    hold(rig, namespace, keys_of(1, 2))
+    for rank in range(2):
+        load = rig.cache.begin_load(namespace, rank, LEASE, 0, keys_of(1, 2))
+        load.tokens = 32
+        rig.cache.count_load([load])
+        rig.cache.end_load([load], ok=True)
+    counters = namespace.counters
+    assert (counters.loaded_keys, counters.loaded_tokens, counters.saved_seconds) == (2, 32, 2.0)
+
+
 def test_only_as_many_blocks_go_as_are_needed_a_chains_tail_first() -> None:
     rig = full_rig()
     namespace = rig.open("a")
@@ -258,6 +285,28 @@ def test_one_quota_too_many_is_refused() -> None:
 # --- what is dropped ----------------------------------------------------------------------------
 
 
+def test_after_a_reset_nothing_is_found_and_the_slots_come_free_by_and_by() -> None:
+    rig = full_rig()
+    namespace, other = rig.open("a"), rig.open("b")
+    rig.store(namespace, keys_of(1, 2, 3))
+    rig.store(other, keys_of(1))
+    hold(rig, namespace, keys_of(1))
+    running, number = rig.begin(namespace, 0, 0, keys_of(4)), namespace.number
+    assert rig.cache.reset(namespace, generation=7) == 4
+    assert (namespace.number, namespace.generation) != (number, 0)
+    assert states(rig, namespace, keys_of(1, 2, 3, 4)) == [A] * 4
+    assert not rig.cache.leases, "a load under one would serve what is stale"
+    assert rig.commit(running) == 0
+    assert rig.store(namespace, keys_of(1)) == 1
+    while rig.cache.background():
+        pass
+    assert rig.cache.usage.dropped == 0
+    assert (states(rig, namespace, keys_of(1)), states(rig, other, keys_of(1))) == ([R], [R])
+    found, _ = rig.successor()
+    assert len(found.index()) == 2, "a successor knows the new number alone"
+    check_invariants(rig.cache)
+
+
 def test_many_resets_are_written_down_once_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = CacheRig(64, 8)
     spaces, saves = [rig.open(str(number)) for number in range(5)], list[NamespaceSnapshot]()
@@ -297,6 +346,15 @@ def test_every_way_out_has_its_reason() -> None:
     assert rig.cache.reason_of(namespace, 0, keys_of(4)) is MissReason.EVICTED
 
 
+def test_what_engines_did_not_wait_for_is_a_miss_once() -> None:
+    rig = full_rig()
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(1, 2))
+    hold(rig, namespace, keys_of(1, 2))
+    rig.cache.release(SESSION, [LEASE, LEASE], MissReason.LATE)
+    assert misses(namespace) == {"LATE": 2}
+
+
 # --- checksums ----------------------------------------------------------------------------------
 
 
@@ -320,6 +378,19 @@ def test_wrong_bytes_drop_the_block_and_their_slot_is_never_used_again() -> None
     check_invariants(rig.cache)
     _, recovered = rig.successor()
     assert recovered.quarantined.tolist() == [check.slot], "after a restart neither"
+
+
+def test_a_slot_that_was_given_to_others_meanwhile_is_not_judged() -> None:
+    rig = full_rig(4)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(1))
+    (check,) = rig.cache.checks(np.array([0], np.uint32))
+    rig.cache.invalidate(namespace, [(0, keys_of(1))])
+    assert rig.cache.check(check.slot, check.generation, 1)
+    rig.commit(rig.begin(namespace, 0, 0, keys_of(2)), checksum=9)
+    assert rig.cache.check(check.slot, check.generation, 1)
+    assert states(rig, namespace, keys_of(2)) == [R]
+    assert rig.cache.mismatches == 0
 
 
 # --- the policy ---------------------------------------------------------------------------------

@@ -216,3 +216,24 @@ def test_what_was_not_compared_is_found_wherever_it_is(monkeypatch: pytest.Monke
     while rig.cache.background():
         pass
     assert (rig.cache.unverified_slots, rig.cache.next_unverified(9).size) == (0, 0)
+
+
+def test_listeners_hear_of_recovered_blocks_by_and_by_and_never_of_those_that_went(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvoffd.cache.cache.RECOVERED_AT_ONCE", 2)
+    rig = rig_of()
+    namespace, other = rig.open("a"), rig.open("b")
+    rig.put(namespace, keys_of(1, 2, 3, 4, 5))
+    rig.put(other, keys_of(1))
+    blocks = np.concatenate([rig.blocks(namespace, keys_of(5, 4, 3, 2, 1)), rig.blocks(other, keys_of(1))])
+    rig.cache.untold[blocks], rig.cache._untold = True, blocks  # as ``recovered`` leaves them
+    rig.events.index.clear()
+    rig.cache.invalidate(namespace, [(0, keys_of(2))])
+    rig.put(namespace, keys_of(2))
+    rig.cache.reset(other)
+    assert rig.cache.tell_recovered()
+    rig.cache.invalidate(namespace, [(0, keys_of(1))])
+    while rig.cache.tell_recovered():
+        pass
+    assert rig.events.index == {(namespace.fingerprint, 0, keys_of(number)) for number in (2, 3, 4, 5)}
