@@ -37,22 +37,17 @@ decode_completions = _completions.decode
 """Decodes the payload of a message on a session's topic."""
 
 
-def _tag_in(head: bytes) -> tuple[int, int]:
-    """Where the tag of the frame that begins with ``head`` begins and ends; zeros where there is none."""
-    at = _ARRAY_HEAD_BYTES.get(head[0], 1 if head[0] >> 4 == _FIXARRAY else 0) if head else 0
-    if not at or len(head) <= at or head[at] >> 5 != _FIXSTR:
-        return 0, 0
-    return at + 1, at + 1 + (head[at] & 0x1F)
-
-
 def request_id_of(frame: bytes | memoryview) -> int:
     """Return the request id of a frame that does not decode, so that the refusal can name it; 0 where there is none.
 
     Reads the array's head, the tag and the number, and no more: the rest may be millions of items that mean nothing.
     """
     head = bytes(frame[:_HEAD_BYTES])
-    _, at = _tag_in(head)
-    if not at or len(head) <= at:
+    at = _ARRAY_HEAD_BYTES.get(head[0], 1 if head[0] >> 4 == _FIXARRAY else 0) if head else 0
+    if not at or len(head) <= at or head[at] >> 5 != _FIXSTR:
+        return 0
+    at += 1 + (head[at] & 0x1F)
+    if len(head) <= at:
         return 0
     size = _UINT_BYTES.get(head[at], 0)
     number = head[at + 1 : at + 1 + size]

@@ -413,34 +413,11 @@ class CudaLibrary:
         self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
 
-    def allocate(self, size: int) -> int:
-        """Allocate ordinary memory of the GPU; return its address."""
-        return self._number("cuMemAlloc_v2", size)
-
-    def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", address)
-
-    def allocate_pinned(self, size: int) -> int:
-        """Allocate pinned host memory, which all GPUs see at its address; return that."""
-        return self._number("cuMemHostAlloc", size, MEMHOSTALLOC_PORTABLE)
-
-    def free_pinned(self, address: int) -> None:
-        self._call("cuMemFreeHost", address)
-
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
         self._call("cuMemcpyAsync", destination, source, size, stream)
 
-    def wait_stream(self, stream: int) -> None:
-        """Wait until everything in the stream is done: for ever on a GPU that hangs."""
-        self._call("cuStreamSynchronize", stream)
-
     def destroy_stream(self, stream: int) -> None:
         self._call("cuStreamDestroy_v2", stream)
-
-    def load_kernel(self, ptx: str, name: str) -> tuple[int, int]:
-        """Compile a module; return it, which stays until it is unloaded or the context ends, and one of its kernels."""
-        module = self._number("cuModuleLoadData", ptx.encode())
-        return module, self._number("cuModuleGetFunction", module, name.encode())
 
     def address_range(self, address: int) -> tuple[int, int]:
         """Return begin and size of the allocation, or of the mapped chunk, that an address lies in."""

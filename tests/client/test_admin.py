@@ -231,23 +231,12 @@ OPEN = [
 ]
 
 
-@pytest.mark.parametrize(("wanted", "index"), [("tiny", 0), ("ab12c", 3), ("AB12F", 1), ("0011", 2), ("7777", 3)])
-def test_a_label_or_a_prefix_finds_one(wanted: str, index: int) -> None:
-    among = (
-        OPEN
-        if wanted != "ab12c"
-        else [namespace("00", "x"), namespace("00", "x"), namespace("11", "y"), namespace("ab12cd34", "z")]
-    )
-    assert one_namespace(among, wanted) is among[index]
-
-
-@pytest.mark.parametrize("wanted", ["twin", "ab12", "ab12cd34"])
-def test_several_are_refused_with_their_fingerprints(wanted: str) -> None:
-    with pytest.raises(UnknownNamespace, match=r"could be any of .*ab12"):
-        one_namespace(OPEN, wanted)
-
-
-@pytest.mark.parametrize("wanted", ["", "ab1", "nobody", "ffff"])
-def test_none_or_too_few_digits_are_refused(wanted: str) -> None:
-    with pytest.raises(UnknownNamespace, match="kvoffd-cli namespaces"):
-        one_namespace(OPEN, wanted)
+def test_a_namespace_is_named_by_label_or_first_digits() -> None:
+    for wanted, index in (("tiny", 0), ("AB12F", 1), ("0011", 2), ("7777", 3)):
+        assert one_namespace(OPEN, wanted) is OPEN[index]
+    for wanted in ("twin", "ab12", "ab12cd34"):
+        with pytest.raises(UnknownNamespace, match=r"could be any of .*ab12"):
+            one_namespace(OPEN, wanted)
+    for wanted in ("", "ab1", "nobody", "ffff"):
+        with pytest.raises(UnknownNamespace, match="kvoffd-cli namespaces"):
+            one_namespace(OPEN, wanted)

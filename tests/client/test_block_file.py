@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -173,15 +172,6 @@ def test_a_flipped_byte_is_found_or_means_nothing(content: tuple[Geometry, list[
         assert [(block.group, block.key) for block in found] == [(block.group, block.key) for block in blocks]
         for block, before in zip(found, blocks, strict=True):
             assert all(np.array_equal(a.data, b.data) for a, b in zip(block.shards, before.shards, strict=True))
-
-
-@quick
-@given(contents(), st.data())
-def test_a_file_that_was_cut_off_is_refused(content: tuple[Geometry, list[Block]], data: st.DataObject) -> None:
-    with written(*content) as path:
-        os.truncate(path, data.draw(st.integers(0, path.stat().st_size - 1)))
-        with pytest.raises(BlockFileError):
-            BlockFile(path)
 
 
 @quick

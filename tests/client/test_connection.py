@@ -51,18 +51,6 @@ def test_without_a_daemon_everything_is_a_miss_and_it_connects_when_one_comes(re
             assert scheduler.lookup(KEYS).wait(5)
 
 
-def test_it_comes_back_after_restarts_and_tells_them_by_the_epoch(
-    fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
-) -> None:
-    for epoch in (2, 3):
-        fake.restart()
-        wait_until(lambda: scheduler.epoch == worker.epoch == fake.epoch and scheduler.ready and worker.ready)
-        assert fake.epoch == epoch
-        future = scheduler.lookup(KEYS)
-        assert future.wait(5)
-        assert future.leading_ready() == 2
-
-
 def test_eof_fails_requests_and_jobs_at_once(
     fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
 ) -> None:
@@ -180,18 +168,6 @@ def test_close_is_quick_and_repeatable_and_leaks_neither_descriptors_nor_threads
         gc.collect()
     assert threading.active_count() <= threads
     wait_until(lambda: open_descriptors() <= fds)
-
-
-def test_reconnecting_leaks_no_descriptors(fake: FakeDaemon, worker: WorkerClient) -> None:
-    def settle(round_: int) -> None:
-        fake.end_session(m.Role.WORKER)
-        wait_until(lambda: len(fake.seen(m.Register)) == round_ and worker.ready)
-
-    settle(2)
-    before = open_descriptors()
-    for round_ in range(3, 12):
-        settle(round_)
-    wait_until(lambda: open_descriptors() <= before)
 
 
 def test_descriptors_that_nobody_asked_for_are_closed(fake: FakeDaemon, worker: WorkerClient) -> None:

@@ -395,22 +395,6 @@ def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: Worke
     assert worker.credit_bytes == 500
 
 
-def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
-    for job_id in (1, 2, 3):
-        submit(worker, link, 0.0, Job(job_id, TRANSFER))
-    publish(worker, completions(2, 2), 0.1)
-    replay = link.last(m.Results)
-    assert replay.acknowledged == 0
-    worker.on_reply(m.ResultsReply(replay.request_id, [completions(1, 1), completions(2, 2)], [3]), 0.2)
-    assert sorted(result.job_id for result in worker._results) == [1, 2]
-    assert list(worker._jobs) == [3]
-    submit(worker, link, 0.3, Job(4, TRANSFER))
-    assert link.last(m.Submit).acknowledged == 2
-    worker._cancel([4])
-    assert link.last(m.Cancel).acknowledged == 2
-
-
 def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_question(
     worker: WorkerClient, link: PaperLink
 ) -> None:
@@ -518,19 +502,6 @@ def test_a_load_in_parts_ends_its_lease_with_the_last_part(worker: WorkerClient,
     for sequence, part in enumerate(parts, 1):
         complete(worker, sequence, m.JobResult(part.job_id, True, 10, 0.5))
     assert [(result.ok, result.bytes) for result in worker._results] == [(True, 30)]
-
-
-def test_a_load_that_failed_in_part_is_over_when_nothing_of_it_can_land_any_more(
-    worker: WorkerClient, link: PaperLink
-) -> None:
-    connect_small(worker, link)
-    submit(worker, link, 0.0, Job(1, MANY, 2**32))
-    first, second, third = loads_in(link)
-    complete(worker, 1, m.JobResult(first.job_id, False, 0, 0.1, ErrorCode.UNKNOWN_LEASE))
-    complete(worker, 2, m.JobResult(second.job_id, True, 10, 0.5))
-    assert not worker._results
-    complete(worker, 3, m.JobResult(third.job_id, True, 10, 0.5))
-    assert [(result.ok, result.error) for result in worker._results] == [(False, ErrorCode.UNKNOWN_LEASE)]
 
 
 def test_jobs_that_one_message_has_no_room_for_go_out_in_several(worker: WorkerClient, link: PaperLink) -> None:

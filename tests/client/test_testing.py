@@ -36,19 +36,6 @@ def test_blocks_go_out_and_come_back_elsewhere(shared_daemon: DaemonProcess, wor
         assert engine.checksums(range(20)) != before
 
 
-def test_a_load_needs_the_pins_of_a_lookup(shared_daemon: DaemonProcess) -> None:
-    with FakeEngine(shared_daemon.directory) as engine:
-        assert engine.store(keys(0, 1), [0, 1]).ok
-        assert engine.load(keys(0), [5]).error is ErrorCode.UNKNOWN_LEASE
-        assert engine.lookup(keys(0)) == 1
-        missing = engine.load(keys(0, 9), [5, 6])
-        assert not missing.ok
-        assert missing.failed_keys == keys(9)
-        assert engine.lookup(keys(0)) == 1
-        engine.release()
-        assert not engine.load(keys(0), [5]).ok
-
-
 def test_a_restart_of_the_daemon_is_failures_and_misses_and_then_it_works_again(daemon: DaemonProcess) -> None:
     with FakeEngine(daemon.directory) as engine:
         assert engine.store(keys(0), [0]).ok

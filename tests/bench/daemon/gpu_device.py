@@ -45,6 +45,29 @@ class BenchDriver(ExportDriver):
         pointers = (ctypes.c_void_p * len(arguments))(*range(first, first + 8 * len(arguments), 8))
         self._call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
 
+    def allocate(self, size: int) -> int:
+        """Allocate ordinary memory of the GPU; return its address."""
+        return self._number("cuMemAlloc_v2", size)
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree_v2", address)
+
+    def allocate_pinned(self, size: int) -> int:
+        """Allocate pinned host memory, which all GPUs see at its address; return that."""
+        return self._number("cuMemHostAlloc", size, cuda.MEMHOSTALLOC_PORTABLE)
+
+    def free_pinned(self, address: int) -> None:
+        self._call("cuMemFreeHost", address)
+
+    def wait_stream(self, stream: int) -> None:
+        """Wait until everything in the stream is done: for ever on a GPU that hangs."""
+        self._call("cuStreamSynchronize", stream)
+
+    def load_kernel(self, ptx: str, name: str) -> tuple[int, int]:
+        """Compile a module; return it, which stays until it is unloaded or the context ends, and one of its kernels."""
+        module = self._number("cuModuleLoadData", ptx.encode())
+        return module, self._number("cuModuleGetFunction", module, name.encode())
+
 
 class GpuDevice(Device, Closing):
     """GPU number ``ordinal``, as CUDA counts them in this process; its context is this thread's.
