@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +19,13 @@ class CounterWindows:
     """What a set of counters gained over each of ``WINDOWS_S``, from samples of them. For one thread.
 
     For each window at most ``_BINS`` samples are kept, so that a window's beginning moves in steps of a twentieth. A
-    sample that equals the one before costs no memory of its own.
-
-    Args:
-        values: the counters at the beginning, by name.
+    sample that equals the one before costs no memory of its own. At the beginning all counters are 0.
     """
 
-    def __init__(self, values: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._kept = {window_s: deque([(clock(), values)]) for window_s in WINDOWS_S}
+        start: tuple[float, Mapping[str, float]] = clock(), {}
+        self._kept = {window_s: deque([start]) for window_s in WINDOWS_S}
 
     def sample(self, values: Mapping[str, float]) -> None:
         """Take note of the counters. To be called about once a second, or more often."""

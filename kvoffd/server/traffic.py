@@ -41,7 +41,7 @@ class TrafficCounts:
     def __post_init__(self) -> None:
         self._started_at = self._clock()
         self._began = time.time()
-        self._windows = CounterWindows({}, self._clock)
+        self._windows = CounterWindows(self._clock)
         self._crowded = False
         """Whether there ever were more namespaces than have rows."""
 

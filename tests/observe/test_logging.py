@@ -156,3 +156,12 @@ def test_of_rare_warnings_one_a_minute_goes_out(
             warnings.warn("%s came.", "Somebody")
     levels = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "rare"]
     assert levels == [(level, "Somebody came.") for level in ("WARNING", "DEBUG", "DEBUG", "WARNING")]
+
+
+def test_another_file_than_the_journal_gets_no_priorities(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell under systemd inherits the variable, and redirects stderr."""
+    found = os.stat("/")
+    monkeypatch.setenv("JOURNAL_STREAM", f"{found.st_dev}:{found.st_ino}")
+    configure_logging("info", "text", log.fd)
+    logging.getLogger("kvoffd.test").error("said")
+    assert log.text().startswith("2")

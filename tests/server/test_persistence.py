@@ -257,3 +257,39 @@ def test_beside_a_pool_of_huge_pages_nothing_can_be_written_so_it_is_kept_in_the
         assert not list(where.iterdir())
     finally:
         subprocess.run(["umount", where], check=True)
+
+
+def test_generations_only_rise_and_all_are_raised_at_once(next_state: Callable[[], State]) -> None:
+    state = next_state()
+    numbers = [state.generation(ONE)]
+    for change in (
+        lambda: state.raise_generation(ONE),
+        lambda: state.found(ONE, 7),
+        lambda: state.found(ONE, 3),
+        lambda: state.raise_generation(ONE),
+        state.raise_all,
+        lambda: state.raise_generation(ONE),
+    ):
+        change()
+        numbers.append(state.generation(ONE))
+    assert numbers == [0, 1, 7, 7, 8, 9, 10]
+    assert state.generation(OTHER) == 9, "all: also those that nobody has heard of yet"
+
+
+def test_a_policy_is_written_now_and_then_and_at_the_end(
+    pool_file: Path, now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, file = policy_file(pool_file, Remembering(SLOTS)), Path(f"{pool_file}.policy")
+    saved.tick()
+    now[0] += persistence.POLICY_EVERY_S
+    saved.tick()
+    wait_until(file.exists, 10)
+    assert file.read_bytes() == KNEW
+    file.unlink()
+    saved.tick()
+    assert not file.exists()
+    saved.close()
+    assert file.read_bytes() == KNEW
+    assert not Path(f"{file}.new").exists()
+    policy_file(pool_file, Remembering(SLOTS)).restore()
+    assert not caplog.text

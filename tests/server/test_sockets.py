@@ -246,3 +246,15 @@ def test_background_work_goes_on_while_nobody_asks(directory: Path) -> None:
             time.sleep(0.001)
 
     with_clients(directory, run, service)
+
+
+def test_who_connects_again_under_its_own_name_is_answered(directory: Path) -> None:
+    """As a client does whose connection broke: the daemon may not have noticed yet that the old one is gone."""
+
+    def run(room: Room) -> None:
+        for number in range(20):
+            client = room.client(routing_id=b"k" + bytes(16))  # the old connection stays
+            client.send(b"%d" % number)
+            assert client.recv() == b"%d" % number
+
+    with_clients(directory, run)

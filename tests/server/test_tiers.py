@@ -17,6 +17,7 @@ from kvoffd.config import Config, DiskSize
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin import clear
 from kvoffd.server.persistence import State, StateFile
+from kvoffd.server.requests import invalidate
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import Session, Sessions
 from kvoffd.server.tiers import Tiers
@@ -24,7 +25,7 @@ from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.tier import TierListener, TierStats
 from kvoffd_proto.admin import Clear
-from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.messages import GroupKeys, GroupSpec, Invalidate
 from kvoffd_proto.stats import DiskState, Lifetime
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.kit.tiering_harness import FoldedTierEvents
@@ -218,7 +219,7 @@ def test_a_reset_on_all_nodes_reaches_what_is_open_and_what_is_not(rig: TiersRig
     assert rig.saved.generation(b"other") > 0
 
 
-def test_a_namespace_of_which_blocks_are_invalidated_does_not_come_with_a_directory_that_is_being_opened(
+def test_invalidated_blocks_do_not_come_with_a_late_directory(
     rig: TiersRig,
 ) -> None:
     disk = rig.result = FakeDisk()
@@ -282,3 +283,15 @@ def test_what_was_spent_of_the_days_writes_is_known_to_the_next_daemon(tmp_path:
         rig.saved.file.close(10.0)
     assert rigs[0] == 1 << 20
     assert rigs[1] == pytest.approx((1 << 20) - (1 << 18), abs=1 << 12)
+
+
+def test_an_invalidation_reaches_a_directory_that_is_being_opened(rig: TiersRig) -> None:
+    disk = rig.result = FakeDisk()
+    rig.attach()
+    space = rig.rig.open("one")
+    disk.names = {space.fingerprint, b"other"}
+    session = cast(Session, SimpleNamespace(id=1, namespace={space.fingerprint: space}.__getitem__))
+    groups = [GroupKeys(0, keys_of(1, 2))]
+    invalidate(service(rig), session, Invalidate(1, space.fingerprint, groups))
+    rig.opened()
+    assert disk.names == {b"other"}
