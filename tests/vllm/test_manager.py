@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _c
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+import kvoffd_client
 from kvoffd_client.vllm.connector_metadata import ChunkGroup, FailedJob, WorkerReport
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
@@ -323,3 +325,9 @@ def test_requests_with_an_adapter_that_began_before_weights_changed_use_nothing_
     after = harness.request("after", set())
     harness.manager.begin_adapter("after", b"one", 1)
     assert [stored(harness, context) for context in (before, plain, after)] == [[], KEYS, KEYS]
+
+
+def test_metrics_are_on_the_page_with_their_meaning() -> None:
+    page = Path(kvoffd_client.__file__).parents[1] / "README.md"
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| `vllm:")]
+    assert lines == [f"| `{name}` | {metric.documentation} |" for name, metric in DEFINITIONS.items()]

@@ -134,30 +134,21 @@ def test_jobs_reach_the_client_and_their_results_come_back() -> None:
     assert (report.failed_jobs, report.load_times) == ({}, {2: LoadTime((2,), 0.25)})
 
 
-def test_where_the_daemon_names_no_keys_all_of_the_job_have_failed() -> None:
+def test_jobs_that_fail_say_why_and_with_which_keys() -> None:
+    keys = ((0, KEYED.groups[0]),)
+    too_few = GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
     client = FakeWorkerClient()
     worker = make_worker(client)
-    worker.submit_store(2, BLOCKS, KEYED)
-    client.results = [JobResult(2, False, 0, 0.1, ErrorCode.COPY_FAILED, [])]
-    assert only_failure(worker) == FailedJob(ErrorCode.COPY_FAILED, ((0, KEYED.groups[0]),))
-    assert worker.failed_requests == set()
-
-
-def test_a_store_whose_blocks_break_the_rule_is_not_sent_and_fails_with_all_keys() -> None:
-    client = FakeWorkerClient()
-    worker = make_worker(client)
-    assert worker.submit_store(1, GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), KEYED)
-    assert only_failure(worker) == FailedJob(ErrorCode.BAD_BLOCK_IDS, ((0, KEYED.groups[0]),))
-    assert client.stores == {}
-
-
-def test_a_load_without_a_lease_fails_here() -> None:
-    client = FakeWorkerClient()
-    worker = make_worker(client)
+    worker.submit_store(1, too_few, KEYED)
+    assert only_failure(worker) == FailedJob(ErrorCode.BAD_BLOCK_IDS, keys)
     assert KEYED.lease_id == NO_LEASE
-    assert worker.submit_load(1, KEYED, BLOCKS)
-    assert only_failure(worker).error is ErrorCode.UNKNOWN_LEASE
-    assert client.loads == {}
+    worker.submit_load(2, KEYED, BLOCKS)
+    assert only_failure(worker) == FailedJob(ErrorCode.UNKNOWN_LEASE, keys)
+    assert (client.stores, client.loads) == ({}, {}), "nothing was sent"
+    worker.submit_store(3, BLOCKS, KEYED)
+    client.results = [JobResult(3, False, 0, 0.1, ErrorCode.COPY_FAILED, [])]
+    assert only_failure(worker) == FailedJob(ErrorCode.COPY_FAILED, keys), "all, where the daemon names none"
+    assert worker.failed_requests == set()
 
 
 def test_a_fence_sends_what_waits_for_the_end_of_the_step() -> None:

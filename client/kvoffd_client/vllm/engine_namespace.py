@@ -50,7 +50,6 @@ class Unconnected:
     """As much of a SchedulerClient as is used before the namespace is known."""
 
     ready = False
-    credit_bytes = 0
 
     def note_request(self, report: RequestReport) -> None: ...
 
