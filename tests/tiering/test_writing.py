@@ -117,18 +117,6 @@ def test_a_block_that_is_being_written_is_not_evicted_and_is_no_ones_lease() -> 
     rig.check()
 
 
-def test_dropped_while_it_is_written_it_does_not_come_back() -> None:
-    rig = rig_of(WriteMode.ALWAYS)
-    space = rig.open()
-    rig.put(space, keys_of(1, 2))
-    rig.tiering.pump()
-    rig.cache.invalidate(space, [(0, keys_of(1))])
-    rig.tier.end_all()
-    assert rig.in_tier(space, keys_of(1, 2)) == 1
-    assert rig.cache.pinned_blocks == 0
-    rig.check()
-
-
 def test_stored_anew_while_its_predecessor_is_written_only_the_new_one_stays() -> None:
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()

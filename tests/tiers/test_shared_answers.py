@@ -121,6 +121,18 @@ def test_what_is_invalidated_while_it_is_written_is_not_read_from_there(rig: Rig
     assert rig.find() == [ABSENT]
 
 
+def test_shared_read_that_waits_beyond_its_deadline_ends(rig: Rig) -> None:
+    rig.find()
+    rig.answer(True)
+    ends: list[Result] = []
+    for wait_s in (1.0, 3.0):
+        assert rig.tier.read(SPACE, KEY, [0], rig.clock() + wait_s, lambda result, block: ends.append(result))
+    rig.clock.now += 1.5
+    rig.tier.tick()
+    assert ends == [Result.DEADLINE]
+    assert rig.tier.stats().queued_reads == 1
+
+
 def test_what_was_there_is_believed_longer_than_it_is_found(rig: Rig) -> None:
     assert rig.tier.wants(SPACE, [KEY]) == [True]
     rig.find()
