@@ -8,7 +8,7 @@ import pytest
 from kvoffd.cache.block_table import FREE, READY, WRITING
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import StoreTicket
-from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, NamespaceMismatch, ShardTooLarge, UnknownLease
+from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, NamespaceMismatch, NotReady, ShardTooLarge, UnknownLease
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
 
@@ -75,6 +75,23 @@ def test_a_store_that_fails_inside_leaves_nothing() -> None:
     check_invariants(rig.cache)
 
 
+def test_a_partial_block_is_dropped_after_its_time_but_not_while_somebody_writes_it() -> None:
+    rig = full_rig()
+    namespace = rig.open("a", world_size=2)
+    rig.commit(rig.begin(namespace, 0, 0, keys_of(1)))
+    running = rig.begin(namespace, 1, 0, keys_of(1))
+    rig.clock.now += 1000
+    assert rig.cache.tick() == 0
+    rig.cache.abort_store(running)
+    rig.clock.now += 59.9
+    assert rig.cache.tick() == 0, "its time begins with the end of the last write"
+    rig.clock.now += 0.2
+    assert rig.cache.tick() == 1
+    assert states(rig, namespace, keys_of(1)) == [A]
+    assert namespace.counters.partial_blocks == 1
+    check_invariants(rig.cache)
+
+
 def test_partial_blocks_go_before_ready_ones() -> None:
     rig = full_rig(4)
     namespace = rig.open("a", world_size=2)
@@ -92,6 +109,36 @@ def test_a_rank_that_never_stores_does_not_cost_the_pool() -> None:
     for begin in range(0, 400, 4):
         rig.commit(rig.begin(namespace, 0, 0, keys_of(*range(begin, begin + 4))))
     assert other.ready_blocks >= 40
+    check_invariants(rig.cache)
+
+
+def test_an_overdue_store_frees_its_keys_and_keeps_its_slots_until_it_ends() -> None:
+    rig = full_rig(4)
+    namespace = rig.open("a")
+    overdue = rig.begin(namespace, 0, 0, keys_of(1, 2))
+    rig.cache.drop_unfinished(overdue)
+    assert states(rig, namespace, keys_of(1)) == [A]
+    assert rig.store(namespace, keys_of(1, 2, 3)) == 2, "two of four slots are still held"
+    rig.cache.abort_store(overdue)
+    assert rig.store(namespace, keys_of(3)) == 1
+    check_invariants(rig.cache)
+
+
+def test_a_wider_shard_replaces_a_narrow_one_that_nobody_reads() -> None:
+    rig = full_rig()
+    namespace = rig.open("a", world_size=2)
+    for rank in range(2):
+        rig.commit(rig.begin(namespace, rank, 0, keys_of(1), {0: 2}))
+    hold(rig, namespace, keys_of(1))
+    assert rig.begin(namespace, 0, 0, keys_of(1)).parts[0].copy == [], "somebody reads it"
+    rig.cache.release(SESSION, [LEASE])
+    assert rig.begin(namespace, 0, 0, keys_of(1), {0: 3}).parts[0].copy == [], "it holds more than is offered"
+    wide = rig.begin(namespace, 0, 0, keys_of(1))
+    assert wide.parts[0].copy == [0]
+    rig.commit(wide)
+    assert states(rig, namespace, keys_of(1)) == [W], "the other rank's is too narrow as well"
+    rig.commit(rig.begin(namespace, 1, 0, keys_of(1)))
+    assert states(rig, namespace, keys_of(1)) == [R]
     check_invariants(rig.cache)
 
 
@@ -190,6 +237,20 @@ def test_a_lease_ends_with_the_last_rank_that_loaded_well() -> None:
         rig.cache.end_load([rig.cache.begin_load(namespace, rank, LEASE, 0, keys_of(1))], ok=ok)
         assert len(rig.cache.leases) == alive
     rig.cache.end_load([], ok=True)
+
+
+def test_a_load_of_what_is_not_there_or_too_narrow_is_refused_by_name() -> None:
+    rig = full_rig()
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(1, 2))
+    rig.commit(rig.begin(namespace, 0, 0, keys_of(3), {0: 2}))
+    hold(rig, namespace, keys_of(1, 2, 3))
+    for keys, first, missing in ((keys_of(1, 9, 2), 0, [1]), (keys_of(3), 1, [0]), (keys_of(1, 3), 0, [1])):
+        with pytest.raises(NotReady) as refused:
+            rig.cache.begin_load(namespace, 0, LEASE, 0, keys, first)
+        assert refused.value.missing == missing
+    rig.cache.end_load([rig.cache.begin_load(namespace, 0, LEASE, 0, keys_of(3), 2)], ok=True)
+    check_invariants(rig.cache)
 
 
 def test_what_several_ranks_load_counts_once() -> None:
