@@ -183,7 +183,7 @@ class WorkerClient(Session):
         """Results since the last call, those included that have arrived and were not read yet."""
         if not self._jobs and not self._results:  # vLLM asks in every step
             return []
-        self._transport.wait(bool, 0.0)  # reads what has arrived
+        self.poll()
         with self._transport.lock:
             taken, self._results = self._results, []
         return taken
@@ -413,14 +413,12 @@ class WorkerClient(Session):
         if isinstance(reply, m.ResultsReply):
             for batch in reply.batches:
                 self._complete(batch, now)
-            self._fail_unknown(asked, set(reply.unfinished), now)
+            # It never received the others, or lost them: it has seen every message before the one that asks.
+            sent_before = [job_id for job_id, sent in self._sent.items() if sent.request_id < asked]
+            unfinished = set(reply.unfinished)
+            self._fail_sent([one for one in sent_before if one not in unfinished], ErrorCode.INTERNAL, now)
         elif not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Results with {type(reply).__name__}.", now)
-
-    def _fail_unknown(self, asked: int, unfinished: set[int], now: float) -> None:
-        """Fail jobs that the daemon never received, or lost: it has seen every message before request ``asked``."""
-        ended = [job_id for job_id, sent in self._sent.items() if sent.request_id < asked and job_id not in unfinished]
-        self._fail_sent(ended, ErrorCode.INTERNAL, now)
 
     def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
         refused = [job_id for job_id, sent in self._sent.items() if sent.request_id == reply.request_id]

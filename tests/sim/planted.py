@@ -366,9 +366,9 @@ PLANTED = (
         "the client gives up jobs that it sent after it asked",
         4,
         "kvoffd_client.worker_client",
-        "WorkerClient._fail_unknown",
-        "sent.request_id < asked and ",
-        "",
+        "WorkerClient._on_results",
+        " if sent.request_id < asked]",
+        "]",
     ),
     Planted(
         "the client skips lost event messages",
