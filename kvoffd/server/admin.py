@@ -84,7 +84,7 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
             return None
         if problem := state.file.problem:
             why = f"The quota holds until the daemon ends, and the next one may not have it: {problem}."
-            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
+            raise KvoffdError(why, ErrorCode.NOT_NOTED)
         return m.Done(message.request_id, 1)
 
     return Pending(poll, service.clock() + STATE_WAIT_S)

@@ -274,18 +274,21 @@ class Service:
         return self.cache.reset(namespace, generation=self.state.generation(namespace.fingerprint))
 
     def removed(self, request_id: int, count: int) -> Pending:
-        """The reply to a request that removed blocks: once they stay away after a kill too, or that takes long."""
+        """The reply to a request that removed blocks: once they stay away after a kill too, or that takes long.
+
+        Raises NOT_NOTED then where neither a disk nor ``kvoffd.state``, which the next daemon reads, has noted it.
+        """
         unsaved = self.tiers.unsaved_removals()
 
         def poll(late: bool) -> m.Done | None:
             if files := unsaved():
                 if not late:
                     return None
-                logger.warning(
-                    "What was removed is not noted yet in %s: the answer goes out, and a kill or a power cut before it "
-                    "is would bring that back.",
-                    " and ".join(files),
-                )
+                said = f"What was removed is gone here, but it is not noted yet in {' and '.join(files)}: a kill or a "
+                said += "power cut before it is would bring it back."
+                logger.warning("%s", said)
+                if self.state.file.problem:
+                    raise KvoffdError(said, ErrorCode.NOT_NOTED)
             return m.Done(request_id, count)
 
         return Pending(poll, self.clock() + REMOVAL_WAIT_S)

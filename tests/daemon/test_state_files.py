@@ -66,7 +66,7 @@ def test_a_quota_that_cannot_be_written_down_holds_and_is_written_when_the_daemo
         daemon.start()
         assert (namespace(daemon, "polite").quota_bytes, namespace(daemon, "flood").quota_bytes) == (None, MIB)
         (in_the_way := Path(f"{file}.new")).mkdir()
-        assert f"{file} cannot be written: [Errno 21]" in set_quota(daemon, "flood", "--max", "4MiB", status=2)
+        assert f"{file} cannot be written: [Errno 21]" in set_quota(daemon, "flood", "--max", "4MiB", status=3)
         assert namespace(daemon, "flood").quota_bytes == 4 * MIB, "it holds"
         in_the_way.rmdir()
         daemon.stop()

@@ -89,6 +89,20 @@ def test_clear_holds_for_a_read_only_disk(ext4: Ext4, command: Command) -> None:
         assert (back, status) == (0, 0)
 
 
+def test_clear_that_nothing_can_note_has_a_status_of_its_own(ext4: Ext4, command: Command) -> None:
+    """It is done here; neither the disk nor the daemon's own file can say so to the next daemon."""
+    daemon, truth = read_only(ext4)
+    with closing(daemon):
+        Path(daemon.directory, "kvoffd.state.new").mkdir()
+        status, said = command(daemon, "clear", "--all", "--yes")
+        assert status == 3
+        assert "kill" in said
+        assert str(ext4.place) in said
+        truth.drop()
+        with CheckedEngine(daemon, truth) as engine:
+            assert engine.count(ALL) == 0
+
+
 def test_a_frozen_file_system_keeps_nobody_waiting(ext4: Ext4) -> None:
     """Stores and lookups of what is in the pool go on, and the writes when it thaws."""
     truth = Truth()

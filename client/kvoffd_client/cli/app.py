@@ -20,8 +20,9 @@ from kvoffd_client.cli.target import CliError
 from kvoffd_client.cli.top import top
 from kvoffd_client.cli.trace import trace_app
 from kvoffd_client.errors import KvoffdClientError
+from kvoffd_proto.errors import ErrorCode
 
-EXIT_REFUSED = 2
+EXIT_REFUSED, EXIT_NOT_NOTED = 2, 3
 COMPLETION = "_KVOFFD_CLI_COMPLETE"
 """The variable by which a shell asks for completions."""
 EXIT_INTERRUPTED = 130
@@ -78,7 +79,8 @@ app.add_typer(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``kvoffd-cli`` with ``arguments`` (the process's own where None); return the exit status.
 
-    0 is success, 2 an error with one sentence on stderr, 130 Ctrl-C; each command's help names the others.
+    0 is success, 2 an error with one sentence on stderr, 3 done but not written down, 130 Ctrl-C; each command's help
+    names the others.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = typer.main.get_command(app)
@@ -100,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (CliError, KvoffdClientError) as error:
-        return _refuse(str(error))
+        _refuse(str(error))
+        return EXIT_NOT_NOTED if getattr(error, "code", None) is ErrorCode.NOT_NOTED else EXIT_REFUSED
     except OSError as error:
         return _refuse(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}.")
     except Exception as error:
