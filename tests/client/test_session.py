@@ -24,7 +24,7 @@ from kvoffd_client.worker_client import JOB_PATIENCE_S
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.events import session_topic
+from kvoffd_proto.events import AllBlocksCleared, kv_topic, session_topic
 from kvoffd_proto.messages import PROTOCOL_VERSION, PageRef, TensorLayout
 from tests.kit import submitted
 
@@ -155,6 +155,20 @@ def publish(worker: WorkerClient, batch: m.Completions, now: float) -> None:
 
 
 # --- connecting ----------------------------------------------------------------------------------
+
+
+def test_a_worker_attaches_all_segments_before_it_registers(worker: WorkerClient, link: PaperLink) -> None:
+    worker.tick(0.0)
+    greet(worker, 0.0)
+    assert link.topics == [session_topic(EPOCH, SESSION_ID)]
+    welcome(worker, link, 0.0)
+    assert link.attached == [0]
+    worker.on_lifeline_message(lifeline.Attached(0), 0.0)
+    assert link.attached == [0, 1]
+    assert link.count(m.Register) == 0
+    worker.on_lifeline_message(lifeline.Attached(1), 0.0)
+    assert link.count(m.Register) == 1
+    assert not worker.ready
 
 
 def test_a_refused_segment_is_a_refusal_with_the_daemons_sentence(worker: WorkerClient, link: PaperLink) -> None:
@@ -360,6 +374,23 @@ def test_a_lease_is_stale_after_half_of_its_life_counted_from_the_question(
     assert link.last(m.Release).lease_ids == [found.lease_id]
 
 
+def test_a_lookup_that_was_never_sent_has_no_lease_to_release(scheduler: SchedulerClient, link: PaperLink) -> None:
+    future = look_up(scheduler, link, 0.0, KEYS)
+    assert future.failed
+    connect(scheduler, link, 0.0)
+    scheduler.release(future.lease_id)
+    assert link.count(m.Release) == 0
+
+
+def test_leases_die_with_their_connection(scheduler: SchedulerClient, link: PaperLink) -> None:
+    connect(scheduler, link, 0.0)
+    future = look_up(scheduler, link, 0.1, KEYS)
+    answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
+    scheduler.on_lifeline_end(0.2)
+    assert not future.alive
+    connect(scheduler, link, 3.0)
+
+
 def test_the_limits_of_a_daemon_end_with_its_session(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     scheduler._limits = msgspec.structs.replace(LIMITS, max_frame_bytes=1)
@@ -381,6 +412,16 @@ def test_pending_requests_are_bounded(scheduler: SchedulerClient, link: PaperLin
     assert [future.failed for future in futures[-6:]] == [False] + [True] * 5
 
 
+def test_events_are_subscribed_to_and_begin_anew_with_each_connection(
+    scheduler: SchedulerClient, link: PaperLink
+) -> None:
+    connect(scheduler, link, 0.0)
+    assert kv_topic(SPEC.fingerprint) in link.topics
+    assert scheduler.take_events() == [AllBlocksCleared()]
+    scheduler.on_lifeline_end(1.0)
+    assert scheduler.take_events() == [AllBlocksCleared()]
+
+
 # --- jobs ----------------------------------------------------------------------------------------
 
 
@@ -393,6 +434,33 @@ def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: Worke
     assert [result.job_id for result in worker._results] == [1]
     assert list(worker._jobs) == [1]
     assert worker.credit_bytes == 500
+
+
+def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    for job_id in (1, 2, 3):
+        submit(worker, link, 0.0, Job(job_id, TRANSFER))
+    publish(worker, completions(2, 2), 0.1)
+    replay = link.last(m.Results)
+    assert replay.acknowledged == 0
+    worker.on_reply(m.ResultsReply(replay.request_id, [completions(1, 1), completions(2, 2)], [3]), 0.2)
+    assert sorted(result.job_id for result in worker._results) == [1, 2]
+    assert list(worker._jobs) == [3]
+    submit(worker, link, 0.3, Job(4, TRANSFER))
+    assert link.last(m.Submit).acknowledged == 2
+    worker._cancel([4])
+    assert link.last(m.Cancel).acknowledged == 2
+
+
+def test_an_old_job_is_asked_after_again_and_again(worker: WorkerClient, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    submit(worker, link, 0.0, Job(1, TRANSFER))
+    for round_ in range(1, 4):
+        worker.tick(JOB_PATIENCE_S * round_)
+        assert link.count(m.Results) == round_
+        replay = link.last(m.Results)
+        worker.on_reply(m.ResultsReply(replay.request_id, [], [1]), JOB_PATIENCE_S * round_)
+    assert list(worker._jobs) == [1]
 
 
 def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_question(
