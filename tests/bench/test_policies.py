@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvoffd.cache import POLICY_NAMES
-from kvoffd.simulate.trace import KEY_BYTES, Trace
-from kvoffd.tiering import WriteMode
 from tests.kit.made_up_loads import LOADS
 
-from . import disk_writes, policies
+from . import policies
 
 
 def test_the_page_has_each_policy_and_the_error_of_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,10 +29,3 @@ def test_the_page_has_each_policy_and_the_error_of_the_curve(tmp_path: Path, mon
     assert "| small | 20 | 0.00 | 0.00 |" in lines
     assert "| a cycle of 200 documents | 50.0, 50.0 (2) |" in lines
     assert sum(line.split(" | ")[0].removeprefix("| ") in LOADS for line in lines) == len(LOADS)
-
-
-def test_what_left_the_pool_comes_from_the_counted_disk() -> None:
-    documents = [b"".join((20 * name + at).to_bytes(KEY_BYTES, "big") for at in range(20)) for name in range(4)]
-    found = disk_writes.replay(Trace("cycle", 512, documents * 5), "lru", 64, 1000, WriteMode.ALWAYS)
-    assert (found.hits, found.written, found.spared) == (pytest.approx(80), pytest.approx(20), 0)
-    assert found.pool_hits < 10
