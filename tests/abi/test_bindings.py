@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_proto import cuda
+from tests.bench.gpu.parts import SRC_ACCESS_ORDER_ANY
 from tests.kit.cuda_abi import Declarations, differences, header_version
 from tests.kit.cuda_calls import TEST_PROTOTYPES, load
 from tests.kit.cuda_files import ROOT, VERSIONS, include_directory
@@ -23,7 +24,7 @@ CONSTANTS = {
     ("CUDA_" if name.startswith("ERROR_") else "CU_") + name: value
     for name, value in vars(cuda).items()
     if name.isupper() and not name.startswith("_") and isinstance(value, int)
-}
+} | {"CU_MEMCPY_SRC_ACCESS_ORDER_ANY": SRC_ACCESS_ORDER_ANY}
 OURS = Declarations(
     {**cuda.PROTOTYPES, **TEST_PROTOTYPES},
     cuda.TYPES,
@@ -37,6 +38,7 @@ OURS = Declarations(
         "CUDA_ERROR_TENSOR_MEMORY_LEAK": 12050,
         "CUmemcpyAttributes": 12080,
         "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": 12080,
+        "CU_MEMCPY_SRC_ACCESS_ORDER_ANY": 12080,
         "CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE": 12080,
     },
 )

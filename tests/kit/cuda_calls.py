@@ -26,7 +26,11 @@ def load(library: str) -> ctypes.CDLL:
 
 
 def copy_batch(
-    driver: CudaDriver, copies: Sequence[tuple[int, int, int]], stream: int, batch: BatchCopy | None = None
+    driver: CudaDriver,
+    copies: Sequence[tuple[int, int, int]],
+    stream: int,
+    batch: BatchCopy | None = None,
+    order: int = cuda.MEMCPY_SRC_ACCESS_ORDER_STREAM,
 ) -> int:
     """Make one batch of (destination, source, size) as the copy loop in C does; its status."""
     batch = batch or driver.batch_copy()
@@ -36,8 +40,9 @@ def copy_batch(
     calls = driver.copy_calls(batch)
     form = cuda.argument_types(cuda.BATCH_FORMS[batch.form])
     fail_index = [ctypes.byref(failed)] if calls.has_fail_index else []
-    attributes = ctypes.byref(cuda.MemcpyAttributes.from_address(calls.attributes))
-    arguments = [*columns, len(copies), attributes, ctypes.byref(first), 1, *fail_index, stream]
+    attributes = cuda.MemcpyAttributes.from_buffer_copy(cuda.MemcpyAttributes.from_address(calls.attributes))
+    attributes.srcAccessOrder = order
+    arguments = [*columns, len(copies), ctypes.byref(attributes), ctypes.byref(first), 1, *fail_index, stream]
     return int(ctypes.CFUNCTYPE(ctypes.c_int, *form)(batch.function)(*arguments))
 
 

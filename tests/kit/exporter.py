@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ class Exporter(Closing):
         library: libcuda's path; "" for the system's.
         kind: "ordinary", or "chunks" of CUDA's virtual memory API.
         environ: of the process.
+        under: a command that runs it, as ``unshare``; killed, it must take the process along.
     """
 
     def __init__(
@@ -34,10 +35,11 @@ class Exporter(Closing):
         blocks: int = 8,
         page_bytes: int = 65536,
         environ: Mapping[str, str] | None = None,
+        under: Sequence[str] = (),
     ) -> None:
         arguments = [str(directory), library, kind, str(layers), str(blocks), str(page_bytes)]
         self.process = subprocess.Popen(
-            [sys.executable, str(MAIN), *arguments],
+            [*under, sys.executable, str(MAIN), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=None if environ is None else dict(environ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import platform
 import random
@@ -13,22 +15,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvoffd.server.daemon import EXIT_GPU_LOST
 from kvoffd.transfer.cuda.driver import CudaDriver
 from kvoffd.transfer.cuda.gpus import list_devices
 from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
+from kvoffd_proto import cuda
 from kvoffd_proto.messages import GroupKeys
 from tests.bench.daemon.copy_bench import bench_copy_gpu
 from tests.bench.daemon.gpu_device import BenchDriver
 from tests.bench.daemon.results import BenchFailed, Report, check_plot, draw_plot, machine
+from tests.bench.gpu.steps import Steps
+from tests.kit.cuda_calls import copy_batch
 from tests.kit.daemon import DaemonProcess
 from tests.kit.exporter import Exporter
 from tests.kit.waiting import wait_until
@@ -41,6 +47,11 @@ WATCH_S = 2.0
 """For how long blocks are watched after the daemon was killed."""
 KILLING_S = 50.0
 """After this long no further daemon is killed."""
+SRC_ACCESS_ORDER_ANY = 3
+"""The driver may read sources of a batch before what is ahead of it in the stream. The product never asks for it."""
+BATCH_PIECES = 512
+OWN_PIDS = ("unshare", "--pid", "--fork", "--kill-child")
+"""Runs a command as number 1 of a pid namespace of its own; root may."""
 NVIDIA_SMI_S = 10.0
 """Where no process has the GPU open, it starts the GPU first, which takes seconds."""
 MEMORY_SHARE = 0.3
@@ -65,9 +76,10 @@ class Setup:
     double: bool
     plot: Path | None = None
 
-    def daemon(self, pool_bytes: int) -> DaemonProcess:
+    def daemon(self, pool_bytes: int, **flags: str) -> DaemonProcess:
         """A daemon that uses CUDA while engines are there and no longer; to be started."""
-        return DaemonProcess(str(pool_bytes), limits={"pin_linger_s": 0}, cuda_library=self.library, pin_pool="use")
+        used = {"cuda_library": self.library, "pin_pool": "use", **flags}
+        return DaemonProcess(str(pool_bytes), limits={"pin_linger_s": 0}, **used)
 
     def exporter(self, daemon: DaemonProcess, kind: str = "ordinary", **shape: int) -> Exporter:
         return Exporter(daemon.directory, self.library, kind, **shape)
@@ -162,10 +174,25 @@ def share_memory(setup: Setup) -> Found:
         if os.getuid() == 0:
             with setup.daemon(256 * MIB, allowed_uids=str(NOBODY)) as daemon:
                 daemon.directory.chmod(0o755)
-                found[f"{kind}, another user"] = tried(partial(_share_as, setup, daemon, kind))
+                user = {**os.environ, "EXPORTER_UID": str(NOBODY)}
+                found[f"{kind}, another user"] = tried(partial(_registers, setup, daemon, kind, environ=user))
+            with setup.daemon(256 * MIB) as daemon:
+                what = f"{kind}, another pid namespace"
+                found[what] = tried(partial(_registers, setup, daemon, kind, under=OWN_PIDS))
+            with _NumberOne(str(256 * MIB), cuda_library=setup.library, pin_pool="use") as daemon:
+                what = f"{kind}, both with the same pid"
+                found[what] = tried(partial(_registers, setup, daemon, kind, under=OWN_PIDS))
         else:
-            found[f"{kind}, another user"] = {"registered": None, "said": "not tried: only root can be another user"}
+            found[f"{kind}, other users and namespaces"] = {"registered": None, "said": "not tried: only root can"}
     return found
+
+
+class _NumberOne(DaemonProcess):
+    """A daemon in a pid namespace of its own."""
+
+    @property
+    def program(self) -> list[str]:
+        return [*OWN_PIDS, *super().program]
 
 
 def _share(setup: Setup, daemon: DaemonProcess, kind: str) -> Found:
@@ -191,10 +218,9 @@ def _share(setup: Setup, daemon: DaemonProcess, kind: str) -> Found:
         }
 
 
-def _share_as(setup: Setup, daemon: DaemonProcess, kind: str) -> Found:
-    environ = {**os.environ, "EXPORTER_UID": str(NOBODY)}
-    with Exporter(daemon.directory, setup.library, kind, environ=environ) as worker:
-        answer = worker.ask("ready", timeout_s=10.0)
+def _registers(setup: Setup, daemon: DaemonProcess, kind: str, **process: Any) -> Found:
+    with Exporter(daemon.directory, setup.library, kind, **process) as worker:
+        answer = worker.ask("ready", timeout_s=5.0)
         return {"registered": answer["ready"], "said": answer["problem"]}
 
 
@@ -212,9 +238,33 @@ def lease(client: SchedulerClient, keys: bytes = KEY) -> int:
 
 
 def pin_pools(setup: Setup) -> Found:
-    """How fast pools of some sizes are pinned, and what that and the daemon's context take of the GPU's memory."""
+    """How fast pools are pinned, what that and the daemon's context take of the GPU's memory, and what chunks stall."""
     with context(setup) as bench:
-        return {f"{size / GIB:g} GiB": tried(partial(_pin, setup, bench, size)) for size in setup.pools}
+        found: Found = {f"{size / GIB:g} GiB": tried(partial(_pin, setup, bench, size)) for size in setup.pools}
+        for chunk in (8 * MIB, 32 * MIB) if setup.double else (64 * MIB, 256 * MIB, GIB):
+            found[f"in chunks of {chunk // MIB} MiB"] = tried(partial(_pin_chunks, setup, chunk))
+        with Steps() as alone:
+            time.sleep(0.2 if setup.double else 2.0)
+            found["steps of another process, alone"] = alone.end()
+        return found
+
+
+def _pin_chunks(setup: Setup, chunk: int) -> Found:
+    """Pin touched memory of this process chunk by chunk, while another process computes."""
+    total, driver = (64 * MIB if setup.double else min(4 * GIB, setup.pools[-1])), CudaDriver(setup.library)
+    with mmap.mmap(-1, total) as memory, Steps() as steps:
+        view = np.frombuffer(memory, dtype=np.uint8)
+        view[::4096] = 1
+        chunks = range(view.ctypes.data, view.ctypes.data + total, chunk)
+        del view
+        began = time.perf_counter()
+        for address in chunks:
+            driver.register_host(address, chunk)
+        seconds = time.perf_counter() - began
+        beside = steps.end()
+        for address in chunks:
+            driver.unregister_host(address)
+        return {"gb_per_s": total / seconds / 1e9, "steps_beside": beside}
 
 
 def _pin(setup: Setup, bench: BenchDriver, pool_bytes: int) -> Found:
@@ -263,6 +313,72 @@ def run_tests(setup: Setup) -> Found:
     }
 
 
+def batches(setup: Setup) -> Found:
+    """A batch beside single copies, by size of a piece and order of its sources; then a million pieces in batches."""
+    with ExitStack() as undo:
+        bench = undo.enter_context(context(setup))
+        driver = CudaDriver(setup.library)
+        call = driver.batch_copy()
+        if call is None:
+            return {"said": "this driver has no batches"}
+        nbytes, rounds = (4 * MIB, 2) if setup.double else (128 * MIB, 5)
+        stream = bench.create_stream()
+        undo.callback(bench.destroy_stream, stream)
+        gpu, back, host = bench.allocate(nbytes), bench.allocate(nbytes), bench.allocate_pinned(2 * nbytes)
+        for free, address in ((bench.free, gpu), (bench.free, back), (bench.free_pinned, host)):
+            undo.callback(free, address)
+        pattern = random.Random(1).randbytes(nbytes)
+        ctypes.memmove(host, pattern, nbytes)
+
+        def right() -> bool:
+            """Whether the GPU has the pattern; it is spoiled there for the next time."""
+            bench.copy(host + nbytes, gpu, nbytes, stream)
+            bench.copy(gpu, back, nbytes, stream)
+            bench.wait_stream(stream)
+            return ctypes.string_at(host + nbytes, nbytes) == pattern
+
+        def in_batches(pieces: list[tuple[int, int, int]], order: int) -> None:
+            for first in range(0, len(pieces), BATCH_PIECES):
+                status = copy_batch(driver, pieces[first : first + BATCH_PIECES], stream, call, order)
+                if status:
+                    raise driver.error(cuda.BATCH_SYMBOL, status)
+
+        def one_by_one(pieces: list[tuple[int, int, int]]) -> None:
+            for piece in pieces:
+                bench.copy(*piece, stream)
+
+        ways = {
+            "single copies": one_by_one,
+            "batch, order STREAM": partial(in_batches, order=cuda.MEMCPY_SRC_ACCESS_ORDER_STREAM),
+            "batch, order ANY": partial(in_batches, order=SRC_ACCESS_ORDER_ANY),
+        }
+
+        def speed(way: Callable[[list[tuple[int, int, int]]], None], size: int) -> Found:
+            pieces = [(gpu + at, host + at, size) for at in range(0, nbytes, size)]
+            random.Random(2).shuffle(pieces)
+            found, seconds = True, []
+            for _ in range(rounds):
+                began = time.perf_counter()
+                way(pieces)
+                bench.wait_stream(stream)
+                seconds.append(time.perf_counter() - began)
+                found = found and right()
+            return {"gb_per_s": nbytes / min(seconds) / 1e9, "right_bytes": found}
+
+        found: Found = {}
+        for size in (64 * KIB,) if setup.double else (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB):
+            for name, way in ways.items():
+                found[f"{size // KIB} KiB, {name}"] = tried(partial(speed, way, size))
+        pieces = [(gpu + at, host + at, 4 * KIB) for at in range(0, nbytes, 4 * KIB)]
+        copied, began, stayed = 0, time.monotonic(), True
+        while copied < (10_000 if setup.double else 1_000_000):
+            in_batches(pieces, cuda.MEMCPY_SRC_ACCESS_ORDER_STREAM)
+            copied += len(pieces)
+            stayed = right() and stayed
+        found["soak"] = {"pieces": copied, "seconds": time.monotonic() - began, "right_bytes": stayed}
+        return found
+
+
 def _bench(setup: Setup, sizes: list[int], rounds: int, *, compute: bool = False) -> Report:
     pool_bytes, job_bytes = (256 * MIB, 4 * MIB) if setup.double else (3 * GIB, 128 * MIB)
     slice_s = 0.1 if setup.double else 0.5
@@ -289,6 +405,42 @@ def compute(setup: Setup) -> Found:
     """A loop of kernels beside the copies, as an engine that decodes, and alone."""
     sizes = [64 * KIB] if setup.double else [16 * KIB, 64 * KIB, MIB]
     return msgspec.to_builtins(_bench(setup, sizes, 2 if setup.double else 3, compute=True).to_object())
+
+
+def latency(setup: Setup) -> Found:
+    """How long the steps of a process that decodes take: alone, beside loads, beside stores, alone again."""
+    seconds, blocks = (0.2, 8) if setup.double else (5.0, 64)
+    keys = b"".join(number.to_bytes(32, "big") for number in range(blocks))
+    numbers = list(range(blocks))
+    shape = {"layers": 8, "blocks": blocks, "page_bytes": 64 * KIB}
+    job = iter(range(1, 1 << 20))
+    found: Found = {}
+    with setup.daemon(GIB // 4 if setup.double else 8 * GIB) as daemon, setup.exporter(daemon, **shape) as worker:
+        worker.wait_ready(READY_S)
+        assert worker.ask("store", job_id=next(job), keys=keys.hex(), blocks=numbers)["ok"]
+        with scheduler(daemon) as client:
+
+            def store() -> int:
+                others = bytes(8).join(os.urandom(24) for _ in numbers) + bytes(8)
+                stored = worker.ask("store", job_id=next(job), keys=others.hex(), blocks=numbers)
+                return int(stored["bytes"])
+
+            def load() -> int:
+                asked = {"job_id": next(job), "lease_id": lease(client, keys), "keys": keys.hex(), "blocks": numbers}
+                return int(worker.ask("load", **asked)["bytes"])
+
+            def nothing() -> int:
+                time.sleep(0.01)
+                return 0
+
+            # Loads first: stores evict what is loaded.
+            for name, work in {"alone": nothing, "loads": load, "stores": store, "alone again": nothing}.items():
+                with Steps() as steps:
+                    nbytes, until = 0, time.monotonic() + seconds
+                    while time.monotonic() < until:
+                        nbytes += work()
+                    found[name] = {"gb_per_s": nbytes / seconds / 1e9, **steps.end()}
+    return found
 
 
 def die(setup: Setup) -> Found:
@@ -386,13 +538,15 @@ class Part:
 
 PARTS = {
     "driver": Part(look_at_driver, 30),
-    "sharing": Part(share_memory, 50),
+    "sharing": Part(share_memory, 60),
     "pinning": Part(pin_pools, 70),
-    "tests": Part(run_tests, 150),
+    "tests": Part(run_tests, 110),
+    "batches": Part(batches, 50),
     "copy": Part(copy, 90),
-    "compute": Part(compute, 50),
-    "death": Part(die, 80),
-    "fault": Part(fault, 40),
+    "compute": Part(compute, 45),
+    "latency": Part(latency, 45),
+    "death": Part(die, 65),
+    "fault": Part(fault, 35),
 }
 """In the order in which they run; a process each, so that what hangs or crashes costs its own part only."""
 
@@ -402,6 +556,10 @@ def is_wrong(name: str, found: Mapping[str, Any]) -> bool:
     match name:
         case "sharing" | "pinning":
             return any(isinstance(one, str) or one.get("right_bytes") is False for one in found.values())
+        case "latency":  # the copies beside the steps must have been there
+            return not all(found[name]["gb_per_s"] > 0 for name in ("stores", "loads"))
+        case "batches":
+            return any(isinstance(one, dict) and one["right_bytes"] is False for one in found.values())
         case "tests":
             return bool(found["status"] or " passed" not in found["summary"])  # all skipped: nothing was tried
         case "death":

@@ -26,12 +26,15 @@ def test_parts_run_alone_over_the_double_which_the_page_says(tmp_path: Path) -> 
     library = fresh_stub().path  # or the test is skipped
     before = set(Path("/dev/shm").glob("kvoffd-gpu-*"))
     command = [sys.executable, "-m", "tests.bench.gpu", "--double", "--library", library, "--out", str(tmp_path)]
-    done = subprocess.run([*command, "--part", "driver", "--part", "fault"], cwd=ROOT, capture_output=True, text=True)
+    names = ["driver", "batches", "latency", "fault"]
+    parts = [f"--part={name}" for name in names]
+    done = subprocess.run([*command, *parts], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout, done.stderr, *(path.read_text() for path in tmp_path.glob("*.md")))
     (found,), (page,) = tmp_path.glob("gpu-double-*.json"), tmp_path.glob("gpu-double-*.md")
     report = json.loads(found.read_text())
     assert report["double"]
-    assert list(report["parts"]) == ["driver", "fault"]
+    assert list(report["parts"]) == names
+    assert report["parts"]["batches"]["found"]["soak"]["right_bytes"]
     fault = report["parts"]["fault"]["found"]
     assert (fault["job"], fault["status_is_right"], fault["block_is_back"]) == ("COPY_FAILED", True, True)
     assert "**Not a GPU.**" in page.read_text()
@@ -72,6 +75,16 @@ def test_a_part_that_failed_is_told_on_the_page() -> None:
         ("sharing", {"ordinary": {"right_bytes": True}}, {"ordinary": {"right_bytes": False}}),
         ("sharing", {"ordinary, another user": {"registered": False}}, {"chunks": "CudaError: out of memory"}),
         ("pinning", {"1 GiB": {"refused_bytes": 0}}, {"1 GiB": "TimeoutError: "}),
+        (
+            "latency",
+            {"loads": {"gb_per_s": 9.0}, "stores": {"gb_per_s": 9.0}},
+            {"loads": {"gb_per_s": 0.0}, "stores": {"gb_per_s": 9.0}},
+        ),
+        (
+            "batches",
+            {"4 KiB": {"right_bytes": True}, "order ANY": "CudaError"},
+            {"soak": {"right_bytes": False}, "order ANY": "CudaError"},
+        ),
         ("tests", {"status": 0, "summary": "1 passed"}, {"status": 1, "summary": "1 failed, 1 passed"}),
         ("tests", {"status": 0, "summary": "1 passed, 9 skipped"}, {"status": 0, "summary": "10 skipped"}),
         ("death", {"reverted": 0, "during_loads": 1}, {"reverted": 1, "during_loads": 1}),
