@@ -315,7 +315,7 @@ def test_a_full_file_system_below_the_pool(tmp_path: Path, command: Command) -> 
                 engine.put(range(64, 128))
                 assert engine.get(ALL) == list(ALL)
             status, text = command(daemon, "namespaces", "quota", "demo", "--max", "8MiB")
-            assert (status, "space" in text or "room" in text) == (2, True), text
+            assert (status, "space" in text or "room" in text) == (3, True), text
             daemon.kill()
             daemon.start()
             with CheckedEngine(daemon, truth) as engine:

@@ -69,6 +69,18 @@ def test_a_store_that_takes_no_writes(
     node, truth = module_node, Truth()
     with CheckedEngine(node, truth, cause) as engine:
         wait_until(lambda: shared(node).reachable, BACK_S, explain=lambda: shared(node))
+        at = 2 * BLOCKS
+
+        def written_again() -> bool:
+            nonlocal at
+            before = shared(node).written_blocks
+            engine.put(range(at, at + BLOCKS))
+            at += BLOCKS
+            return shared(node).written_blocks > before
+
+        # The fault of the test before may have writes put off for a while yet.
+        wait_until(written_again, BACK_S, explain=lambda: shared(node), interval_s=0.2)
+        wait_until(lambda: shared(node).queued_writes == 0, explain=lambda: shared(node))
         written = shared(node).written_blocks
         engine.put(ALL)
         wait_until(lambda: shared(node).written_blocks == written + BLOCKS, explain=lambda: shared(node))
@@ -81,15 +93,6 @@ def test_a_store_that_takes_no_writes(
             assert engine.get(range(2 * BLOCKS)) == list(range(2 * BLOCKS))
         finally:
             mend(module_redis)
-        at = 2 * BLOCKS
-
-        def written_again() -> bool:
-            nonlocal at
-            before = shared(node).written_blocks
-            engine.put(range(at, at + BLOCKS))
-            at += BLOCKS
-            return shared(node).written_blocks > before
-
         wait_until(written_again, BACK_S, explain=lambda: shared(node), interval_s=0.2)
 
 

@@ -45,7 +45,7 @@ def clear(
 
     With --all-nodes the other nodes drop theirs within seconds, as is wanted where weights changed under one name.
 
-    Exit status: 0 done, 1 the answer was no, 2 an error, 3 done, but a kill of the daemon may undo it.
+    Exit status: 0 done, 1 no, 2 an error, 3 done, but a kill may undo it.
     """
     if [name, namespace, everything or None].count(None) != 2:
         raise CliError("Choose what to clear: either the label or fingerprint of one namespace, or --all.")

@@ -357,7 +357,7 @@ def quota(
 
     A namespace that has its quota evicts its own blocks. The quota outlives the daemon.
 
-    Exit status: 0 done, 2 an error, 3 done, but a kill of the daemon may undo it.
+    Exit status: 0 done, 2 an error, 3 done, but a kill may undo it.
     """
     quota_bytes = None if most == NO_QUOTA else size_of("--max", most)
     with open_admin(directory) as admin:
