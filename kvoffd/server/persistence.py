@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.policy import Policy
 from kvoffd.config import Config
 from kvoffd.system.files import open_directory
@@ -297,17 +298,26 @@ class PolicyFile:
         self._due = time.monotonic() + POLICY_EVERY_S
 
     def restore(self) -> None:
-        """Have the policy, which is new, go on with what an earlier daemon left, if it left anything."""
+        """Have the policy, which is new, go on with what an earlier daemon left, if it left anything of use.
+
+        What is of no use is removed, so that it is said once. What another policy knew stays until this one writes.
+        """
+        path = self._file.path
         try:
             state = self._file.read()
+            wrote, _, _ = state.partition(b"\n")
+            if wrote.decode("ascii", "replace") in POLICY_NAMES and wrote != self._name.strip():
+                logger.info("What another policy knew, in %s, is left alone.", path)
+                return
             if not state.startswith(self._name):
-                raise Invalid(f"it is not of the policy {self._name.decode().strip()}" if state else "it is empty")
+                raise Invalid("no policy wrote it" if state else "it is empty")
             self._policy.restore(state.removeprefix(self._name))
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            path = self._file.path
             logger.warning("What a policy knew, in %s, is of no use: %s. The policy begins without it.", path, error)
+            with suppress(OSError):
+                os.unlink(path)
 
     def tick(self) -> None:
         if time.monotonic() >= self._due and self._file.is_saved:

@@ -229,7 +229,7 @@ def policy_file(pool_file: Path, policy: Lru) -> PolicyFile:
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [(b"", "it is empty"), (b"gate\n", "it is not of the policy learned"), (b"learned\nit", "cut off")],
+    [(b"", "it is empty"), (b"gate\n", "no policy wrote it"), (b"learned\nit", "cut off")],
 )
 def test_a_policy_that_finds_nothing_of_use_learns_anew(
     pool_file: Path, content: bytes, sentence: str, caplog: pytest.LogCaptureFixture
@@ -240,6 +240,16 @@ def test_a_policy_that_finds_nothing_of_use_learns_anew(
         PolicyFile(make_policy("learned", 16 << 20, BlockTable(pool.table.records)), config).restore()
     assert sentence in caplog.text
     assert "The policy begins without it." in caplog.text
+    assert not Path(f"{pool_file}.policy").exists(), "it is said once"
+
+
+def test_what_another_policy_knew_stays_for_it(pool_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    file = Path(f"{pool_file}.policy")
+    file.write_bytes(b"learned\nmuch")
+    policy_file(pool_file, Lru(SLOTS)).restore()
+    assert file.read_bytes() == b"learned\nmuch"
+    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 def test_beside_a_pool_of_huge_pages_nothing_can_be_written_so_it_is_kept_in_the_directory(
