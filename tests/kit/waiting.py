@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -53,3 +54,14 @@ def _failure(condition: Callable[[], object], deadline_s: float, state: object) 
     except (OSError, TypeError):  # made by exec, or a builtin
         wanted = repr(condition)
     return f"did not come true within {deadline_s:g} s: {wanted}\nat last: {state}"
+
+
+def deliver_until(posted: deque[Callable[[], None]], condition: Callable[[], bool]) -> None:
+    """Call what is posted to a loop, in this thread, until ``condition`` is true. Raises AssertionError as above."""
+
+    def delivered() -> bool:
+        while posted:
+            posted.popleft()()
+        return condition()
+
+    wait_until(delivered, interval_s=0.001)

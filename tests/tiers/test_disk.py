@@ -18,7 +18,7 @@ from kvoffd.tiers.disk import EVICTED_AT_ONCE, HANG_TIMEOUT_S, DiskOptions, open
 from kvoffd.tiers.disk_file import INDEX_NAME
 from kvoffd.tiers.tier import Block, Result, make_space
 from tests.kit.memory_disk import PAGE, MemoryDisk
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import deliver_until
 from tests.tiers.disk_rig import (
     ONE,
     OTHER,
@@ -767,12 +767,7 @@ class Node:
         )
 
     def until(self, condition: Callable[[], bool]) -> None:
-        def delivered() -> bool:
-            while self.posted:
-                self.posted.popleft()()
-            return condition()
-
-        wait_until(delivered, interval_s=0.001)
+        deliver_until(self.posted, condition)
 
     def end(self, result: Result, block: Block | None = None) -> None:
         self.ends.append(result)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvoffd.tiers.workers import Workers
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import deliver_until
 
 DEADLINE_S = 10.0
 
@@ -47,12 +47,7 @@ class Rig:
             raise ZeroDivisionError("planted")
 
     def until(self, condition: Callable[[], bool]) -> None:
-        def delivered() -> bool:
-            while self.posted:
-                self.posted.popleft()()
-            return condition()
-
-        wait_until(delivered, interval_s=0.001)
+        deliver_until(self.posted, condition)
 
 
 @pytest.fixture
