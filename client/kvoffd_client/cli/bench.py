@@ -293,15 +293,10 @@ def _print(bench: str, floor: str, results: Sequence[Result], *, as_json: bool) 
     if as_json:
         print_json({"bench": bench, "floor": floor, "results": [vars(one) for one in results]})
         return
-    digits = [[2 if value < 10 else 0 for value in (one.value, one.floor)] for one in results]
-    rows = [
-        (
-            one.case,
-            f"{one.value:,.{shown}f} {one.unit}",
-            f"{one.floor:,.{shown_floor}f} {one.unit}",
-            f"{one.ratio:.2f}",
-        )
-        for one, (shown, shown_floor) in zip(results, digits, strict=True)
-    ]
+
+    def shown(value: float, unit: str) -> str:
+        return f"{value:,.{2 if value < 10 else 0}f} {unit}"
+
+    rows = [(one.case, shown(one.value, one.unit), shown(one.floor, one.unit), f"{one.ratio:.2f}") for one in results]
     print_table((bench, ">value", ">floor", ">value/floor"), rows)
     print_line(f"\nfloor: {floor}")
