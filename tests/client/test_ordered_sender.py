@@ -111,6 +111,26 @@ def test_whoever_takes_jobs_back_may_give_them_time(gpu: Gpu) -> None:
     assert gpu.sender.withdraw([3], 0.02) == [3]
 
 
+def test_what_is_taken_back_while_it_is_sent_is_sent(gpu: Gpu) -> None:
+    """Who takes a job back waits for the daemon only where it was sent: it must know."""
+    begun, goes_on, taken = threading.Event(), threading.Event(), list[list[int]]()
+
+    def send(jobs: list[Job]) -> None:
+        begun.set()
+        assert goes_on.wait(WAIT_S)
+
+    gpu.sender.submit([Job(1, ())], send, lambda job, code: gpu.failed.append((job.job_id, code)))
+    gpu.events[0].happened.set()
+    assert begun.wait(WAIT_S)
+    thread = threading.Thread(target=lambda: taken.append(gpu.sender.withdraw([1])))
+    thread.start()
+    thread.join(0.05)
+    assert not taken
+    goes_on.set()
+    thread.join(WAIT_S)
+    assert (taken, gpu.failed) == ([[]], [])
+
+
 def test_an_id_may_be_used_again_while_the_thread_waits_for_the_old_one(gpu: Gpu) -> None:
     old = gpu.submit(1)
     assert old.waited_for.wait(WAIT_S)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
+import mmap
 import os
 
 import numpy as np
@@ -23,6 +25,31 @@ def test_memory_is_zeroed_shared_and_cannot_be_resized() -> None:
         for size in (9_999, 10_001):
             with pytest.raises(PermissionError):
                 os.ftruncate(memory.fd, size)
+
+
+def test_memory_is_sealed_against_more_seals_too() -> None:
+    """One against writing would keep the daemon from mapping it for loads."""
+    with SharedMemory(4096) as memory:
+        assert fcntl.fcntl(memory.fd, fcntl.F_GET_SEALS) == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_memory_is_resident_from_the_start_in_huge_pages_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, old_kernel: bool
+) -> None:
+    advised: list[int] = []
+
+    class Mapping(mmap.mmap):
+        def madvise(self, option: int, *_: int) -> None:
+            advised.append(option)
+            if old_kernel:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            super().madvise(option)
+
+    monkeypatch.setattr(memory_module.mmap, "mmap", Mapping)
+    with SharedMemory(50 * 4096 + 1) as memory:
+        assert os.fstat(memory.fd).st_blocks * 512 >= 51 * 4096
+    assert advised == [mmap.MADV_HUGEPAGE, memory_module.MADV_POPULATE_WRITE]
 
 
 def test_closing_memory_with_arrays_on_it_is_safe_and_repeatable() -> None:

@@ -17,6 +17,7 @@ from kvoffd_client import (
     SchedulerClient,
     SharedMemory,
     WorkerClient,
+    scheduler_client,
 )
 from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_client.session import BACKOFF_ABSENT_S, BACKOFF_MIN_S, MAX_PENDING_REQUESTS, Phase, Session
@@ -214,6 +215,19 @@ def test_pauses_after_connections_that_failed_grow_longer_and_absences_between_t
         now = scheduler.wake_at()
 
 
+def test_after_a_refusal_the_pause_is_the_longest_and_no_two_clients_are_in_step(
+    scheduler: SchedulerClient, link: PaperLink
+) -> None:
+    now, pauses = 0.0, []
+    for _ in range(5):
+        scheduler.tick(now)
+        scheduler.on_lifeline_message(lifeline.Refused(ErrorCode.TOO_MANY, "Full."), now)
+        pauses.append(scheduler.wake_at() - now)
+        now = scheduler.wake_at()
+    assert all(OPTIONS.backoff_max_s / 2 <= pause <= OPTIONS.backoff_max_s for pause in pauses)
+    assert len(set(pauses)) == len(pauses)
+
+
 def test_a_handshake_that_does_not_go_on_is_given_up(scheduler: SchedulerClient, link: PaperLink) -> None:
     scheduler.tick(0.0)
     assert link.is_open
@@ -335,6 +349,38 @@ def test_a_lookup_released_before_its_answer_holds_nothing_even_if_the_release_d
     release = link.last(m.Release)
     assert release.lease_ids == [future.lease_id]
     assert not scheduler._leases
+
+
+def test_a_release_goes_out_behind_its_lookup(scheduler: SchedulerClient, link: PaperLink) -> None:
+    """The daemon takes requests in their order, so the lease is there when it is to end."""
+    connect(scheduler, link, 0.0)
+    scheduler.release(look_up(scheduler, link, 0.0).lease_id)
+    assert [type(message) for message in link.sent[-2:]] == [m.Lookup, m.Release]
+
+
+def test_a_lookup_is_done_after_all_that_is_read_of_it(
+    scheduler: SchedulerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its readers hold no lock."""
+    seen: list[tuple[object, ...]] = []
+
+    class Watched(Lookup):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "done":
+                seen.append((self.states, self.pinned, self.failed, self.alive, self.answered_at))
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(scheduler_client, "Lookup", Watched)
+    connect(scheduler, link, 0.0)
+    for released in (False, True):
+        found = look_up(scheduler, link, 0.0)
+        if released:
+            scheduler.release(found.lease_id)
+        answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
+    look_up(scheduler, link, 0.0)
+    answer_lookup(scheduler, link, 0.1, [], 0)
+    ready = [b"\2\2"]
+    assert seen == [(ready, 2, False, True, 0.1), (ready, 0, False, False, 0.1), ([], 0, True, False, 0.0)]
 
 
 @pytest.mark.parametrize("states", [[], [b"\2"], [b"\2\2", b"\2"], [b"\2\2\2"]])
@@ -463,6 +509,22 @@ def test_an_old_job_is_asked_after_again_and_again(worker: WorkerClient, link: P
     assert list(worker._jobs) == [1]
 
 
+def test_each_job_is_asked_after_when_it_is_old_even_where_the_question_did_not_go_out(
+    worker: WorkerClient, link: PaperLink
+) -> None:
+    connect(worker, link, 0.0)
+    submit(worker, link, 0.0, Job(1, TRANSFER))
+    submit(worker, link, 0.6, Job(2, TRANSFER))
+    publish(worker, completions(1, 1), 0.7)
+    worker.tick(JOB_PATIENCE_S)
+    assert link.count(m.Results) == 0
+    link.full = True
+    worker.tick(0.6 + JOB_PATIENCE_S)
+    link.full = False
+    worker.tick(0.6 + 2 * JOB_PATIENCE_S)
+    assert link.count(m.Results) == 1
+
+
 def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_question(
     worker: WorkerClient, link: PaperLink
 ) -> None:
@@ -514,6 +576,43 @@ def test_unregister_does_not_confirm_while_an_abandoned_store_may_still_run(
     worker.on_released(0.3)
     worker._unregister(outcome, 0.4, 1.0)
     assert outcome == [False, True]
+
+
+def test_a_fence_waits_cancels_waits_drops_the_session_and_then_waits_for_loads(
+    worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    connect(worker, link, 0.0)
+    submit(worker, link, 0.0, Job(1, TRANSFER), Job(2, TRANSFER, 2**32))
+    waits: list[tuple[float, int, bool]] = []
+
+    def wait(ready: Callable[[], bool], timeout_s: float) -> bool:
+        waits.append((timeout_s, link.count(m.Cancel), link.is_open))
+        if len(waits) == 5:
+            worker.on_released(30.0)
+        return ready()
+
+    monkeypatch.setattr(link, "wait", wait)
+    worker.fence([1, 2], 2.0)
+    assert waits == [(0.05, 0, True), (2.0, 1, True), *[(10.0, 1, False)] * 3]
+    assert link.last(m.Cancel).job_ids == [1, 2]
+    assert [result.job_id for result in worker._results] == [1, 2], "the store at once, the load with its memory"
+    assert sum("Still waiting for loads" in line for line in caplog.messages) == 2
+
+
+def test_a_fence_cancels_nothing_that_ends_by_itself(
+    worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect(worker, link, 0.0)
+    submit(worker, link, 0.0, Job(1, TRANSFER))
+
+    def wait(ready: Callable[[], bool], timeout_s: float) -> bool:
+        publish(worker, completions(1, 1), timeout_s)
+        return ready()
+
+    monkeypatch.setattr(link, "wait", wait)
+    worker.fence([1], 2.0)
+    assert link.count(m.Cancel) == 0
+    assert link.is_open
 
 
 def test_garbage_on_the_events_socket_is_asked_for_again(worker: WorkerClient, link: PaperLink) -> None:
