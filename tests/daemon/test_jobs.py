@@ -515,6 +515,18 @@ def engine_process(
         process.join()
 
 
+def test_a_store_whose_end_fails_inside_has_a_result(faulty: DaemonProcess, memory: SharedMemory) -> None:
+    with engine(faulty, bytes(32)) as (worker, _):
+        cache = worker.register(memory, namespace=bytes(32))
+        with faulty.fault("commit fails"):
+            stores = [store_of(number, keys(100 + number), [number]) for number in (1, 2)]
+            results = worker.step(cache, stores).results
+        assert [(results[number].ok, results[number].error) for number in (1, 2)] == [(False, "internal")] * 2
+        assert worker.store(cache, keys(103), [3]).ok
+        worker.unregister(cache)  # nothing touches its memory any more
+    wait_until(lambda: not books(faulty.directory).sessions)
+
+
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_an_engine_killed_in_mid_copy_leaves_nothing(faulty: DaemonProcess, direction: str) -> None:
     """No pin, no job, no mapping, and no block of a store that was not complete."""

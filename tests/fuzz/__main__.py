@@ -20,7 +20,6 @@ from typing import NamedTuple
 from tests.fuzz.corpus import seeds
 from tests.fuzz.decoders import DECODERS
 
-TARGETS = (*DECODERS, "service")
 WORK = Path(".fuzz")
 MAX_INPUT_BYTES = 4096
 MAX_MEMORY_MIB = 2048
@@ -71,18 +70,18 @@ def fuzz(target: str, seconds: int, inputs: int) -> Outcome:
 def main() -> int:
     """Run the command line. Returns 0 when every promise held."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all by default")
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(DECODERS)}; all by default")
     parser.add_argument("--seconds", type=int, default=30, help="for each target [30]")
     parser.add_argument("--inputs", type=int, default=0, help="for each target; 0 for as many as the time allows [0]")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at a time [one a core]")
     options = parser.parse_args()
-    if unknown := set(options.targets) - set(TARGETS):
-        parser.error(f"{', '.join(sorted(unknown))}: unknown; there are {', '.join(TARGETS)}")
+    if unknown := set(options.targets) - set(DECODERS):
+        parser.error(f"{', '.join(sorted(unknown))}: unknown; there are {', '.join(DECODERS)}")
     if importlib.util.find_spec("atheris") is None:
         parser.error("atheris is not installed; `make fuzz` does that.")
     outcomes: list[Outcome] = []
     with ThreadPoolExecutor(options.processes) as pool:
-        wanted = options.targets or TARGETS
+        wanted = options.targets or DECODERS
         for outcome in pool.map(lambda target: fuzz(target, options.seconds, options.inputs), wanted):
             outcomes.append(outcome)
             rate = outcome.inputs / outcome.seconds

@@ -12,9 +12,8 @@ import atheris
 
 with atheris.instrument_imports(include=["kvoffd", "kvoffd_client", "kvoffd_proto", "tests.fuzz", "tomllib"]):
     from tests.fuzz.decoders import DECODERS
-    from tests.fuzz.service import service
 
 if __name__ == "__main__":
     name = sys.argv.pop(1)
-    atheris.Setup(sys.argv, {**DECODERS, "service": service}[name])
+    atheris.Setup(sys.argv, DECODERS[name])
     atheris.Fuzz()

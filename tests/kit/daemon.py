@@ -165,7 +165,10 @@ class DaemonProcess(Starting):
 
     @contextmanager
     def fault(self, words: str) -> Iterator[None]:
-        """Every copy that starts within fails, lies or is slow: ``load fails``, ``load lies``, ``store slow 0.5``."""
+        """Every copy that starts within fails, lies or is slow: ``load fails``, ``load lies``, ``store slow 0.5``.
+
+        ``commit fails``: a store that has copied everything meets a bug of the daemon.
+        """
         assert "faults" in self._launch, "a daemon whose copies obey is made with faults=True"
         self._fault_file.write_text(words)
         try:

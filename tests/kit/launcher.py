@@ -53,6 +53,20 @@ def copies_with_faults(file: Path) -> None:
     HostEngine.__init__.__defaults__ = (time.monotonic, 1, run)  # type: ignore[attr-defined]
 
 
+def commits_with_faults(file: Path) -> None:
+    """Have the end of every store raise while ``file`` says ``commit fails``."""
+    from kvoffd.cache.cache import Cache
+
+    commit = Cache.commit_store
+
+    def commit_store(*given: Any) -> int:
+        if file.exists() and file.read_text() == "commit fails":
+            raise AssertionError("a deliberate bug")
+        return commit(*given)
+
+    Cache.commit_store = commit_store  # type: ignore[method-assign]
+
+
 def die_slowly(library: str) -> None:
     """At SIGUSR1 do what the kernel does with a killed process, and take time between the steps.
 
@@ -99,6 +113,7 @@ def release_slowly(seconds: float) -> None:
 def main(options: dict[str, Any]) -> None:
     if file := options.get("faults"):
         copies_with_faults(Path(file))
+        commits_with_faults(Path(file))
     if library := options.get("dies_slowly"):
         die_slowly(library)
     if seconds := options.get("releases_slowly"):

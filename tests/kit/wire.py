@@ -374,7 +374,7 @@ class WireClient(Closing):
         return bool(self._jobs.poll(timeout_s * 1000)) and self._receive().request_id == request.request_id
 
     def hello(self, role: str, *, version: int = VERSION, name: str = "test", software: str = "wire") -> Welcome:
-        answer = self._ask(m.Hello, version, role, name, software)
+        answer = self.ask(m.Hello, version, role, name, software)
         self.welcome = Welcome(
             answer.daemon_version,
             frozenset(answer.capabilities),
@@ -387,11 +387,11 @@ class WireClient(Closing):
 
     def health(self) -> str:
         """``ok``, ``degraded`` or ``down``: a round trip through the loop that serves engines."""
-        return str(self._ask(a.Health).level)
+        return str(self.ask(a.Health).level)
 
     def stats(self) -> None:
         """Ask for the statistics and drop them: a request that every session may send. See ``books``."""
-        self._ask(s.Stats)
+        self.ask(s.Stats)
 
     def open_namespace(
         self,
@@ -404,7 +404,7 @@ class WireClient(Closing):
     ) -> bool:
         """Open a namespace of keys of 32 bytes. False where it was open already."""
         specs = [m.GroupSpec("full", 16)] * groups
-        answer = self._ask(m.OpenNamespace, namespace, label, world_size, 32, specs, description)
+        answer = self.ask(m.OpenNamespace, namespace, label, world_size, 32, specs, description)
         return bool(answer.created)
 
     def register(
@@ -440,7 +440,7 @@ class WireClient(Closing):
             CudaIpcHandle(bytes(64), PAGE_BYTES, bytes(16)) if isinstance(one, str) else MemfdHandle(*one)
             for one in segments
         ]
-        self._ask(
+        self.ask(
             m.Register,
             namespace,
             registration,
@@ -454,7 +454,7 @@ class WireClient(Closing):
 
     def unregister(self, registration: bytes) -> None:
         """End a registration: afterwards the daemon does not touch its memory."""
-        self._ask(m.Unregister, registration)
+        self.ask(m.Unregister, registration)
 
     # --- a scheduler's ---------------------------------------------------------------------------
 
@@ -472,20 +472,20 @@ class WireClient(Closing):
     ) -> Found:
         """Look keys up under the lease of this number, or of this id where it is larger than a small number."""
         asked = [m.GroupKeys(group, b"".join(keys))]
-        answer = self._ask(m.Lookup, namespace, self._lease_id(lease), asked)
+        answer = self.ask(m.Lookup, namespace, self._lease_id(lease), asked)
         return Found("".join(STATES[one] for one in b"".join(answer.states)), answer.pinned, answer.ttl_ms / 1000)
 
     def release(self, *leases: int) -> int:
         """End leases; how many there were."""
-        return int(self._ask(m.Release, [self._lease_id(lease) for lease in leases]).count)
+        return int(self.ask(m.Release, [self._lease_id(lease) for lease in leases]).count)
 
     def invalidate(self, keys: Sequence[bytes], namespace: bytes = NAMESPACE, *, group: int = 0) -> int:
         """Drop blocks; how many there were."""
-        return int(self._ask(m.Invalidate, namespace, [m.GroupKeys(group, b"".join(keys))]).count)
+        return int(self.ask(m.Invalidate, namespace, [m.GroupKeys(group, b"".join(keys))]).count)
 
     def reset(self, namespace: bytes = NAMESPACE) -> int:
         """Drop every block of a namespace; how many there were."""
-        return int(self._ask(m.Reset, namespace).count)
+        return int(self.ask(m.Reset, namespace).count)
 
     def _lease_id(self, lease: int) -> int:
         return lease if lease >= 1 << 32 else self.lease(lease)
@@ -559,14 +559,14 @@ class WireClient(Closing):
 
     def cancel(self, *jobs: int, unsent: int = 0) -> Cancelled:
         """Cancel jobs, and say how many stores were dropped before they were sent."""
-        answer = self._ask(m.Cancel, list(jobs), unsent)
+        answer = self.ask(m.Cancel, list(jobs), unsent)
         return Cancelled(answer.cancelled, answer.running)
 
     # --- results ---------------------------------------------------------------------------------
 
     def unacknowledged(self, after: int = 0) -> Unacknowledged:
         """Ask for all batches with a higher number, which acknowledges the others: some may have been lost."""
-        answer = self._ask(m.Results, after)
+        answer = self.ask(m.Results, after)
         return Unacknowledged(list(map(_batch, answer.batches)), list(answer.unfinished))
 
     def acknowledge(self, number: int) -> int:
@@ -575,7 +575,7 @@ class WireClient(Closing):
 
     def _last_number(self, acknowledged: int = 0) -> int:
         """The number of the session's last batch."""
-        batches = self._ask(m.Results, acknowledged).batches
+        batches = self.ask(m.Results, acknowledged).batches
         self._seen = max(self._seen, acknowledged, *(batch.sequence for batch in batches))
         return self._seen
 
@@ -615,7 +615,7 @@ class WireClient(Closing):
 
     def clear(self, namespace: bytes | None = None) -> int:
         """Drop every block; how many there were."""
-        return int(self._ask(a.Clear, namespace).count)
+        return int(self.ask(a.Clear, namespace).count)
 
     # --- underneath -------------------------------------------------------------------------------
 
@@ -637,7 +637,7 @@ class WireClient(Closing):
         self._jobs.send(codec.encode(request))
         return request
 
-    def _ask(self, kind: type[m.AnyRequest], *fields: Any, **named: Any) -> Any:
+    def ask(self, kind: type[m.AnyRequest], *fields: Any, **named: Any) -> Any:
         """Send a request and return its reply. Raises Refused."""
         request = self._send(kind, *fields, **named)
         reply = self._reply()
@@ -1145,10 +1145,10 @@ class Books:
 def books(directory: Path) -> Books:
     """What the daemon says of itself now."""
     with WireClient(directory, "admin", name="books") as admin:
-        reply = admin._ask(s.Stats)
+        reply = admin.ask(s.Stats)
         said = reply.stats
-        listed = {one.namespace.hex(): one for one in admin._ask(a.Namespaces).namespaces}
-        clients = [_client(one) for one in admin._ask(a.Sessions).sessions if one.session_id != admin.session]
+        listed = {one.namespace.hex(): one for one in admin.ask(a.Namespaces).namespaces}
+        clients = [_client(one) for one in admin.ask(a.Sessions).sessions if one.session_id != admin.session]
         pool = said.pool
         process = Path("/proc", str(said.pid))
         status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())

@@ -9,7 +9,7 @@ from kvoffd_client import AdminClient
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
-from tests.kit.struct_wire import NAMESPACE, WireClient
+from tests.kit.wire import NAMESPACE, WireClient, refused
 
 
 def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
@@ -18,24 +18,24 @@ def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
 
     with (
         DaemonProcess("16MiB") as daemon,
-        WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler,
+        WireClient(daemon.directory, "scheduler") as scheduler,
         AdminClient(daemon.directory) as admin,
     ):
 
-        def tell(*reports: m.RequestReport, namespace: bytes = NAMESPACE) -> m.ReportRequests:
-            return m.ReportRequests(scheduler.next_id(), namespace, list(reports))
+        def tell(*reports: m.RequestReport, namespace: bytes = NAMESPACE) -> None:
+            scheduler.ask(m.ReportRequests, namespace, list(reports))
 
         scheduler.open_namespace()
-        scheduler.ask(tell(report("short"), report("new", b"k" * 32), report("told", b"k" * 32, reason="partial")))
+        tell(report("short"), report("new", b"k" * 32), report("told", b"k" * 32, reason="partial"))
         for wrong in (
-            tell(report("a", b"k" * 31)),
-            tell(report("a", b"k" * 64)),
-            tell(report("a"), report("a", b"k" * 32, group=7)),
-            tell(report("a" * 129)),
-            tell(report("a"), namespace=b"x" * 32),
-            tell(*[report("a")] * 257),
+            [report("a", b"k" * 31)],
+            [report("a", b"k" * 64)],
+            [report("a"), report("a", b"k" * 32, group=7)],
+            [report("a" * 129)],
+            [report("a")] * 257,
         ):
-            scheduler.refused(wrong)
+            refused(tell, *wrong)
+        refused(tell, report("a"), namespace=b"x" * 32)
         found = admin.ask(a.Requests).requests
         assert [(one.report.request, one.report.reason) for one in found] == [
             ("short", ""),
@@ -45,7 +45,7 @@ def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
         assert [one.report.request for one in admin.ask(a.Requests, "o").requests] == ["short", "told"]
         assert [one.report.request for one in admin.ask(a.Requests, "", 1).requests] == ["told"]
         for number in range(1200 // 200):
-            scheduler.ask(tell(*[report(f"{number}-{one}") for one in range(200)]))
+            tell(*[report(f"{number}-{one}") for one in range(200)])
         found = admin.ask(a.Requests).requests
         assert (len(found), found[0].report.request, found[-1].report.request) == (1000, "1-0", "5-199")
 

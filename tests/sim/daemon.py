@@ -10,7 +10,6 @@ from zlib import crc32
 
 import numpy as np
 
-from kvoffd.cache.tickets import PoolUsage
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
@@ -307,10 +306,13 @@ class SimDaemon:
             for_good()
             self._world.faults.counts["disk_kept"] += 1
 
-    def _holdings(self) -> tuple[PoolUsage, int, int]:
+    def _holdings(self) -> tuple[object, ...]:
         """What a refused request must leave as it is."""
         service = self.service
-        return service.cache.usage, len(service.cache.leases), service.jobs.unfinished
+        sessions = [
+            (one.id, set(one.segments), set(one.registrations), set(one.namespaces)) for one in service.sessions
+        ]
+        return service.cache.usage, len(service.cache.leases), service.jobs.unfinished, sessions
 
     def flush(self) -> None:
         """Send all pending publications, and then all replies."""
