@@ -403,7 +403,7 @@ class Cache:
         pool = [one for one, _ in found]
         states = pool
         if self.tiers is not None and [one for one in pool if one.count(READY) < len(one)]:
-            states = self.tiers.find(namespace, session, groups, pool, again)
+            states = self.tiers.find(namespace, session, lease_id, groups, pool, again)
         ready = [_NOTHING] * len(states)
         if [one for one in states if READY in one]:
             if lease is None:
@@ -541,9 +541,12 @@ class Cache:
     def release(self, session: int, lease_ids: Iterable[int], unused: MissReason | None = None) -> int:
         """End leases of a session; those that are not alive are no error. Returns how many ended.
 
-        ``unused``: why what they hold was not loaded, which makes it a miss.
+        ``unused``: why what they hold, or wait for, was not loaded, which makes it a miss.
         """
-        found = [self.leases.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
+        ids = dict.fromkeys(lease_ids)
+        if self.tiers is not None:
+            self.tiers.released(session, ids, unused)
+        found = [self.leases.get(lease_id) for lease_id in ids]
         leases = [lease for lease in found if lease is not None and lease.session == session]
         if unused is not None:
             for lease in leases:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -53,11 +53,15 @@ class TierHooks(Protocol):
         self,
         namespace: Namespace,
         session: int,
+        lease_id: int,
         groups: Sequence[tuple[int, bytes]],
         states: Sequence[bytes],
         again: bool,
     ) -> list[bytes]:
         """The states that a lookup answers with: PENDING or SHARED for FREE keys that come from a tier."""
+
+    def released(self, session: int, lease_ids: Iterable[int], unused: MissReason | None) -> None:
+        """A session ends leases, whose lookups may wait for blocks. ``unused``: as of ``Cache.release``."""
 
     def used(self, blocks: BlockIds) -> None:
         """A lookup found these blocks READY."""

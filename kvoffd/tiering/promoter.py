@@ -59,6 +59,8 @@ class Fill:
     """It is overdue and under way: the tier may still write into its slots."""
     askers: int = 0
     """Lookups that count it as found, or as a miss, once it is known whether it comes up."""
+    found: int = 0
+    """Lookups that counted it as found when it came up."""
 
 
 Coming = dict[int, dict[bytes, Fill]]
@@ -294,18 +296,33 @@ class Promoter:
             self._withdraw(fill)
             self._cache.note_misses(fill.namespace, fill.space.group, fill.key, miss)
 
+    def not_awaited(self, fill: Fill, why: MissReason) -> None:
+        """One of the lookups that count it waits no longer: the tier has it, and that is a miss."""
+        if fill.askers:
+            fill.askers -= 1
+            self._count_found(fill, 1)
+        elif fill.found:
+            fill.found -= 1
+        else:
+            return
+        fill.namespace.counters.misses[why] += 1
+
     def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
         """Count the key for those who asked for it, once: as found, or as a miss."""
-        counters, askers = fill.namespace.counters, fill.askers
-        fill.askers = 0
+        askers, fill.askers = fill.askers, 0
         if not askers:
             return
         if miss is not None:
-            counters.misses[miss] += askers
-        elif self.shared:
-            counters.found_shared += askers
+            fill.namespace.counters.misses[miss] += askers
         else:
-            counters.found_disk += askers
+            fill.found = askers
+            self._count_found(fill, askers)
+
+    def _count_found(self, fill: Fill, count: int) -> None:
+        if self.shared:
+            fill.namespace.counters.found_shared += count
+        else:
+            fill.namespace.counters.found_disk += count
 
     def _withdraw(self, fill: Fill) -> None:
         """Lookups do not wait for it any more."""

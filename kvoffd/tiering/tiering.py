@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -33,6 +33,8 @@ DUE_S = 10.0
 """Within which a lookup that was told of keys being asked for comes again, or never."""
 LOGGED_S = 600.0
 """An error of a tier is logged again after so long."""
+MOST_WAITING = 65_536
+"""Lookups of which it is known what they wait for, for ``DUE_S``."""
 MOST_LOGGED = 1024
 """Kinds of errors of tiers, each of every server, of which it is known when they were logged."""
 MOST_UNSHARED = 32_768
@@ -73,6 +75,18 @@ class _Lookup(NamedTuple):
     again: bool
     levels: Sequence[Level]
     """Those that are of use to it now, in the order in which they are asked."""
+    waits: _Waits
+
+
+class _Waits(NamedTuple):
+    """What the lookups under one lease wait for, since when."""
+
+    session: int
+    namespace: Namespace
+    since: float
+    fills: list[Fill]
+    asked: list[tuple[int, bytes]]
+    """By tag and key, what stores were asked for."""
 
 
 class _Range:
@@ -139,6 +153,8 @@ class Tiering:
         """By tag and key that is being asked for: lookups that were told so and have not counted it yet."""
         self._due: dict[tuple[int, bytes], tuple[Namespace, int, float]] = {}
         """The same of keys that were found, until they are asked for again, or nobody does: since when."""
+        self._waiting: dict[int, _Waits] = {}
+        """By lease."""
         self._evicted: list[tuple[Space, list[bytes]]] = []
         self.reports = Reports(self, events, clock)
 
@@ -181,6 +197,7 @@ class Tiering:
         self,
         namespace: Namespace,
         session: int,
+        lease_id: int,
         groups: Sequence[tuple[int, bytes]],
         states: Sequence[bytes],
         again: bool,
@@ -190,7 +207,8 @@ class Tiering:
             levels = [level for level in levels if not level.shared]
         if not levels or not groups or not self.space(namespace, groups[0][0]).lengths:
             return list(states)
-        lookup = _Lookup(namespace, session, again, levels)
+        waits = self._waiting.get(lease_id) or _Waits(session, namespace, self._clock(), [], [])
+        lookup = _Lookup(namespace, session, again, levels, waits)
         answer, most, asking = list(map(bytearray, states)), MOST_KEYS // len(groups), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             group, keys = groups[number]
@@ -203,6 +221,8 @@ class Tiering:
                 asking |= self._find_run(lookup, some)
             else:
                 self._find_window(lookup, some, wait=asking)
+        if waits.fills or waits.asked:
+            put_newest(self._waiting, lease_id, waits, MOST_WAITING)
         return list(map(bytes, answer))
 
     def _find_run(self, lookup: _Lookup, some: _Range) -> bool:
@@ -253,8 +273,10 @@ class Tiering:
             some.states[at] = SHARED
         if some.asked:
             self._answers_due = self._clock() + ANSWER_S
+            names = [(some.space.tag, some.keys[at]) for at in some.asked]
+            lookup.waits.asked.extend(names)
             if not lookup.again:
-                self._uncounted.update([(some.space.tag, some.keys[at]) for at in some.asked])
+                self._uncounted.update(names)
 
     def _request(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> None:
         """Request keys that are there or come, up to the first that cannot come up, and mark them."""
@@ -270,6 +292,7 @@ class Tiering:
                 if fill is None:
                     return
             fill.askers += asker
+            lookup.waits.fills.append(fill)
             if self._due:
                 fill.askers += self._take_due(some.space, key)
             some.states[at] = SHARED if fill.promoter.shared else PENDING
@@ -287,6 +310,30 @@ class Tiering:
                 some.there[at][0].promoter.failures[SLOWER] += 1
                 namespace.counters.misses[MissReason.SKIPPED] += self._take_due(some.space, some.keys[at])
         return slower
+
+    def released(self, session: int, lease_ids: Iterable[int], unused: MissReason | None) -> None:
+        for lease_id in lease_ids:
+            if (waits := self._waiting.get(lease_id)) is None or waits.session != session:
+                continue
+            del self._waiting[lease_id]
+            if unused is None:
+                continue
+            for fill in waits.fills:
+                fill.promoter.not_awaited(fill, unused)
+            for name in waits.asked:
+                self._not_awaited(waits.namespace, name, unused)
+
+    def _not_awaited(self, namespace: Namespace, name: tuple[int, bytes], unused: MissReason) -> None:
+        """One of the lookups that count a key for which stores were asked waits no longer."""
+        if count := self._uncounted.get(name, 0):
+            self._uncounted[name] = count - 1
+            namespace.counters.misses[MissReason.TIER_LATE] += 1
+        elif (due := self._due.get(name)) is not None and due[1]:
+            self._due[name] = namespace, due[1] - 1, due[2]
+            namespace.counters.found_shared += 1
+            namespace.counters.misses[unused] += 1
+        elif (fill := self._coming.get(name[0], {}).get(name[1])) is not None:
+            fill.promoter.not_awaited(fill, unused)
 
     def used(self, blocks: BlockIds) -> None:
         for group, alike in self._cache.by_group(blocks):
@@ -390,6 +437,8 @@ class Tiering:
     def _settle_due(self) -> None:
         """Count what was found and nobody asked for again: a key before it was not there, or the request went away."""
         late = self._clock() - DUE_S
+        for lease_id in [one for one, _ in takewhile(lambda item: item[1].since <= late, self._waiting.items())]:
+            del self._waiting[lease_id]
         for name in [name for name, _ in takewhile(lambda item: item[1][2] <= late, self._due.items())]:
             namespace, count, _ = self._due.pop(name)
             namespace.counters.found_shared += count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvoffd_client import AdminClient, NamespaceSpec
 from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.messages import GroupKeys, GroupSpec
+from kvoffd_proto.messages import PENDING, GroupKeys, GroupSpec
 from kvoffd_proto.stats import DaemonStats
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
@@ -65,6 +66,17 @@ class Load:
         self.found += len(wanted)
         self.loaded += loaded
 
+    def give_up(self, wanted: list[bytes]) -> None:
+        """Look up keys that only a tier has, and release at once: they come up before or after that."""
+        ticket = self.engine.scheduler.lookup([GroupKeys(0, b"".join(wanted))])
+        assert ticket.wait(10)
+        assert set(ticket.states[0]) == {PENDING}
+        self.engine.scheduler.release(ticket.lease_id, "late")
+        self.lookups += 1
+        self.asked += len(wanted)
+        self.found += len(wanted)
+        self.misses["late"] += len(wanted)
+
     def check(self, shown: dict[str, Any]) -> None:
         """Hold what is shown of the namespace against what was done."""
         misses, found = shown["misses"], sum(shown["found_keys"].values())
@@ -97,12 +109,71 @@ def scripted(load: Load) -> None:
     load.look_up(keys(0, 6), 0, "evicted")
 
 
+def from_disk(load: Load, daemon: DaemonProcess) -> None:
+    """What comes up when its request was given up."""
+    engine = load.engine
+    assert engine.store(keys(0, 8), range(8)).ok
+    with AdminClient(daemon.directory) as admin:
+        wait_until(lambda: admin.stats().disks[0].blocks >= 8)
+        for first in range(100, 100 + POOL_BLOCKS, 8):
+            assert engine.store(keys(first, 8), range(8)).ok
+        load.give_up(keys(0, 8))
+        wait_until(lambda: admin.stats().tiers.promoted_blocks == 8)
+
+
 def partial(load: Load) -> None:
     """Of two ranks one has stored."""
     load.engine.workers[0].store(10**6, [GroupTransfer.of(keys(0, 2), [0, 1])])
     wait_until(lambda: load.engine.workers[0].take_results())
     load.look_up(keys(0, 3), 0, "partial")
     load.misses.update({"partial": -1, "unknown": 1})  # of the three keys one was never stored
+
+
+def check_views(daemon: DaemonProcess, port: int, loads: dict[str, Load]) -> dict[str, Any]:
+    """Hold all that shows statistics against what was done; returns what is shown of the namespaces, by model."""
+    printed = json.loads(run_cli("stats", "--json", "--directory", str(daemon.directory)).stdout)
+    served, page = (
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10).read()
+        for path in ("stats.json", "metrics")
+    )
+    with AdminClient(daemon.directory) as admin:
+        asked = json.loads(msgspec.json.encode(admin.stats()))
+    samples = [
+        (sample.name.removeprefix("kvoffd_namespace_"), sample.labels, sample.value)
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+        if sample.name.startswith("kvoffd_namespace_")
+    ]
+    for stats in (printed, json.loads(served), asked):
+        spaces = {space["model"]: space for space in stats["namespaces"]}
+        for label, load in loads.items():
+            load.check(spaces[label])
+        total = stats["since_start"]
+        for name in OF_NAMESPACE:
+            assert total[name] == sum(space[name] for space in spaces.values()), name
+        assert total == {**stats["last_minute"], "seconds": total["seconds"]}
+        assert stats["lifetime"]["loaded_tokens"] == total["loaded_tokens"]
+        # Each number on /metrics is the one of its field.
+        for name, labels, value in samples:
+            assert labels["kv_namespace"] == spaces[labels["model"]]["id"]
+            field = spaces[labels["model"]].get(name.removesuffix("_total"))
+            key = labels.get("reason") or labels.get("source")
+            assert value == (field[key] if key else field), name
+        decoded = msgspec.json.decode(msgspec.json.encode(stats), type=DaemonStats)
+        assert decoded.since_start.asked_keys == total["asked_keys"]
+    return spaces
+
+
+def test_what_comes_up_after_its_request_was_given_up_is_late(tmp_path: Path) -> None:
+    port = free_port()
+    tier = {"disk": f"{tmp_path}=64MiB", "disk_write": "always"}
+    with DaemonProcess("4MiB", http_address=f"127.0.0.1:{port}", eviction_policy="lru", **tier) as daemon:
+        space = NamespaceSpec(b"\x03" * 32, MODEL, 1, 32, GROUPS)
+        with FakeEngine(daemon.directory, space) as engine:
+            load = Load(engine)
+            engine.scheduler.report(1000.0, 10_000.0, 0, 0)
+            from_disk(load, daemon)
+            check_views(daemon, port, {MODEL: load})
 
 
 def test_everything_that_shows_statistics_agrees_with_what_was_done() -> None:
@@ -115,37 +186,8 @@ def test_everything_that_shows_statistics_agrees_with_what_was_done() -> None:
             loads = {one.label: Load(first), two.label: Load(second)}
             scripted(loads[one.label])
             partial(loads[two.label])
-            printed = json.loads(run_cli("stats", "--json", "--directory", str(daemon.directory)).stdout)
-            served, page = (
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10).read()
-                for path in ("stats.json", "metrics")
-            )
-            with AdminClient(daemon.directory) as admin:
-                asked = json.loads(msgspec.json.encode(admin.stats()))
-        samples = [
-            (sample.name.removeprefix("kvoffd_namespace_"), sample.labels, sample.value)
-            for family in text_string_to_metric_families(page.decode())
-            for sample in family.samples
-            if sample.name.startswith("kvoffd_namespace_")
-        ]
-        for stats in (printed, json.loads(served), asked):
-            spaces = {space["model"]: space for space in stats["namespaces"]}
-            for label, load in loads.items():
-                load.check(spaces[label])
-            assert spaces[MODEL]["late_lookups"] == 2
-            total = stats["since_start"]
-            for name in OF_NAMESPACE:
-                assert total[name] == sum(space[name] for space in spaces.values()), name
-            assert total == {**stats["last_minute"], "seconds": total["seconds"]}
-            assert stats["lifetime"]["loaded_tokens"] == total["loaded_tokens"]
-            # Each number on /metrics is the one of its field.
-            for name, labels, value in samples:
-                assert labels["kv_namespace"] == spaces[labels["model"]]["id"]
-                field = spaces[labels["model"]].get(name.removesuffix("_total"))
-                key = labels.get("reason") or labels.get("source")
-                assert value == (field[key] if key else field), name
-            decoded = msgspec.json.decode(msgspec.json.encode(stats), type=DaemonStats)
-            assert decoded.since_start.asked_keys == total["asked_keys"]
+            spaces = check_views(daemon, port, loads)
+        assert spaces[MODEL]["late_lookups"] == 2
         evictions = spaces[MODEL]["evicted_blocks"] + spaces["two ranks"]["evicted_blocks"]
         stored = spaces[MODEL]["stored_blocks"]
         assert spaces[MODEL]["ready_blocks"] == stored - spaces[MODEL]["evicted_blocks"] - 2

@@ -117,6 +117,24 @@ def test_what_does_not_come_up_is_a_miss_for_each_that_asked(
     assert (space.counters.found_shared, +space.counters.misses, pending_keys(space)) == (0, {reason: 2}, 0)
 
 
+@pytest.mark.parametrize("given_up", ["before the answer", "before it is up", "when it is up"])
+def test_what_comes_after_a_request_was_given_up_is_late(rig: TieringHarness, shared: FakeTier, given_up: str) -> None:
+    space = rig.open()
+    give(rig, shared, space, 1)
+    steps = [lambda: rig.cache.release(999, [2], MissReason.LATE)]
+    progress = [shared.answer, lambda: rig.cache.lookup(space, 999, 2, [(0, keys_of(1))], again=True)]
+    progress += [rig.tiering.pump, shared.end_all]
+    before = {"before the answer": 0, "before it is up": 2, "when it is up": 4}[given_up]
+    rig.cache.lookup(space, 999, 1 if before else 2, [(0, keys_of(1))])
+    for step in progress[:before] + steps + progress[before:] + steps:
+        step()
+    if given_up == "before the answer":  # nobody knows whether the store has it
+        assert (space.counters.found_shared, +space.counters.misses) == (0, {MissReason.TIER_LATE: 1})
+    else:
+        assert (space.counters.found_shared, +space.counters.misses) == (1, {MissReason.LATE: 1})
+    assert pending_keys(space) == 0
+
+
 def test_what_a_lookup_asks_for_that_comes_again_is_not_counted(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.states(space, keys_of(1))
