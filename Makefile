@@ -83,8 +83,8 @@ lint: $(VENV)/.tools ## ruff and mypy; needs neither torch nor vLLM
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.tools ## measure lookups, copies and jobs, each beside a floor; BENCH_ARGS=--json
-	@tests/tools/bench.sh $(BIN) $(BENCH_ARGS)
+bench: $(VENV)/.tools ## measure lookups and copies, each beside a floor; BENCH_ARGS=--json
+	@$(BIN)/python -m tests.bench $(BENCH_ARGS)
 
 bench-overhead: $(VENV)/.engine ## measure what an engine feels of kvoffd: scheduler steps, tokens/s (10 minutes, quiet machine)
 	@$(BIN)/python -m tests.bench.overhead $(OVERHEAD_ARGS)
@@ -93,7 +93,7 @@ bench-peers: $(VENV)/.tools $(PEERS)/.built ## measure kvoffd beside LMCache, wh
 	@$(BIN)/python -m tests.bench.peers --lmcache-python $(PEERS)/bin/python $(PEERS_ARGS)
 
 bench-scale: $(VENV)/.tools ## measure memory, lookups, stores and restarts by the number of blocks (10 minutes, 10 GB, quiet machine)
-	@$(BIN)/python -m tests.bench.scale --plot scale.png $(SCALE_ARGS)
+	@$(BIN)/python -m tests.bench.scale $(SCALE_ARGS)
 
 gpu: ## measure and try what only an NVIDIA GPU can tell (10 minutes, no internet); GPU_ARGS="--part copy", or --double
 	@$(or $(PYTHON),$(error There is no Python 3.11 to 3.14 here)) tests/bench/gpu/carry.py run $(GPU_ARGS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.daemon.gpu_device import SWEEP
+from tests.bench.gpu.driver import SWEEP
 from tests.kit.cuda_files import assembler
 
 # The oldest driver assembles what it is given for the GPUs of its time.

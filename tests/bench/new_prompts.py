@@ -1,11 +1,7 @@
 """What prompts feel of kvoffd beside a connector that does nothing, on an idle machine and on a busy one.
 
-New ones, and one that the engine has in its own cache.
-
-    .venv/bin/python -m tests.bench.new_prompts [--rounds 10] [--prompts 15]
-
-It starts a daemon of its own. Busy means a
-busy loop of Python for each core, at normal priority.
+New prompts, and one that the engine has in its own cache. ``python -m tests.bench.new_prompts``, with the Python that
+has vLLM, starts a daemon of its own. Busy means a busy loop of Python for each core, at normal priority.
 """
 
 from __future__ import annotations
@@ -18,53 +14,94 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvoffd_client import AdminClient, KvoffdClientError
-from tests.bench.daemon.engine_bench import (
-    IDLE,
-    KVOFFD,
-    REST_S,
-    TURN_PAUSE_S,
-    Engine,
-    NewPrompts,
-    _connector,
-    _start,
-)
-from tests.bench.daemon.pool_bench import FIRST_TOKEN, LAST_TOKEN
+from kvoffd_client import AdminClient
+from kvoffd_client.testing import running_daemon
+from tests.bench.report_file import markdown_table, percentile
+from tests.kit.models import make_tiny_llama
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-SIZES = (64, 1024)
-CACHED_TOKENS = 4096
-LABEL = "new-prompts"
+IDLE, KVOFFD = "does nothing", "kvoffd"
+SIZES, CACHED_TOKENS = (64, 1024), 4096
+BLOCK_TOKENS = 32
+CACHE_BLOCKS = 4 * CACHED_TOKENS // BLOCK_TOKENS
+"""Of an engine's cache: few, so that all are in use soon."""
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+REST_S = 0.03
+"""Pause before a prompt: what the one before left to do is done by then."""
+TURN_PAUSE_S = 0.3
+"""Pause between the engines' turns: the threads of the one that ran spin for a while."""
+DEADLINE_S = 30.0
 
 
-@contextmanager
-def running_daemon() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvoffd-new-prompts-") as made:
-        command = [str(Path(sys.executable).with_name("kvoffd")), "serve", "--directory", made, "--pool-size", "512MiB"]
-        with subprocess.Popen([*command, "--http-address", ""], stderr=subprocess.DEVNULL) as daemon:
-            try:
-                yield Path(made)
-            finally:
-                daemon.terminate()
+class Engine:
+    """One vLLM, warm: what only its first requests pay for is paid. And a prompt that it has computed."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine = llm.llm_engine
+        self._serial = 0
+        self._known = _prompt(CACHED_TOKENS)
+        # Every block of the cache is written once: the first write to a page costs the kernel's time.
+        for _ in range(CACHE_BLOCKS * BLOCK_TOKENS // CACHED_TOKENS + 1):
+            self._first_token(_prompt(CACHED_TOKENS))
+
+    def new(self, tokens: int, prompts: int) -> list[float]:
+        """The seconds to the first token of new prompts, one after the other."""
+        return [self._first_token(_prompt(tokens)) for _ in range(prompts)]
+
+    def cached(self, prompts: int) -> list[float]:
+        """The same of the known prompt; new prompts may have taken its place in the cache before."""
+        return [self._first_token(self._known) for _ in range(prompts + 1)][1:]
+
+    def _first_token(self, prompt: list[int]) -> float:
+        from vllm import SamplingParams
+
+        time.sleep(REST_S)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+        self._serial += 1
+        name = str(self._serial)
+        began = time.perf_counter()
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        while not any(output.request_id == name for output in self._engine.step()):
+            assert time.perf_counter() < began + DEADLINE_S, "vLLM gives no token"
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
 
 
-def wait_ready(directory: Path, deadline_s: float = 30.0) -> None:
-    until = time.monotonic() + deadline_s
-    while True:
-        try:
-            with AdminClient(directory) as admin:
-                admin.health()
-                return
-        except KvoffdClientError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.1)
+def _prompt(tokens: int) -> list[int]:
+    return random.choices(range(3, 1000), k=tokens)
+
+
+def start(model: Path, **connector: Any) -> Engine:
+    """Start a vLLM with this connector."""
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM
+
+    llm = LLM(
+        model=str(model),
+        dtype="float32",
+        block_size=BLOCK_TOKENS,
+        num_gpu_blocks_override=CACHE_BLOCKS,
+        max_model_len=CACHED_TOKENS + 1,
+        max_num_batched_tokens=CACHED_TOKENS + 1,
+        hf_overrides={"max_position_embeddings": CACHED_TOKENS + 1},
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        kv_transfer_config={"kv_role": "kv_both"} | connector,
+    )
+    return Engine(llm)
 
 
 @contextmanager
@@ -78,78 +115,47 @@ def busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-class PromptsOnceMore(Engine):
-    """An engine, and a prompt that it has computed."""
-
-    def __init__(self, llm: LLM, asked: NewPrompts) -> None:
-        super().__init__(llm, asked)
-        self._known = random.choices(range(FIRST_TOKEN, LAST_TOKEN + 1), k=CACHED_TOKENS)
-
-    def cached(self, prompts: int) -> list[float]:
-        """The seconds to the first token of that prompt; new prompts may have taken its place in the cache before."""
-        return [self._once_more() for _ in range(prompts + 1)][1:]
-
-    def _once_more(self) -> float:
-        time.sleep(REST_S)
-        began = time.perf_counter()
-        name = self._add(self._known, 1)
-        while not any(output.request_id == name for output in self._engine.step()):
-            pass
-        return time.perf_counter() - began
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.new_prompts", description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--state-seconds", type=float, default=120.0, help="begin no round of a state after that")
     parser.add_argument("--loops", type=int, default=os.cpu_count() or 1, help="that keep the machine busy")
     parser.add_argument("--prompts", type=int, default=15, help="in a turn, of each size")
     options = parser.parse_args()
-    asked = NewPrompts((*SIZES, CACHED_TOKENS))
-    found: dict[tuple[str, str, str], list[float]] = {}
-    print(f"load average {os.getloadavg()[0]:.1f} before", flush=True)
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    before = os.getloadavg()[0]
     with ExitStack() as stack:
-        directory = stack.enter_context(running_daemon())
-        wait_ready(directory)
-        made = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines = [
-            (name, PromptsOnceMore(_start(_connector(name, directory, LABEL), LABEL, None, asked, made), asked))
-            for name in (IDLE, KVOFFD)
-        ]
-        for _, engine in engines:
-            stack.callback(engine._engine.engine_core.shutdown)
+        directory = stack.enter_context(running_daemon("512MiB"))
+        model = make_tiny_llama(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tiny")
+        with redirect_stdout(sys.stderr):
+            engines = {
+                IDLE: start(model, kv_connector="IdleConnector", kv_connector_module_path="tests.bench.idle_connector"),
+                KVOFFD: start(
+                    model, kv_connector="KvoffdConnector", kv_connector_extra_config={"directory": str(directory)}
+                ),
+            }
+        for engine in engines.values():
+            stack.callback(engine.close)
         for state in ("idle", "busy"):
-            with busy_loops(options.loops) if state == "busy" else ExitStack():
-                until = time.monotonic() + options.state_seconds
+            with busy_loops(options.loops if state == "busy" else 0):
                 for _ in range(options.rounds):
-                    if time.monotonic() > until:
-                        break
-                    for name, engine in random.sample(engines, len(engines)):
+                    # In another order each time, so that what grows or fades meets both alike.
+                    for name, engine in random.sample(list(engines.items()), len(engines)):
                         time.sleep(TURN_PAUSE_S)
-                        times = {
-                            f"{tokens:,}": engine.first_tokens((tokens, False), options.prompts) for tokens in SIZES
-                        }
+                        times = {f"{tokens:,}": engine.new(tokens, options.prompts) for tokens in SIZES}
                         times[f"{CACHED_TOKENS:,} in its cache"] = engine.cached(options.prompts)
                         for kind, seconds in times.items():
-                            found.setdefault((name, kind, state), []).extend(seconds)
+                            found.setdefault((kind, state), {IDLE: [], KVOFFD: []})[name] += seconds
         with AdminClient(directory) as admin:
-            for namespace in admin.stats().namespaces:
-                late = getattr(namespace, "late_lookups", "not counted")
-                rate = namespace.prefill_tokens_per_second
-                print(f"lookups {namespace.lookups}, late {late}, prefill rate {rate:.0f} tokens/s")
-            print("health:", [cause.reason for cause in admin.health().causes] or "ok")
-    print("ms to the first token, does nothing / kvoffd")
-    for kind in dict.fromkeys(kind for _, kind, _ in found):
-        for state in ("idle", "busy"):
-            both = [found[name, kind, state] for name in (IDLE, KVOFFD)]
-            cells = [
-                " / ".join(f"{1e3 * percentile(values, share):.2f}" for values in both) for share in (0.5, 0.9, 0.99)
-            ]
-            print(f"| {kind} tokens, {state} | {' | '.join(cells)} | {len(both[1])} prompts", flush=True)
+            (namespace,) = admin.stats().namespaces
+    print(f"Load average before: {before:.1f}. Lookups: {namespace.lookups}, late: {namespace.late_lookups}.\n")
+    rows = [["ms to the first token, does nothing / kvoffd", "p50", "p90", "p99", "prompts"]]
+    for (kind, state), sides in found.items():
+        cells = [
+            " / ".join(f"{1e3 * percentile(seconds, share):.2f}" for seconds in sides.values())
+            for share in (0.5, 0.9, 0.99)
+        ]
+        rows.append([f"{kind} tokens, {state}", *cells, str(len(sides[KVOFFD]))])
+    print(markdown_table(rows))
 
 
 if __name__ == "__main__":

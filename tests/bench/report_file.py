@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
+import os
+import platform
 import subprocess
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
-
-from msgspec.structs import asdict
-
-from tests.bench.daemon.results import machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,22 @@ def run_facts(command: str, **more: object) -> dict[str, object]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit() or "unknown",
         "command": command,
-        "machine": asdict(machine()) | more,
+        "machine": machine() | more,
+    }
+
+
+def machine() -> dict[str, object]:
+    """Return facts about this machine that make results comparable."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {
+        "cpu": next(names, platform.machine()),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "pyzmq": version("pyzmq"),
+        "kvoffd": version("kvoffd"),
     }
 
 
@@ -75,3 +90,9 @@ def number(value: float) -> str:
         return f"{value:,.0f}"
     digits = 1 if value >= 10 else 2 if value >= 1 else 3
     return f"{value:.{digits}f}"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest of ``values`` (at least one) that the share ``share`` (0 to 1) of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

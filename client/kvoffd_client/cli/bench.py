@@ -143,7 +143,7 @@ def _engine(directory: Path, bench: str, layers: int, blocks: int, page_bytes: i
 
 def _lookups(directory: Path) -> Iterator[Result]:
     stored, step = [os.urandom(KEY_BYTES) for _ in range(max(LOOKUP_KEYS))], 1_000
-    with _engine(directory, "lookup", 1, step, LOOKUP_PAGE_BYTES) as engine, _echo() as echo:
+    with _engine(directory, "lookup", 1, step, LOOKUP_PAGE_BYTES) as engine, echo_process() as echo:
         for at in range(0, len(stored), step):
             if not engine.store(stored[at : at + step], range(step), WAIT_S).ok:
                 raise CliError("The daemon did not store the bench's blocks; see its log.")
@@ -176,7 +176,7 @@ def _look_up(engine: FakeEngine, keys: bytes, expected: int) -> float:
 
 
 @contextmanager
-def _echo() -> Iterator[Callable[[int, int], float]]:
+def echo_process() -> Iterator[Callable[[int, int], float]]:
     """A process that answers; yields what sends so many bytes, waits for an answer of so many, and returns the time."""
     import zmq
 
@@ -212,7 +212,7 @@ def _copies(directory: Path, admin: AdminClient) -> Iterator[Result]:
         count = COPY_JOBS * keys_per_job
         nbytes = count * layers * piece_bytes
         print_status(f"measuring: pieces of {format_size(piece_bytes)}")
-        with _engine(directory, "copy", layers, count, piece_bytes) as engine, _memcpy(nbytes) as memcpy:
+        with _engine(directory, "copy", layers, count, piece_bytes) as engine, memcpy_of(nbytes) as memcpy:
             copies = _CopyJobs(engine, keys_per_job)
             for what, operation in (("stores", copies.store), ("loads", copies.load)):
                 rounds = _in_turns(operation, memcpy, 1)
@@ -259,7 +259,7 @@ class _CopyJobs:
 
 
 @contextmanager
-def _memcpy(nbytes: int) -> Iterator[Callable[[], float]]:
+def memcpy_of(nbytes: int) -> Iterator[Callable[[], float]]:
     """Yields what copies so many bytes between two memfds, and returns the seconds."""
     from kvoffd_client.memory import SharedMemory
 

@@ -36,7 +36,6 @@ def run_part(name: str, setup: Setup) -> dict[str, Any]:
         command = [sys.executable, "-m", "tests.bench.gpu", "--inside", name, "--to", str(answer)]
         command += ["--library", setup.library]
         command += ["--double"] if setup.double else []
-        command += ["--plot", str(setup.plot)] if setup.plot is not None else []
         with said.open("wb") as output:
             process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
             try:
@@ -80,10 +79,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="directory of the results [tests/bench/results]")
     parser.add_argument("--inside", choices=list(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--to", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--plot", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        inside(options.inside, Setup(options.library, options.double, options.plot), options.to)
+        inside(options.inside, Setup(options.library, options.double), options.to)
         return 0
     library = options.library
     if options.double and not library:
@@ -104,14 +102,12 @@ def measure(names: list[str], setup: Setup, out: Path) -> int:
     card = "double" if setup.double else str(look["found"]["card"] if look["outcome"] == "done" else "unknown")
     slug = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
     stem = f"gpu-{slug}-{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-    plot = out / f"{stem}.png"
     report = {"card": card, "double": setup.double, "date": facts["date"], "commit": facts["commit"], "parts": parts}
     for name in names:
-        with_plot = Setup(setup.library, setup.double, plot if name == "copy" else None)
-        parts[name] = look if name == "driver" else run_part(name, with_plot)
+        parts[name] = look if name == "driver" else run_part(name, setup)
         print(f"{name}: {parts[name]['outcome']} after {parts[name]['seconds']:.0f} s", flush=True)
         (out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
-        (out / f"{stem}.md").write_text(write_page(report, plot.name if plot.exists() else None) + "\n")
+        (out / f"{stem}.md").write_text(write_page(report) + "\n")
     print(f"{out / stem}.json and .md")
     return 0 if all(part["outcome"] == "done" for part in parts.values()) else 1
 

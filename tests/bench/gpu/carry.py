@@ -1,7 +1,7 @@
 """Takes ``make gpu`` to a machine without internet: what it needs is fetched and built here, and unpacked there.
 
 ``carry.py fetch [--python 3.12]`` puts wheels into .gpu: kvoffd's own, which has its library compiled, and those of its
-dependencies, pytest and matplotlib. ``carry.py run ARGUMENT...`` starts ``tests.bench.gpu`` with them, or with .venv
+dependencies and pytest. ``carry.py run ARGUMENT...`` starts ``tests.bench.gpu`` with them, or with .venv
 where that is there. Imports the standard library only.
 """
 
@@ -23,7 +23,7 @@ SITE = CARRIED / "site"
 VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
 LIBRARY = Path("kvoffd") / "libkvoffd.so"
 MOST_BYTES = 64 << 20
-TESTS_NEED = ("pytest", "pytest-timeout", "matplotlib")
+TESTS_NEED = ("pytest", "pytest-timeout")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 

@@ -30,7 +30,7 @@ if __name__ == "__main__":
     from kvoffd.cli import main
     from kvoffd.config import Limits
     from kvoffd_client.cuda_export import CudaError
-    from tests.bench.daemon.gpu_device import SWEEP, BenchDriver
+    from tests.bench.gpu.driver import SWEEP, BenchDriver
 
     threading.Thread(target=write_nowhere, args=(sys.argv[1],), daemon=True).start()
     sys.exit(main(sys.argv[2:], Limits(pin_linger_s=0)))

@@ -13,8 +13,8 @@ DOUBLE = (
 )
 
 
-def write_page(report: Mapping[str, Any], plot: str | None) -> str:
-    """Return the page of a report; ``plot`` is the name of the plot's file."""
+def write_page(report: Mapping[str, Any]) -> str:
+    """Return the page of a report."""
     lines = [f"# {report['card']}, {report['date']}", ""]
     if report["double"]:
         lines += [DOUBLE, ""]
@@ -22,8 +22,6 @@ def write_page(report: Mapping[str, Any], plot: str | None) -> str:
     for name, part in report["parts"].items():
         lines += [f"## {name}: {part['outcome']}, {part['seconds']:.0f} s", ""]
         found = part["found"]
-        if name == "copy" and plot is not None and part["outcome"] == "done":
-            lines += [f"![throughput against the size of a piece]({plot})", ""]
         if isinstance(found, dict) and "results" in found:
             lines += [_results_table(found["results"]), ""]
         elif isinstance(found, dict):
@@ -36,7 +34,7 @@ def write_page(report: Mapping[str, Any], plot: str | None) -> str:
 def _results_table(results: list[dict[str, Any]]) -> str:
     rows = [["case", "value", "floor", "of the floor", "daemon's CPU"]]
     for one in results:
-        cpu = f"{one['cpu_seconds']:.3f} s per {one['cpu_per']}" if one.get("cpu_seconds") is not None else ""
+        cpu = f"{one['cpu_s_per_gb']:.3f} s per GB" if "cpu_s_per_gb" in one else ""
         value, floor = f"{one['value']:.2f} {one['unit']}", f"{one['floor']:.2f}"
         rows.append([one["case"], value, floor, f"{one['ratio']:.0%}", cpu])
     return markdown_table(rows)

@@ -16,12 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvoffd.server.daemon import EXIT_GPU_LOST
@@ -30,10 +29,10 @@ from kvoffd.transfer.cuda.gpus import list_devices
 from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
 from kvoffd_proto import cuda
 from kvoffd_proto.messages import GroupKeys
-from tests.bench.daemon.copy_bench import bench_copy_gpu
-from tests.bench.daemon.gpu_device import BenchDriver
-from tests.bench.daemon.results import BenchFailed, Report, check_plot, draw_plot, machine
+from tests.bench.gpu.copies import STREAM_JOBS, Row, measure_beside_compute, measure_copies
+from tests.bench.gpu.driver import BenchDriver
 from tests.bench.gpu.steps import Steps
+from tests.bench.report_file import machine
 from tests.kit.cuda_calls import copy_batch
 from tests.kit.daemon import DaemonProcess
 from tests.kit.exporter import Exporter
@@ -69,12 +68,10 @@ class Setup:
     Attributes:
         library: path of the driver; "" for the system's.
         double: whether it is the tests' double, on which nothing takes as long as on a GPU, and sizes are small.
-        plot: the PNG that ``copy`` draws; None for none.
     """
 
     library: str
     double: bool
-    plot: Path | None = None
 
     def daemon(self, pool_bytes: int, **flags: str) -> DaemonProcess:
         """A daemon that uses CUDA while engines are there and no longer; to be started."""
@@ -121,7 +118,7 @@ def look_at_driver(setup: Setup) -> Found:
         "devices": [str(device) for device in devices],
         "card": devices[0].name,
         "release": _first_line("/proc/driver/nvidia/version"),
-        "machine": msgspec.to_builtins(machine()),
+        "machine": machine(),
         "os": platform.platform(),
         "uid": os.getuid(),
         "shmem_huge_pages": _first_line("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
@@ -379,32 +376,21 @@ def batches(setup: Setup) -> Found:
         return found
 
 
-def _bench(setup: Setup, sizes: list[int], rounds: int, *, compute: bool = False) -> Report:
-    pool_bytes, job_bytes = (256 * MIB, 4 * MIB) if setup.double else (3 * GIB, 128 * MIB)
-    slice_s = 0.1 if setup.double else 0.5
-    with setup.daemon(pool_bytes) as daemon:
-        return bench_copy_gpu(
-            daemon.directory, lambda what: print(what, file=sys.stderr), sizes, job_bytes, rounds, 0, compute, slice_s
-        )
+def copy(setup: Setup) -> dict[str, list[Row]]:
+    """Stores, loads and both at once, and one at a time, in pieces of 4 KiB to 2 MiB, each beside its floor."""
+    sizes, job_bytes = (
+        ([16 * KIB, 64 * KIB], 4 * MIB) if setup.double else ([4 * KIB << step for step in range(10)], 128 * MIB)
+    )
+    with setup.daemon(2 * job_bytes * STREAM_JOBS) as daemon:
+        return {"results": measure_copies(daemon.directory, sizes, job_bytes, 2 if setup.double else 5)}
 
 
-def copy(setup: Setup) -> Found:
-    """``bench copy`` with its floors at 4 KiB to 2 MiB: stores, loads, both at once; one at a time."""
-    sizes = [16 * KIB, 64 * KIB] if setup.double else [4 * KIB << step for step in range(10)]
-    report = _bench(setup, sizes, 2 if setup.double else 5)
-    if setup.plot is not None:
-        try:
-            check_plot(setup.plot)
-            draw_plot(report, setup.plot)
-        except BenchFailed as error:
-            print(error, file=sys.stderr)  # the figures are what counts
-    return msgspec.to_builtins(report.to_object()) | {"curves": [asdict(curve) for curve in report.curves]}
-
-
-def compute(setup: Setup) -> Found:
+def compute(setup: Setup) -> dict[str, list[Row]]:
     """A loop of kernels beside the copies, as an engine that decodes, and alone."""
-    sizes = [64 * KIB] if setup.double else [16 * KIB, 64 * KIB, MIB]
-    return msgspec.to_builtins(_bench(setup, sizes, 2 if setup.double else 3, compute=True).to_object())
+    sizes, job_bytes = ([64 * KIB], 4 * MIB) if setup.double else ([16 * KIB, 64 * KIB, MIB], 128 * MIB)
+    with setup.daemon(2 * job_bytes * STREAM_JOBS) as daemon:
+        slice_s = 0.1 if setup.double else 2.0
+        return {"results": measure_beside_compute(daemon.directory, sizes, job_bytes, slice_s)}
 
 
 def latency(setup: Setup) -> Found:
@@ -532,7 +518,7 @@ class _FaultingDaemon(DaemonProcess):
 class Part:
     """One part, and how long it may take: all together, with their ends, ten minutes."""
 
-    run: Callable[[Setup], Found]
+    run: Callable[[Setup], Mapping[str, object]]
     most_s: float
 
 

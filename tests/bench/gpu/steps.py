@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvoffd_client.session import Closing
-from tests.bench.daemon.gpu_device import compute_load
+from tests.bench.gpu.driver import compute_load
 
 END_S = 20.0
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 from vllm.v1.request import Request
 
 from kvoffd_client.session import Closing
+from kvoffd_client.testing import FakeEngine
 from kvoffd_client.vllm.connector_metadata import WorkerReport
-from tests.bench.daemon.synthetic_engine import SyntheticEngine
 from tests.bench.overhead.scheduler_harness import BLOCK_TOKENS, RequestRun, SchedulerHarness
 
 PAGE_BYTES = 8192
@@ -95,7 +94,7 @@ class StepsBench(Closing):
         # Room for everything, so that neither side evicts within a step. (The daemon evicts in its own process.)
         room = (rounds + 2) * blocks * PAGE_BYTES
         self._harnesses = {
-            IDLE: SchedulerHarness(model, "IdleConnector", blocks, module="tests.bench.daemon.idle_connector"),
+            IDLE: SchedulerHarness(model, "IdleConnector", blocks, module="tests.bench.idle_connector"),
             NATIVE: SchedulerHarness(model, "OffloadingConnector", blocks, extra_config={"cpu_bytes_to_use": room}),
             KVOFFD: SchedulerHarness(
                 model,
@@ -107,11 +106,9 @@ class StepsBench(Closing):
                 report=partial(WorkerReport, credit_bytes=CREDIT_BYTES),
             ),
         }
-        label = f"steps {blocks}"
-        self._workers = SyntheticEngine(directory, label, 1, blocks, PAGE_BYTES)
-        namespace = self._workers.namespace
+        self._workers = FakeEngine(directory, "steps", layers=1, blocks=blocks, page_bytes=PAGE_BYTES)
         manager = self._harnesses[KVOFFD].connector.connector_scheduler.manager
-        manager.namespace.join(namespace)  # there are no workers to report it
+        manager.namespace.join(self._workers.namespace)  # there are no workers to report it
         assert manager.namespace.client.wait_ready(10.0), "the connector did not reach the daemon"
 
     def measure(self, rounds: int, say: Say) -> Steps:
@@ -146,8 +143,7 @@ class StepsBench(Closing):
 
     def _store(self, request: Request) -> None:
         """Bring the prompt's blocks into the daemon, as the engine's workers would have done."""
-        keys: Sequence[bytes] = request.block_hashes
-        self._workers.store(b"".join(keys), np.arange(self._blocks, dtype=np.int32))
+        assert self._workers.store(request.block_hashes, range(self._blocks)).ok
 
     def close(self) -> None:
         self._workers.close()

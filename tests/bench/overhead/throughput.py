@@ -21,7 +21,7 @@ from tests.kit.engine import EngineProcess, wait_connected
 
 IDLE = {
     "kv_connector": "IdleConnector",
-    "kv_connector_module_path": "tests.bench.daemon.idle_connector",
+    "kv_connector_module_path": "tests.bench.idle_connector",
     "kv_role": "kv_both",
 }
 REST_S = 0.5

@@ -29,12 +29,12 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec, WorkerClient
-from kvoffd_client.memory import Registration
+from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.session import Closing
+from kvoffd_client.testing import KEY_BYTES
 from kvoffd_client.vllm.connector_metadata import KeyedSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_proto.messages import PageRef, TensorLayout
-from tests.bench.daemon.synthetic_engine import KEY_BYTES, host_memory
 from tests.bench.overhead.steps import KVOFFD, NATIVE, Say
 
 PAGE_BYTES = 4096
@@ -133,12 +133,12 @@ class KvoffdTurn(Closing):
     """kvoffd's worker."""
 
     def __init__(self, directory: Path, stores: int, layers: int) -> None:
-        self._memory = host_memory(stores * layers * PAGE_BYTES)
+        self._memory = SharedMemory(stores * layers * PAGE_BYTES, "worker-steps")
         namespace = NamespaceSpec.named(f"worker steps {layers}", layers=layers)
         registration = Registration(
             rank=0,
             blocks_per_key=1,
-            memories=(self._memory.registered,),
+            memories=(self._memory,),
             tensors=tuple(TensorLayout(0, layer * stores * PAGE_BYTES, PAGE_BYTES, stores) for layer in range(layers)),
             groups=(tuple(PageRef(layer, PAGE_BYTES) for layer in range(layers)),),
         )

@@ -13,9 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
+from kvoffd_client.cli.bench import echo_process, memcpy_of
 from tests.bench.cpu_time import OthersShare
-from tests.bench.daemon.echo import Echo, echo_request
-from tests.bench.daemon.host_device import Memcpy
 from tests.bench.peers.client import Client
 from tests.bench.peers.player import BLOCK_TOKENS, Copy, Geometry, Prompt
 from tests.bench.peers.servers import (
@@ -158,15 +157,14 @@ class Comparison:
         for client in (kvoffd, lmcache):
             client.open(LOOKUP)
             client.ask("fill", prompt=asdict(prompt))
-        request = echo_request(96 + 32 * prompt.keys, 64 + prompt.keys)
-        with Echo() as echo:
+        with echo_process() as echo:
             for hit in (False, True):
                 case = f"lookup of {prompt.tokens:,} tokens, {prompt.keys:,} keys, {'hit' if hit else 'miss'}"
                 self._say(case)
                 found = self._rounds(
                     partial(kvoffd.lookups, prompt, hit, self._effort.samples),
                     partial(lmcache.lookups, prompt, hit, self._effort.samples),
-                    partial(_echoes, echo, request, self._effort.samples),
+                    lambda: [echo(96 + 32 * prompt.keys, 64 + prompt.keys) for _ in range(self._effort.samples)],
                 )
                 ours, theirs, floors = ([1000 * median(seconds) for seconds in side] for side in found)
                 self.rows.append(Row(case, "ms", ours, theirs, floors))
@@ -180,11 +178,11 @@ class Comparison:
             client.ask("warm", order=list(range(1, 1 + blocks)), jobs=WARM_UP_JOBS)
         own_orders, other_orders = _orders(geometry.blocks, blocks), _orders(geometry.blocks, blocks)
         self._say(f"copies in pieces of {piece // KIB} KiB, {chunks}")
-        with Memcpy(JOB_BYTES) as memcpy:
+        with memcpy_of(JOB_BYTES) as memcpy:
             ours, theirs, floors = self._rounds(
                 lambda: kvoffd.copies(next(own_orders)),
                 lambda: lmcache.copies(next(other_orders)),
-                lambda: memcpy.speed(JOB_BYTES) / 1e9,
+                lambda: JOB_GB / memcpy(),
             )
         for index, what in enumerate(("store", "load")):
             case = f"{what} of {JOB_BYTES // MIB} MiB, pieces of {piece // KIB} KiB, {chunks}"
@@ -253,10 +251,6 @@ def _orders(blocks: int, count: int) -> Iterator[list[int]]:
     chooser = random.Random(1)
     while True:
         yield chooser.sample(range(1, blocks), count)
-
-
-def _echoes(echo: Echo, request: bytes, samples: int) -> list[float]:
-    return [echo.round_trip(request) for _ in range(samples)]
 
 
 def _flood(clients: Sequence[Client], prompt: Prompt) -> float:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import random
 import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import zmq
 
-from kvoffd_client import Lookup
+from kvoffd_client import ClientOptions, NamespaceSpec
+from kvoffd_client.testing import KEY_BYTES, FakeEngine
 from kvoffd_proto.messages import GroupKeys
-from tests.bench.daemon.synthetic_engine import WAIT_S, SyntheticEngine, host_memory, random_keys
 from tests.bench.peers.player import Copy, Geometry, Player, Prompt, play
+
+WAIT_S = 30.0
 
 
 class KvoffdPlayer(Player):
@@ -22,74 +25,68 @@ class KvoffdPlayer(Player):
     def __init__(self, directory: Path, server_pid: int) -> None:
         super().__init__(server_pid)
         self._directory = directory
-        self._engine: SyntheticEngine | None = None
-        self._filled = b""
+        self._engine: FakeEngine | None = None
+        self._filled: list[bytes] = []
 
     @property
-    def _open_engine(self) -> SyntheticEngine:
+    def _open_engine(self) -> FakeEngine:
         assert self._engine is not None, "open() comes first"
         return self._engine
 
     def open(self, geometry: Geometry) -> None:
         self.close()
-        self._geometry = geometry
-        layers, blocks, page_bytes = geometry.layers, geometry.blocks, geometry.page_bytes
-        memory = host_memory(layers * blocks * page_bytes)
-        self._view = memory.registered.view
-        label = f"peers {layers} x {page_bytes}"
-        self._engine = SyntheticEngine(self._directory, label, layers, blocks, page_bytes, memory)
+        shape = geometry.layers, geometry.blocks, geometry.page_bytes
+        process = os.getpid()
+        namespace = NamespaceSpec.named("peers", layers=shape[0], page_bytes=shape[2], process=process)
+        options = ClientOptions(request_timeout_s=WAIT_S)
+        self._engine = FakeEngine(self._directory, namespace, 1, *shape, options=options)
+        self._engine.fill(range(geometry.blocks), seed=0)
 
     def fill(self, prompt: Prompt) -> None:
-        self._filled = random_keys(prompt.keys)
-        self._copy("store", self._filled, np.arange(1, prompt.keys + 1, dtype=np.int32))
+        self._filled = _new_keys(prompt.keys)
+        self._store(self._filled, list(range(1, prompt.keys + 1)))
 
     def warm(self, order: list[int], jobs: int) -> None:
         for _ in range(jobs):
-            self._copy("store", random_keys(len(order)), np.array(order, dtype=np.int32))
-        self._open_engine.drop_blocks()
+            self._store(_new_keys(len(order)), order)
+        self._drop()
 
     def lookup(self, prompt: Prompt, hit: bool) -> float:
-        engine = self._open_engine
-        future, seconds = engine.lookup(self._filled if hit else random_keys(prompt.keys))
-        _check(future, prompt.keys if hit else 0)
-        engine.release_and_wait(future)
+        seconds = self._look_up(self._filled if hit else _new_keys(prompt.keys), prompt.keys if hit else 0)
+        self._open_engine.lookup(_new_keys(1))  # what is measured next finds the daemon idle
         return seconds
 
     def copies(self, order: list[int]) -> tuple[Copy, Copy]:
-        engine, keys = self._open_engine, random_keys(len(order))
-        stored = self.measured(lambda: self._copy("store", keys, np.array(order, dtype=np.int32)))
-        future, _ = engine.lookup(keys)
-        _check(future, len(order))
-        targets = np.array(order[::-1], dtype=np.int32)
-        loaded = self.measured(lambda: self._copy("load", keys, targets, future.lease_id))
-        engine.drop_blocks()
+        keys = _new_keys(len(order))
+        stored = self.measured(lambda: self._store(keys, order))
+        self._find(keys)
+        loaded = self.measured(lambda: self._load(keys, order[::-1]))
+        self._drop()
         return stored, loaded
 
     def verify(self, blocks: int) -> None:
-        engine, keys = self._open_engine, random_keys(blocks)
-        random = np.random.default_rng(2)
-        memory = self._view.reshape(self._geometry.layers, self._geometry.blocks, self._geometry.page_bytes)
-        memory[:] = random.integers(0, 256, memory.shape, np.uint8)
-        before = memory.copy()
-        ids = (1 + random.permutation(blocks)).astype(np.int32)
-        self._copy("store", keys, ids)
-        memory.fill(0)
-        future, _ = engine.lookup(keys)
-        self._copy("load", keys, ids[::-1].copy(), future.lease_id)
-        if not np.array_equal(memory[:, ids[::-1]], before[:, ids]):
+        engine, keys = self._open_engine, _new_keys(blocks)
+        ids = random.sample(range(1, blocks + 1), blocks)
+        engine.fill(ids, seed=2)
+        before = engine.checksums(ids)
+        self._store(keys, ids)
+        engine.fill(ids, seed=3)
+        self._find(keys)
+        self._load(keys, ids[::-1])
+        if engine.checksums(ids[::-1]) != before:
             raise AssertionError("What was loaded is not what was stored.")
-        engine.drop_blocks()
+        self._drop()
 
     def flood(self, prompt: Prompt, seconds: float, in_flight: int) -> int:
         scheduler = self._open_engine.scheduler
-        groups = (GroupKeys(group=0, keys=self._filled),)
+        groups = [GroupKeys(0, b"".join(self._filled))]
         futures = [scheduler.lookup(groups) for _ in range(in_flight)]
         answered = 0
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             for index, future in enumerate(futures):
                 future.wait(WAIT_S)
-                _check(future, prompt.keys)
+                _check(future.leading_ready(), prompt.keys)
                 scheduler.release(future.lease_id)
                 futures[index] = scheduler.lookup(groups)
                 answered += 1
@@ -99,25 +96,48 @@ class KvoffdPlayer(Player):
         return answered
 
     def facts(self) -> dict[str, str]:
-        return {"version": version("kvoffd"), "libzmq": zmq.zmq_version(), "numpy": np.__version__}
+        return {"version": version("kvoffd"), "libzmq": zmq.zmq_version()}
 
     def close(self) -> None:
         if self._engine is not None:
+            self._drop()
             self._engine.close()
             self._engine = None
 
-    def _copy(self, what: str, keys: bytes, block_ids: np.ndarray, lease_id: int = 0) -> None:
-        engine = self._open_engine
-        if what == "store":
-            engine.begin_store(keys, block_ids)
-        else:
-            engine.begin_load(lease_id, keys, block_ids)
-        engine.check(what, engine.wait_results(1), len(block_ids))
+    def _look_up(self, keys: list[bytes], ready: int) -> float:
+        """Seconds until the answer; its pins are released after."""
+        scheduler, groups = self._open_engine.scheduler, [GroupKeys(0, b"".join(keys))]
+        began = time.perf_counter()
+        future = scheduler.lookup(groups)
+        future.wait(WAIT_S)
+        seconds = time.perf_counter() - began
+        _check(future.leading_ready(), ready)
+        scheduler.release(future.lease_id)
+        return seconds
+
+    def _find(self, keys: list[bytes]) -> None:
+        """Look keys up for a load."""
+        _check(self._open_engine.lookup(keys, WAIT_S), len(keys))
+
+    def _store(self, keys: list[bytes], block_ids: list[int]) -> None:
+        result = self._open_engine.store(keys, block_ids, WAIT_S)
+        assert result.ok, result.error
+
+    def _load(self, keys: list[bytes], block_ids: list[int]) -> None:
+        result = self._open_engine.load(keys, block_ids, WAIT_S)
+        assert result.ok, result.error
+
+    def _drop(self) -> None:
+        assert self._open_engine.scheduler.reset(WAIT_S)
 
 
-def _check(future: Lookup, ready: int) -> None:
-    if not future.done or future.failed or future.leading_ready() != ready:
-        raise AssertionError(f"A lookup must find {ready} blocks and found {future.leading_ready()}.")
+def _new_keys(count: int) -> list[bytes]:
+    return [os.urandom(KEY_BYTES) for _ in range(count)]
+
+
+def _check(found: int, ready: int) -> None:
+    if found != ready:
+        raise AssertionError(f"A lookup must find {ready} blocks and found {found}.")
 
 
 if __name__ == "__main__":

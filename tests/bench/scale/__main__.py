@@ -12,13 +12,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from kvoffd.cache import DEFAULT_POLICY, POLICY_NAMES
-from tests.bench.daemon.results import check_plot, machine
 from tests.bench.report_file import ROOT, add_report_options, publish_report, run_facts
-from tests.bench.scale.page import draw, page
+from tests.bench.scale.page import page
 
 CASES = "10000x1,100000x1,1000000x1,5000000x1,10000x8,100000x8,1000000x8"
 PARTS = ("fill", "restart")
@@ -46,40 +44,20 @@ def measure(cases: Sequence[str], parts: Sequence[str], policy: str) -> dict[str
     return results
 
 
-def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """The results of two runs; of one case those of the later one."""
-    results: dict[str, Any] = {}
-    for part in PARTS:
-        by_case = {(one["shards"], one["blocks"]): one for one in [*before[part], *after[part]]}
-        results[part] = [by_case[case] for case in sorted(by_case)]
-    return results
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.scale", description=__doc__)
     parser.add_argument("--cases", default=CASES, help=f"BLOCKSxSHARDS, with commas (default {CASES})")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default all)")
     parser.add_argument("--policy", default=DEFAULT_POLICY, choices=POLICY_NAMES)
-    parser.add_argument("--plot", type=Path, help="write a PNG file too; needs matplotlib")
-    parser.add_argument("--add-to", type=Path, help="results of other cases, of an earlier run's --save FILE.json")
     add_report_options(parser)
     given = parser.parse_args(arguments)
-    if given.plot:
-        check_plot(given.plot)
     cases, parts = ([word for word in text.split(",") if word] for text in (given.cases, given.parts))
     found = measure(cases, parts, given.policy)
-    if given.add_to:
-        found = merged(json.loads(given.add_to.read_text()), found)
     facts = run_facts(
         f"python -m tests.bench.scale {' '.join(arguments)}".strip(),
         load_average=round(os.getloadavg()[0], 1),
     )
-    picture = (
-        f"![bytes, lookups, stores and restarts by the number of blocks]({given.plot.name})\n\n" if given.plot else ""
-    )
-    publish_report(given, TITLE, facts, found, picture + page(found))
-    if given.plot:
-        draw(found, given.plot, f"{TITLE}: kvoffd {facts['commit']}, {machine().cpu}, policy {given.policy}")
+    publish_report(given, TITLE, facts, found, page(found))
     return 0
 
 

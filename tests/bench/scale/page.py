@@ -1,15 +1,13 @@
-"""The page and the plot of what was measured, and whether anything grew faster than the logarithm."""
+"""The page of what was measured, and whether anything grew faster than the logarithm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvoffd.memory_estimate import SLOT_BYTES
-from tests.bench.daemon.results import percentile
-from tests.bench.report_file import markdown_table, number
+from tests.bench.report_file import markdown_table, number, percentile
 
 Result = dict[str, Any]
 """What ``fill.measure`` or ``restart.restart`` returned."""
@@ -163,39 +161,3 @@ def _restart_row(one: Result) -> list[str]:
 def _growth_row(one: Growth) -> list[str]:
     values = [number(value) for value in (one.least, one.most, one.factor, one.logarithm)]
     return [one.figure, str(one.shards), *values, "yes" if one.holds else "NO"]
-
-
-def draw(results: dict[str, Any], path: Path, title: str) -> None:
-    """Write each kind of figure against the number of blocks to a PNG file."""
-    from matplotlib.figure import Figure as Drawing
-
-    panels: Sequence[tuple[str, Sequence[Figure]]] = (
-        ("bytes of a block, without ghosts", FIGURES[:1]),
-        ("lookup of 1,000 keys until the answer, µs", FIGURES[1:3]),
-        ("store of 64 blocks into a full pool, µs", FIGURES[5:7]),
-        ("first hit after a restart, s", FIGURES[7:]),
-    )
-    drawing = Drawing(figsize=(11, 8), layout="constrained")
-    for axes, (name, figures) in zip(drawing.subplots(2, 2).flat, panels, strict=True):
-        for figure, marker, width in zip(figures, "os", (1.8, 0.9), strict=False):
-            for shards, colour in ((1, "#0072b2"), (8, "#d55e00")):
-                if points := curve(results, figure, shards):
-                    words = ("p99" if figure.rare else "p50") if len(figures) > 1 else ""
-                    label = f"{shards} shard{'s' * (shards > 1)} {words}".strip()
-                    axes.plot(*zip(*points, strict=True), marker=marker, color=colour, linewidth=width, label=label)
-                    if figure is figures[0]:
-                        few, least = points[0]
-                        log = [(many, least * math.log(many) / math.log(few)) for many, _ in points]
-                        axes.plot(*zip(*log, strict=True), color=colour, linestyle=":", linewidth=1)
-        axes.plot([], [], color="0.35", linestyle=":", label="the logarithm")
-        axes.set_xscale("log")
-        if len(figures) > 1:
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
-        axes.set_xlabel("blocks")
-        axes.set_title(name, fontsize=10)
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
-    drawing.suptitle(title, fontsize=10)
-    drawing.savefig(path, dpi=120)
