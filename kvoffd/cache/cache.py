@@ -197,17 +197,21 @@ class Cache:
         self._make_groups(namespace)
 
     def _make_groups(self, namespace: Namespace) -> None:
-        """From now on its blocks belong to new groups, which hold none while a rank of the world has not registered."""
+        """From now on its blocks belong to new groups."""
+        first, self._next_group = self._next_group, self._next_group + len(namespace.groups)
+        groups = [Group(first + index, namespace, index, namespace.key_bytes) for index in range(len(namespace.groups))]
+        self._current[namespace] = groups
+        self._groups.update((group.number, group) for group in groups)
+        self._fix_sizes(namespace)
+
+    def _fix_sizes(self, namespace: Namespace) -> None:
+        """Its groups may have blocks once all ranks of the world have registered."""
         ranks = range(namespace.world_size)
-        known = all(namespace.shard_bytes(rank) is not None for rank in ranks)
-        current = self._current[namespace] = []
-        for index in range(len(namespace.groups)):
-            lengths = [namespace.shard_length(rank, index) for rank in ranks if known]
-            sizes = namespace.slot_sizes(index) if known else []
-            made = Group(self._next_group, namespace, index, namespace.key_bytes, lengths, sizes)
-            current.append(made)
-            self._groups[made.number] = made
-            self._next_group += 1
+        if all(namespace.shard_bytes(rank) is not None for rank in ranks):
+            for group in self._current[namespace]:
+                group.lengths = [namespace.shard_length(rank, group.group) for rank in ranks]
+                group.sizes = namespace.slot_sizes(group.group)
+                group.block_bytes = sum(group.sizes)
 
     def register_rank(
         self,
@@ -224,9 +228,7 @@ class Cache:
         hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
         """
         if new := namespace.fix_shard_bytes(rank, shard_bytes, self.slots.slot_size):
-            for group in self._current[namespace]:
-                self._retire(group)
-            self._make_groups(namespace)
+            self._fix_sizes(namespace)
         namespace.nodes[rank] = node
         if shards is not None:
             nbytes, most = nbytes_of_shards(shards), self.max_namespaces_bytes

@@ -7,7 +7,6 @@
 #define _GNU_SOURCE
 #include "../system/key_hash.h"
 
-#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -21,13 +20,9 @@ enum {
     CELLS = CLASSES * BINS,
     EPOCHS_IN_LIFETIME = 4, /* lives that began in one epoch are counted together */
     EPOCHS_KEPT = 320,
-    FEWEST_STAYS = 128, /* lifetimes for which it is done as an LRU does, at first */
     AHEAD = 8, /* keys between one that is looked for and one that is fetched from memory */
     MOST_SEEN = UINT16_MAX, /* sightings, turns */
 };
-
-/* Orders in which spans that have blocks are linked. */
-enum { BY_WORTH, BY_AGE, ORDERS }; /* oldest first in each cell, and in all */
 
 /* Classes: what tells keys apart. learned.py names them. */
 enum {
@@ -43,19 +38,15 @@ enum {
 
 /* Keys of one chain, consecutive, that one request touched last and that have one class. A later request takes keys from
  * the front, and forgetting from the back: keys have places, of which [low, high) are still here. Spans are known by
- * number; 0 is none. They are small, for the sake of single keys without a block. */
+ * number; 0 is none. */
 struct span {
-    union {
-        struct keys *keys;
-        uint64_t hash; /* where it is `alone`: its key's, whose place is 0 */
-    };
+    struct keys *keys;
     uint64_t since; /* the bytes accessed when its keys' lives began */
-    float weight; /* bytes of a block, of which weight_of makes a whole number */
+    uint64_t weight; /* bytes of a block */
     uint32_t seen; /* the last walk that came by */
     uint32_t low, top, high; /* from `top` on no place has a block */
     uint32_t held; /* blocks */
-    uint32_t handle; /* where it is `alone`: its block's, 0 for none */
-    uint32_t previous[ORDERS], next[ORDERS]; /* while it has blocks: neighbours in the cell, and in all that have some */
+    uint32_t previous, next; /* while it has blocks: neighbours in the cell */
     uint16_t sightings; /* requests that saw the keys */
     uint16_t turn; /* number of the request in its conversation; 0 for what a store brought */
     uint32_t behind; /* keys of the request behind `high` */
@@ -64,15 +55,12 @@ struct span {
     uint8_t kind; /* class */
     uint8_t floor; /* of the classes of its chain up to here, the one that was worth least */
     uint8_t age_bin;
-    uint8_t alone : 1; /* has room for one key */
     uint8_t met : 1; /* by the request at hand */
     uint8_t old : 1; /* older than what is remembered: keys that lose their block are forgotten */
-    uint8_t recent : 1; /* an LRU would have its keys, if they are `offered` */
-    uint8_t offered : 1; /* a store brought keys of it */
     uint8_t closed : 1; /* a store of keys in it was declined; the others of this request are, too */
 };
 
-/* A span's keys, where it has room for several. */
+/* A span's keys. */
 struct keys {
     uint32_t base, room; /* the first one's place, and the number */
     uint64_t hashes[]; /* and behind them handles of blocks, 0 for none */
@@ -95,9 +83,6 @@ struct known {
     uint64_t known_keys, blocks, spans;
     uint64_t known_bytes; /* of the blocks that known keys have, or would have */
     uint64_t nbytes; /* memory of all that is known */
-    uint64_t hit_bytes; /* of the keys that requests found before the first one without a block */
-    uint64_t lru_hit_bytes; /* of those that an LRU would have had */
-    uint64_t as_lru; /* whether blocks go as in an LRU, since that did better */
 };
 
 /* What was counted, and what follows from it; learned.py reads it, and sets the first three. */
@@ -121,18 +106,13 @@ struct learned {
     uint32_t span_room, span_top, unused_spans; /* the latter linked by `child` */
     uint64_t keys_bytes; /* of all spans' keys */
     struct row oldest; /* spans that are not old, the next one to be forgotten first */
-    uint32_t recent; /* the first of them that an LRU would have, of this one maybe some keys only */
-    uint32_t latest; /* the first of them that is of the latest request, or younger */
-    uint64_t recent_bytes; /* of those from `recent` on */
     uint64_t age_at, learn_at, learn_after, learned_at, epoch;
     uint32_t aged; /* cells of which the spans were moved since `age_at` */
     double open[CLASSES][EPOCHS_KEPT]; /* bytes of lives that go on, by the epoch in which they began */
-    struct row cells[CELLS], pool; /* spans that have blocks: by class and age bin, and all */
+    struct row cells[CELLS]; /* spans that have blocks, by class and age bin; the oldest first */
     uint16_t rank[CELLS], by_rank[CELLS]; /* ascending worth */
     uint64_t filled[(CELLS + 63) / 64]; /* ranks of cells that are not empty, as bits */
     uint32_t walks;
-    double lead, lead_squares; /* of an LRU's hits over those that were, by request, in bytes; and the squares */
-    uint64_t judge_at, stays; /* when the lead is looked at next; lifetimes for which it is done as an LRU does */
     void *scratch;
     uint64_t scratch_bytes;
 };
@@ -233,22 +213,15 @@ static void remove_place(struct learned *l, uint64_t hash, uint32_t span)
     l->known.known_keys--;
 }
 
-static uint64_t weight_of(const struct span *s)
-{
-    return s->weight;
-}
-
 /* Where the hash of a key is, and those of the keys behind it. */
 static uint64_t *hash_at(struct span *s, uint32_t place)
 {
-    return s->alone ? &s->hash : &s->keys->hashes[place - s->keys->base];
+    return &s->keys->hashes[place - s->keys->base];
 }
 
 /* Where the handle of a key's block is, and those of the keys behind it. */
 static uint32_t *handle_at(struct span *s, uint32_t place)
 {
-    if (s->alone)
-        return &s->handle;
     return (uint32_t *)(s->keys->hashes + s->keys->room) + (place - s->keys->base);
 }
 
@@ -276,15 +249,6 @@ static const double HIGHEST_HAZARD = 0.95;
  * with age, so that without evidence the oldest go first. They are stored as if so many came back in each, since a late
  * return is seen late. */
 static const double HOPED = 0.01;
-
-/* Standard deviations of a lead that may not be by chance: to take chance for a lead costs little, and there are few
- * requests in a lifetime. */
-static const double SURE = 1;
-/* A smaller one, in pools, is not worth it: what was learned is at its worst when the pool has just become full. */
-static const double LEAST_LEAD = 0.15;
-/* Of the lead, in a pool lifetime. */
-static const double LEAD_KEPT = 1 - 1.0 / 256;
-enum { FIRST_JUDGED = 8, MOST_STAYS = 1024 };
 
 static double least(double a, double b)
 {
@@ -317,7 +281,7 @@ static void begin_lives(struct learned *l, const struct span *s, uint64_t keys)
     uint64_t epoch = s->since / epoch_bytes(l);
 
     if (epoch + EPOCHS_KEPT > l->epoch)
-        l->open[s->kind][epoch % EPOCHS_KEPT] += keys * weight_of(s);
+        l->open[s->kind][epoch % EPOCHS_KEPT] += keys * s->weight;
 }
 
 /* `ends`: by age bin, what kind of end it is; NULL for lives that should not have been counted. */
@@ -326,9 +290,9 @@ static void end_lives(struct learned *l, const struct span *s, uint64_t keys, do
     uint64_t epoch = s->since / epoch_bytes(l);
 
     if (ends)
-        ends[age_bin(l, s->since)] += keys * weight_of(s);
+        ends[age_bin(l, s->since)] += keys * s->weight;
     if (epoch + EPOCHS_KEPT > l->epoch)
-        l->open[s->kind][epoch % EPOCHS_KEPT] -= keys * weight_of(s);
+        l->open[s->kind][epoch % EPOCHS_KEPT] -= keys * s->weight;
 }
 
 /* Time has passed: lives that began too long ago are watched no more. */
@@ -452,33 +416,7 @@ static void work_out(struct learned *l)
     }
 }
 
-/* Where an LRU would have had more hits, for longer than by chance, it is done as an LRU does for some lifetimes: loads
- * that are not told apart by any class are served worse by what was learned of classes. */
-static void judge(struct learned *l)
-{
-    if (l->known.now < l->judge_at || l->known.now < FIRST_JUDGED * l->known.lifetime)
-        return;
-    l->judge_at = l->known.now + l->known.lifetime;
-    if (l->known.as_lru) {
-        l->known.as_lru = 0;
-        l->lead = l->lead_squares = 0;
-        return;
-    }
-    int chance = l->lead * l->lead <= SURE * SURE * l->lead_squares;
-    if (l->lead > LEAST_LEAD * l->known.lifetime && !chance) {
-        l->known.as_lru = 1;
-        l->judge_at = l->known.now + l->stays * l->known.lifetime;
-        if (l->stays < MOST_STAYS)
-            l->stays *= 2;
-        return;
-    }
-    if (l->lead < 0 && !chance)
-        l->stays = FEWEST_STAYS;
-    l->lead *= LEAD_KEPT;
-    l->lead_squares *= LEAD_KEPT;
-}
-
-/* --- the order in which blocks go: by age, in all and in the cells, and cells by what they are worth --- */
+/* --- the order in which blocks go: by age in the cells, and cells by what they are worth --- */
 
 enum { NEAR = 64, MOVED_AT_ONCE = 512, AGINGS = 32, MOVED_CELLS = CLASSES * (BINS - 1) };
 static const uint64_t LOWEST = 2047; /* CELLS and more */
@@ -489,41 +427,16 @@ static uint32_t cell_of(const struct span *s)
     return s->kind * BINS + s->age_bin;
 }
 
-static struct row *row_of(struct learned *l, const struct span *s, int order)
-{
-    return order == BY_AGE ? &l->pool : &l->cells[cell_of(s)];
-}
-
-/* Puts a span behind another one, or first where that is 0. */
-static void link_in(struct learned *l, uint32_t number, uint32_t before, int order)
+/* Puts a span behind another one of its cell, or first where that is 0. */
+static void link_in(struct learned *l, uint32_t number, uint32_t before)
 {
     struct span *own = &l->spans[number];
-    struct row *row = row_of(l, &l->spans[number], order);
+    struct row *row = &l->cells[cell_of(own)];
 
-    own->previous[order] = before;
-    own->next[order] = before ? l->spans[before].next[order] : row->first;
-    *(before ? &l->spans[before].next[order] : &row->first) = number;
-    *(own->next[order] ? &l->spans[own->next[order]].previous[order] : &row->last) = number;
-}
-
-/* Puts a span into an order, by age as far as that is near. */
-static void link_by_age(struct learned *l, uint32_t number, int order)
-{
-    uint32_t before = row_of(l, &l->spans[number], order)->last;
-
-    for (int steps = 0; before && l->spans[before].since > l->spans[number].since && steps < NEAR; steps++)
-        before = l->spans[before].previous[order];
-    link_in(l, number, before, order);
-}
-
-static void unlink_from(struct learned *l, uint32_t number, int order)
-{
-    struct span *own = &l->spans[number];
-    struct row *row = row_of(l, &l->spans[number], order);
-
-    *(own->previous[order] ? &l->spans[own->previous[order]].next[order] : &row->first) = own->next[order];
-    *(own->next[order] ? &l->spans[own->next[order]].previous[order] : &row->last) = own->previous[order];
-    own->previous[order] = own->next[order] = 0;
+    own->previous = before;
+    own->next = before ? l->spans[before].next : row->first;
+    *(before ? &l->spans[before].next : &row->first) = number;
+    *(own->next ? &l->spans[own->next].previous : &row->last) = number;
 }
 
 static void set_filled(struct learned *l, uint32_t cell)
@@ -533,33 +446,33 @@ static void set_filled(struct learned *l, uint32_t cell)
     *word = l->cells[cell].first ? *word | bit : *word & ~bit;
 }
 
-/* A span holds blocks. */
+/* Puts a span that holds blocks into its cell, by age as far as that is near. */
 static void fill_cell(struct learned *l, uint32_t number)
 {
-    link_by_age(l, number, BY_WORTH);
-    link_by_age(l, number, BY_AGE);
-    set_filled(l, cell_of(&l->spans[number]));
+    uint32_t cell = cell_of(&l->spans[number]), before = l->cells[cell].last;
+
+    for (int steps = 0; before && l->spans[before].since > l->spans[number].since && steps < NEAR; steps++)
+        before = l->spans[before].previous;
+    link_in(l, number, before);
+    set_filled(l, cell);
 }
 
-/* A span is about to lose its blocks, or is lifted with them. */
+/* A span is about to lose its blocks, or to move to another cell. */
 static void leave_cell(struct learned *l, uint32_t number)
 {
-    unlink_from(l, number, BY_WORTH);
-    unlink_from(l, number, BY_AGE);
-    set_filled(l, cell_of(&l->spans[number]));
+    struct span *own = &l->spans[number];
+    struct row *row = &l->cells[cell_of(own)];
+
+    *(own->previous ? &l->spans[own->previous].next : &row->first) = own->next;
+    *(own->next ? &l->spans[own->next].previous : &row->last) = own->previous;
+    own->previous = own->next = 0;
+    set_filled(l, cell_of(own));
 }
 
 /* A span that is in a cell has got so many blocks, or lost them where they are less than 0. */
 static void add_blocks(struct learned *l, const struct span *s, int64_t blocks)
 {
-    l->counts.cell_bytes[cell_of(s)] += blocks * (int64_t)weight_of(s);
-}
-
-/* A span that has blocks was cut off from another one. */
-static void link_behind(struct learned *l, uint32_t number, uint32_t before)
-{
-    link_in(l, number, before, BY_WORTH);
-    link_in(l, number, before, BY_AGE);
+    l->counts.cell_bytes[cell_of(s)] += blocks * (int64_t)s->weight;
 }
 
 /* Spans whose age bin has ended move to the next one, some at a time. */
@@ -575,13 +488,11 @@ static void move_cells(struct learned *l)
         while ((number = l->cells[kind * BINS + bin].first) && l->spans[number].since <= limit) {
             if (moved++ == MOVED_AT_ONCE)
                 return;
-            unlink_from(l, number, BY_WORTH);
-            set_filled(l, kind * BINS + bin);
+            leave_cell(l, number);
             add_blocks(l, &l->spans[number], -(int64_t)l->spans[number].held);
             l->spans[number].age_bin++;
             add_blocks(l, &l->spans[number], l->spans[number].held);
-            link_by_age(l, number, BY_WORTH);
-            set_filled(l, kind * BINS + bin + 1);
+            fill_cell(l, number);
         }
     }
 }
@@ -618,7 +529,7 @@ static void order_cells(struct learned *l)
 /* --- spans, and the order in which they are forgotten --- */
 
 enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FEWEST = 1024, WASTED = 32 };
-enum { AGED_AT_ONCE = 64, FORGOTTEN_AT_ONCE = 2048 };
+enum { FORGOTTEN_AT_ONCE = 2048 };
 
 /* Memory of a span's keys, with what malloc takes. */
 static uint64_t keys_bytes(uint32_t keys)
@@ -628,7 +539,7 @@ static uint64_t keys_bytes(uint32_t keys)
     return (nbytes + 15) / 16 * 16;
 }
 
-/* Gives a span room for several keys, the first one at the place `low`, and copies as many. */
+/* Gives a span room for keys, the first one at the place `low`, and copies as many. */
 static void make_keys(struct learned *l, struct span *s, const uint64_t *hashes, const uint32_t *handles, uint32_t count)
 {
     s->keys = or_end(malloc(sizeof *s->keys + count * (sizeof *hashes + sizeof *handles)));
@@ -663,14 +574,6 @@ static void more_spans(struct learned *l)
     l->spans = or_end(made == MAP_FAILED ? NULL : made);
 }
 
-static void set_weight(const struct learned *l, struct span *s, uint64_t weight)
-{
-    uint64_t nbytes = weight < l->known.lifetime ? weight : l->known.lifetime;
-    int lost = 64 - __builtin_clzll(nbytes | 1) - FLT_MANT_DIG;
-
-    s->weight = lost > 0 ? nbytes >> lost << lost : nbytes;
-}
-
 /* A span without keys, whose other fields are 0. */
 static uint32_t new_span(struct learned *l, uint64_t weight)
 {
@@ -684,7 +587,7 @@ static uint32_t new_span(struct learned *l, uint64_t weight)
             more_spans(l);
     }
     memset(&l->spans[number], 0, sizeof *l->spans);
-    set_weight(l, &l->spans[number], weight);
+    l->spans[number].weight = weight < l->known.lifetime ? weight : l->known.lifetime;
     l->known.spans++;
     return number;
 }
@@ -695,11 +598,7 @@ static void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes,
     struct span *s = &l->spans[number];
 
     s->high = count;
-    s->alone = count == 1;
-    if (s->alone)
-        s->hash = *hashes;
-    else
-        make_keys(l, s, hashes, NULL, count);
+    make_keys(l, s, hashes, NULL, count);
     for (uint32_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
             fetch_place(l, hashes[i + AHEAD]);
@@ -717,61 +616,21 @@ static uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t c
     s->sightings = 1;
     s->kind = s->floor = kind;
     set_keys(l, number, hashes, count);
-    l->known.known_bytes += count * weight_of(s);
+    l->known.known_bytes += count * s->weight;
     begin_lives(l, s, count);
     return number;
-}
-
-static uint64_t bytes_of(const struct span *s)
-{
-    return (s->high - s->low) * weight_of(s);
-}
-
-/* An LRU has no room for the oldest of its keys. */
-static void age_recent(struct learned *l)
-{
-    for (int aged = 0; l->recent && aged < AGED_AT_ONCE; aged++) {
-        struct span *s = &l->spans[l->recent];
-        if (l->recent_bytes - bytes_of(s) < l->known.lifetime)
-            return;
-        s->recent = 0;
-        l->recent_bytes -= bytes_of(s);
-        l->recent = s->younger;
-    }
-}
-
-/* How many of a span's keys, from the first one on, an LRU would have: the last ones go first. */
-static uint32_t recent_keys(const struct learned *l, uint32_t number)
-{
-    const struct span *s = &l->spans[number];
-    uint64_t excess = l->recent_bytes > l->known.lifetime ? l->recent_bytes - l->known.lifetime : 0;
-
-    if (!s->recent || !s->offered)
-        return 0;
-    if (number != l->recent || !excess)
-        return s->high - s->low;
-    return excess < bytes_of(s) ? (bytes_of(s) - excess) / weight_of(s) : 0;
 }
 
 /* Keys of a span are taken or forgotten. */
 static void lose_bytes(struct learned *l, const struct span *s, uint64_t keys)
 {
-    l->known.known_bytes -= keys * weight_of(s);
-    if (s->recent)
-        l->recent_bytes -= keys * weight_of(s);
+    l->known.known_bytes -= keys * s->weight;
 }
 
 static void leave_order(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
 
-    if (l->recent == number)
-        l->recent = s->younger;
-    if (l->latest == number)
-        l->latest = s->younger;
-    if (s->recent)
-        l->recent_bytes -= bytes_of(s);
-    s->recent = 0;
     *(s->older ? &l->spans[s->older].younger : &l->oldest.first) = s->younger;
     *(s->younger ? &l->spans[s->younger].older : &l->oldest.last) = s->older;
     s->older = s->younger = 0;
@@ -786,37 +645,6 @@ static void link_before(struct learned *l, uint32_t number, uint32_t younger)
     s->older = younger ? l->spans[younger].older : l->oldest.last;
     *(s->older ? &l->spans[s->older].younger : &l->oldest.first) = number;
     *(younger ? &l->spans[younger].older : &l->oldest.last) = number;
-}
-
-static void link_young(struct learned *l, uint32_t number)
-{
-    struct span *s = &l->spans[number];
-
-    link_before(l, number, 0);
-    s->recent = 1;
-    l->recent_bytes += bytes_of(s);
-    if (!l->recent)
-        l->recent = number;
-    age_recent(l);
-}
-
-/* Puts a span into the order that a store brought: behind the latest request's keys, which an LRU evicts later. */
-static void link_stored(struct learned *l, uint32_t number)
-{
-    struct span *s = &l->spans[number];
-
-    if (!l->latest) {
-        link_young(l, number);
-        return;
-    }
-    link_before(l, number, l->latest);
-    s->recent = l->spans[l->latest].recent;
-    if (!s->recent)
-        return;
-    l->recent_bytes += bytes_of(s);
-    if (l->recent == l->latest)
-        l->recent = number;
-    age_recent(l);
 }
 
 /* A span is no part of its request any more. */
@@ -839,8 +667,7 @@ static void bury(struct learned *l, uint32_t number)
     struct span *s = &l->spans[number];
 
     leave_request(l, number);
-    if (!s->alone)
-        free_keys(l, s->keys);
+    free_keys(l, s->keys);
     memset(s, 0, sizeof *s);
     s->child = l->unused_spans;
     l->unused_spans = number;
@@ -869,8 +696,6 @@ static void compact(struct learned *l, uint32_t number)
         bury(l, number);
         return;
     }
-    if (s->alone)
-        return;
     uint32_t wasted = before->room - (s->high - s->low);
     if (wasted < WASTED || wasted < s->high - s->low)
         return;
@@ -915,7 +740,7 @@ static void settle_span(struct learned *l, uint32_t number)
 /* Makes a span of the keys from a place on, which is not the first; returns it. */
 static uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
 {
-    uint32_t rest = new_span(l, weight_of(&l->spans[number])), had = l->spans[number].held;
+    uint32_t rest = new_span(l, l->spans[number].weight), had = l->spans[number].held;
     struct span *s = &l->spans[number], *r = &l->spans[rest];
     uint32_t count = s->high - place;
 
@@ -929,7 +754,6 @@ static uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
     r->age_bin = s->age_bin;
     r->old = s->old;
     r->closed = s->closed;
-    r->offered = s->offered;
     r->before = number;
     r->child = s->child;
     if (r->child)
@@ -941,13 +765,10 @@ static uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
     s->behind += count;
     count_blocks(r);
     count_blocks(s);
-    r->recent = s->recent;
     if (!r->old)
         link_before(l, rest, number);
-    if (l->recent == number)
-        l->recent = rest;
     if (r->held)
-        link_behind(l, rest, number);
+        link_in(l, rest, number);
     if (had && !s->held)
         leave_cell(l, number);
     settle_span(l, number);
@@ -977,7 +798,6 @@ static void forget_some(struct learned *l, uint64_t added)
 {
     uint64_t most_bytes = (1 + REMEMBERED_POOLS) * l->known.lifetime, most = FORGOTTEN_AT_ONCE + 2 * added;
 
-    age_recent(l);
     for (uint64_t done = 0; done < most; done++) {
         /* A block's own key is not counted: it is bounded with the pool. */
         uint64_t ghosts = l->known.known_keys - l->known.blocks;
@@ -1074,7 +894,7 @@ static uint32_t run_length(const struct learned *l, const uint64_t *hashes, uint
 struct segment {
     uint32_t begin, end, sightings;
     uint32_t span; /* that had these keys */
-    int kind, offered;
+    int kind;
 };
 
 /* One group's part of a request. */
@@ -1083,7 +903,6 @@ struct request {
     uint32_t *handles; /* of the blocks that its keys have */
     struct segment *segments;
     uint32_t count, met, made, turn;
-    uint32_t hits, lru_hits; /* keys with a block before the first one without; those that an LRU would have had */
     uint64_t tokens; /* of a block */
     int pause, new;
     uint64_t left_out; /* tokens of the request before that this one does not have */
@@ -1099,7 +918,7 @@ static void meet(struct learned *l, struct request *r)
         if (s->met || first.place != s->low)
             break;
         s->met = 1;
-        r->segments[r->made++] = (struct segment){ r->met, r->met + keys, 0, first.span, 0, 0 };
+        r->segments[r->made++] = (struct segment){ r->met, r->met + keys, 0, first.span, 0 };
         r->met += keys;
     }
 }
@@ -1155,27 +974,17 @@ static int new_class(const struct request *r)
 /* The known keys came back. */
 static void take_known(struct learned *l, struct request *r)
 {
-    uint32_t lru_hits = 0;
-
     for (uint32_t i = 0; i < r->made; i++) {
         struct segment *found = &r->segments[i];
         uint32_t number = found->span, keys = found->end - found->begin;
         struct span *s = &l->spans[number];
         s->met = 0;
-        found->offered = s->offered;
-        if (lru_hits == found->begin) {
-            uint32_t recent = recent_keys(l, number);
-            lru_hits += recent < keys ? recent : keys;
-        }
         end_lives(l, s, keys, l->counts.returned[s->kind]);
         found->kind = known_class(r, s->sightings);
         found->sightings = s->sightings + (s->sightings < MOST_SEEN);
     }
-    r->lru_hits = lru_hits;
     for (uint32_t i = 0; i < r->made; i++)
         take_keys(l, r->segments[i].span, r->segments[i].end - r->segments[i].begin, r->handles + r->segments[i].begin);
-    while (r->hits < r->met && r->handles[r->hits])
-        r->hits++;
 }
 
 /* Takes keys out of their spans from the first given one on; the lives of those that are known are not counted.
@@ -1215,7 +1024,7 @@ uint64_t kvoffd_learned_forget(struct learned *l, uint64_t name, const uint8_t *
 static void add_segment(struct request *r, uint32_t begin, uint32_t end, int kind)
 {
     if (begin < end)
-        r->segments[r->made++] = (struct segment){ begin, end, 1, 0, kind, 0 };
+        r->segments[r->made++] = (struct segment){ begin, end, 1, 0, kind };
 }
 
 /* Joins neighbours that are of one class and were seen as often: known keys and new ones never were. */
@@ -1227,7 +1036,6 @@ static void join_segments(struct request *r)
         struct segment *last = &r->segments[made], *one = &r->segments[i];
         if (last->kind == one->kind && last->sightings == one->sightings) {
             last->end = one->end;
-            last->offered &= one->offered;
         } else {
             r->segments[++made] = *one;
         }
@@ -1247,7 +1055,6 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
         struct span *s = &l->spans[number];
         l->counts.accessed[one->kind] += keys * weight;
         s->sightings = one->sightings;
-        s->offered = one->offered;
         s->turn = r->turn;
         s->behind = r->count - one->end;
         s->before = before;
@@ -1270,8 +1077,7 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
         before = number;
     }
     for (uint32_t number = before; number; number = l->spans[number].before)
-        link_young(l, number);
-    l->latest = before;
+        link_before(l, number, 0);
 }
 
 /* Notes one group's part of a request, as much of it as the pool could hold: its known keys came back, and all get new
@@ -1311,11 +1117,6 @@ uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *ke
         add_segment(&r, r.met, last, new_class(&r));
         add_segment(&r, last, r.count, LAST);
     }
-    double lead = ((double)r.lru_hits - r.hits) * weight;
-    l->lead += lead;
-    l->lead_squares += lead * lead;
-    l->known.hit_bytes += r.hits * weight;
-    l->known.lru_hit_bytes += r.lru_hits * weight;
     join_segments(&r);
     add_spans(l, &r, weight);
     return r.count;
@@ -1329,9 +1130,7 @@ uint64_t kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
     l->known.now += nbytes;
     enter_epoch(l);
     forget_some(l, keys);
-    if (!l->known.as_lru)
-        move_cells(l);
-    judge(l);
+    move_cells(l);
     if (l->known.now < l->learn_at || l->known.requests < l->learn_after)
         return 0;
     return l->known.requests - l->learned_at;
@@ -1390,10 +1189,9 @@ uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *
             uint32_t length = run_length(l, hashes + i, end - i, &first), number = first.span;
             if (!number) {
                 number = begin_span(l, hashes + i, length, STORED, weight, l->known.now);
-                link_stored(l, number);
+                link_before(l, number, 0);
             }
-            l->spans[number].offered = 1;
-            double own = l->known.as_lru ? INFINITY : l->admission_worth[l->spans[number].floor];
+            double own = l->admission_worth[l->spans[number].floor];
             if (l->spans[number].closed)
                 own = DECLINED;
             worth = own < worth ? own : worth;
@@ -1438,11 +1236,10 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
         uint32_t length = run_length(l, hashes + i, count - i, &first), number = first.span;
         if (!number) {
             number = begin_span(l, hashes + i, length, ADOPTED, weight, l->known.now);
-            link_young(l, number);
+            link_before(l, number, 0);
             first.place = 0;
         }
         struct span *s = &l->spans[number];
-        s->offered = 1;
         uint32_t *blocks = handle_at(s, first.place);
         for (uint32_t at = 0; at < length; at++) {
             if (blocks[at])
@@ -1508,9 +1305,9 @@ static uint32_t deepest(const struct learned *l, uint32_t number)
 
 /* Writes the handles of the blocks of spans, from the first one on in some order, of each that of the deepest span first
  * of those that are behind it in the same request, so that chains have no holes. Returns how many are written then. */
-static uint64_t walk(struct learned *l, uint32_t first, int order, uint32_t *handles, uint64_t found, uint64_t most)
+static uint64_t walk(struct learned *l, uint32_t first, uint32_t *handles, uint64_t found, uint64_t most)
 {
-    for (uint32_t oldest = first; oldest; oldest = l->spans[oldest].next[order]) {
+    for (uint32_t oldest = first; oldest; oldest = l->spans[oldest].next) {
         if (l->spans[oldest].seen == l->walks)
             continue;
         for (uint32_t number = deepest(l, oldest);; number = l->spans[number].before) {
@@ -1537,14 +1334,12 @@ uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *ha
 
     if (!++l->walks)
         l->walks = 1;
-    if (l->known.as_lru)
-        return walk(l, l->pool.first, BY_AGE, handles, 0, most);
     for (uint32_t word = 0; word < sizeof l->filled / sizeof *l->filled; word++)
         for (uint64_t bits = l->filled[word]; bits; bits &= bits - 1) {
             uint32_t cell = l->by_rank[word * 64 + __builtin_ctzll(bits)];
             if (l->counts.worth[cell / BINS][cell % BINS] >= worth)
                 return found;
-            found = walk(l, l->cells[cell].first, BY_WORTH, handles, found, most);
+            found = walk(l, l->cells[cell].first, handles, found, most);
             if (found == most)
                 return found;
         }
@@ -1567,7 +1362,7 @@ double kvoffd_learned_chance(struct learned *l, uint64_t name, const uint8_t *ke
     uint32_t number = span_of(l, name, key, key_bytes);
     double left = 1;
 
-    if (!number || l->known.as_lru)
+    if (!number)
         return 1;
     const struct span *s = &l->spans[number];
     double until = (double)(l->known.now - s->since) + within;
@@ -1591,7 +1386,6 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
     l->seed[0] = seed[0];
     l->seed[1] = seed[1];
     l->learn_at = lifetime / 4;
-    l->stays = FEWEST_STAYS;
     for (int bin = 0; bin < BINS; bin++)
         l->counts.edges[bin] = AGES[bin] * lifetime;
     make_places(l, FEWEST_BITS);
@@ -1606,8 +1400,7 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
 void kvoffd_learned_free(struct learned *l)
 {
     for (uint32_t number = 1; number < l->span_top; number++)
-        if (!l->spans[number].alone)
-            free(l->spans[number].keys);
+        free(l->spans[number].keys);
     munmap(l->spans, l->span_room * sizeof *l->spans);
     free(l->places);
     free(l->scratch);

@@ -82,7 +82,6 @@ class Known(ctypes.Structure):
         (name, ctypes.c_uint64)
         for name in (
             "lifetime", "now", "keys", "requests", "known_keys", "blocks", "spans", "known_bytes", "nbytes",
-            "hit_bytes", "lru_hit_bytes", "as_lru",
         )
     )  # fmt: skip
 
@@ -220,8 +219,7 @@ class Learned:
             if share or nbytes
         ]
         classes.sort(key=lambda one: one.accessed_share, reverse=True)
-        counts = known.requests, known.known_keys, known.hit_bytes, known.lru_hit_bytes
-        return LearnedStats(*counts, bool(known.as_lru), classes)
+        return LearnedStats(known.requests, known.known_keys, classes)
 
     def state(self) -> bytes:
         known = self.known

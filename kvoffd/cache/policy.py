@@ -32,9 +32,9 @@ class Group:
     namespace: Namespace
     group: int
     key_bytes: int
-    lengths: list[int]
+    lengths: list[int] = field(default_factory=list)
     """Bytes of the shard by rank; none while a rank of the world has not registered."""
-    sizes: list[int]
+    sizes: list[int] = field(default_factory=list)
     """Bytes of the slot by rank, likewise."""
     dead: bool = False
     """The namespace was reset: its blocks are swept out."""
@@ -169,10 +169,14 @@ class Lru(AdmitsAll):
 
 
 def make_policy(name: str, pool_bytes: int, blocks: BlockTable) -> Policy:
-    """A new policy by its name, one of ``kvoffd.cache.POLICY_NAMES``, for a pool of so many bytes."""
+    """A new policy, one of ``kvoffd.cache.POLICY_NAMES``, for a pool of so many bytes. Raises ValueError for others."""
     from kvoffd.cache.arc import Arc
     from kvoffd.cache.learned import Learned
 
+    if name == "learned":
+        return Learned(pool_bytes, blocks)
+    if name == "arc":
+        return Arc(pool_bytes, blocks)
     if name == "lru":
         return Lru(len(blocks.records))
-    return Learned(pool_bytes, blocks) if name == "learned" else Arc(pool_bytes, blocks)
+    raise ValueError(f"There is no policy {name!r}.")

@@ -293,7 +293,7 @@ class PolicyFile:
 
     def __init__(self, policy: Policy, config: Config) -> None:
         self._policy = policy
-        self._name = f"{config.eviction_policy}\n".encode()
+        self._name = config.eviction_policy.encode()
         self._file = StateFile(_beside_pool(config), MAX_POLICY_BYTES)
         self._due = time.monotonic() + POLICY_EVERY_S
 
@@ -304,14 +304,13 @@ class PolicyFile:
         """
         path = self._file.path
         try:
-            state = self._file.read()
-            wrote, _, _ = state.partition(b"\n")
-            if wrote.decode("ascii", "replace") in POLICY_NAMES and wrote != self._name.strip():
+            name, _, state = self._file.read().partition(b"\n")
+            if name == self._name:
+                self._policy.restore(state)
+            elif name.decode("ascii", "replace") in POLICY_NAMES:
                 logger.info("What another policy knew, in %s, is left alone.", path)
-                return
-            if not state.startswith(self._name):
-                raise Invalid("no policy wrote it" if state else "it is empty")
-            self._policy.restore(state.removeprefix(self._name))
+            else:
+                raise Invalid("no policy wrote it")
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
@@ -331,7 +330,7 @@ class PolicyFile:
 
     def _save(self) -> None:
         if state := self._policy.state():
-            self._file.save(self._name + state)
+            self._file.save(self._name + b"\n" + state)
 
 
 def _beside_pool(config: Config) -> str:

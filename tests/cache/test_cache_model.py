@@ -187,7 +187,10 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stores)
     @rule(data=st.data(), checksum=st.sampled_from([7, 7, 0]))
     def commit_store(self, data: st.DataObject, checksum: int) -> None:
-        ticket, taken = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
+        self.commit(data.draw(st.integers(0, len(self.stores) - 1)), checksum)
+
+    def commit(self, number: int, checksum: int = 7) -> None:
+        ticket, taken = self.stores.pop(number)
         ready = 0
         for model, first_block in taken:
             model.writing.remove(ticket.rank)
@@ -246,6 +249,13 @@ class CacheMachine(RuleBasedStateMachine):
             if not ok and living:
                 del self.index[model.name]
         assert self.cache.end_fill(ticket, whole, np.zeros(shape, np.uint16), np.full(shape, 7, np.uint64)) == ready
+
+    @rule(space=spaces, group=groups, chain=chains, session=sessions)
+    def request_as_engines_do(self, space: int, group: int, chain: list[int], session: int) -> None:
+        for rank in range(NAMESPACES[space][0]):
+            self.begin_store(space, rank, group, chain, 0)
+            self.commit(-1)
+        self.lookup(space, group, session, chain, [], True)
 
     # --- lookups and loads ----------------------------------------------------------------------
 

@@ -10,9 +10,9 @@
 static int check_span(const struct learned *l, uint32_t number)
 {
     const struct span *s = &l->spans[number];
-    const uint64_t *hashes = s->alone ? &s->hash : s->keys->hashes;
-    const uint32_t *handles = s->alone ? &s->handle : (const uint32_t *)(hashes + s->keys->room);
-    uint32_t held = 0, base = s->alone ? 0 : s->keys->base, room = s->alone ? 1 : s->keys->room;
+    const uint64_t *hashes = s->keys->hashes;
+    const uint32_t *handles = (const uint32_t *)(hashes + s->keys->room);
+    uint32_t held = 0, base = s->keys->base, room = s->keys->room;
 
     HOLDS(base <= s->low && s->low < s->high && s->high - base <= room);
     HOLDS(s->weight <= l->known.lifetime);
@@ -38,11 +38,11 @@ static int check_cells(const struct learned *l, uint64_t held)
     for (uint32_t cell = 0; cell < CELLS; cell++) {
         uint32_t before = 0;
         uint64_t nbytes = 0;
-        for (uint32_t number = l->cells[cell].first; number; before = number, number = l->spans[number].next[BY_WORTH]) {
+        for (uint32_t number = l->cells[cell].first; number; before = number, number = l->spans[number].next) {
             const struct span *s = &l->spans[number];
-            HOLDS(s->held && s->previous[BY_WORTH] == before && s->kind * BINS + s->age_bin == (int)cell);
+            HOLDS(s->held && s->previous == before && s->kind * BINS + s->age_bin == (int)cell);
             HOLDS(++found <= held);
-            nbytes += s->held * (uint64_t)s->weight;
+            nbytes += s->held * s->weight;
         }
         HOLDS(l->counts.cell_bytes[cell] == nbytes);
         HOLDS(l->cells[cell].last == before);
@@ -50,33 +50,17 @@ static int check_cells(const struct learned *l, uint64_t held)
         HOLDS(l->by_rank[l->rank[cell]] == cell);
     }
     HOLDS(found == held);
-    uint32_t before = 0;
-    for (uint32_t number = l->pool.first; number; before = number, number = l->spans[number].next[BY_AGE]) {
-        HOLDS(l->spans[number].held && l->spans[number].previous[BY_AGE] == before);
-        HOLDS(found--);
-    }
-    HOLDS(!found && l->pool.last == before);
     return 0;
 }
 
 static int check_order(const struct learned *l, uint64_t young)
 {
-    uint32_t before = 0, recent = 0;
-    uint64_t recent_bytes = 0;
+    uint32_t before = 0;
 
     for (uint32_t number = l->oldest.first; number; before = number, number = l->spans[number].younger) {
-        const struct span *s = &l->spans[number];
-        if (s->recent && !recent)
-            recent = number;
-        HOLDS(s->recent == (recent != 0));
-        recent_bytes += s->recent ? (s->high - s->low) * (uint64_t)s->weight : 0;
         HOLDS(l->spans[number].high && !l->spans[number].old && l->spans[number].older == before);
         HOLDS(young--);
     }
-    HOLDS(recent == l->recent && recent_bytes == l->recent_bytes);
-    const struct span *first = &l->spans[recent];
-    HOLDS(!recent || recent_bytes - (first->high - first->low) * (uint64_t)first->weight < l->known.lifetime);
-    HOLDS(!l->latest || (l->spans[l->latest].high && !l->spans[l->latest].old));
     HOLDS(!young && l->oldest.last == before);
     return 0;
 }
@@ -94,8 +78,8 @@ int check_learned(const struct learned *l)
             return wrong;
         keys += s->high - s->low;
         blocks += s->held;
-        nbytes += (s->high - s->low) * (uint64_t)s->weight;
-        arrays += s->alone ? 0 : (s->keys->room * 12 + 16 + 15) / 16 * 16;
+        nbytes += (s->high - s->low) * s->weight;
+        arrays += (s->keys->room * 12 + 16 + 15) / 16 * 16;
         spans++;
         held += s->held != 0;
         young += !s->old;

@@ -413,10 +413,6 @@ def policy_lines(now: DaemonStats) -> Iterator[Line]:
     )
     if requests < FEW_REQUESTS or lifetimes < FEW_LIFETIMES:
         yield "That is little: what follows are first estimates, and will change.", "yellow"
-    hits, lru = format_size(found.hit_bytes), format_size(found.lru_hit_bytes)
-    yield f"Requests found {hits} since the start; with lru it would have been {lru}."
-    if found.as_lru:
-        yield "Blocks are evicted as with lru for now, since that would have had more hits.", "yellow"
     yield "Of the keys asked for:"
     for one in found.classes:
         if one.accessed_share >= RARE_CLASS:

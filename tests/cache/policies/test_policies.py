@@ -113,6 +113,11 @@ def test_what_else_is_asked_of_it_has_an_answer(order: Order) -> None:
     make_policy(order.group.namespace.label, POOL_BYTES, BlockTable(np.zeros(1, RECORD))).restore(policy.state())
 
 
+def test_a_policy_that_there_is_not_is_an_error() -> None:
+    with pytest.raises(ValueError, match="gate"):
+        Order("gate")
+
+
 def test_arc_keeps_reused_blocks_through_a_scan() -> None:
     order = Order("arc")
     order.insert(*range(5))
