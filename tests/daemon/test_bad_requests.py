@@ -159,9 +159,14 @@ def test_requests_of_the_wrong_session(desk: Desk) -> None:
 
 
 def test_another_version_is_refused_with_both_numbers(desk: Desk) -> None:
-    why = refusal(desk.blank.hello, "worker", version=VERSION + 41)
-    assert str(VERSION + 41) in why.message
-    assert f"speaks {VERSION}" in why.message
+    """As a release would send it that had not all of today's fields."""
+    for version, hello in (
+        (VERSION + 41, lambda: desk.blank.hello("worker", version=VERSION + 41)),
+        (4, lambda: desk.blank.raw(b"\x96\xa5hello\x07\x04\xa6worker\xa1n\xa1s")),
+    ):
+        why = refusal(hello)
+        assert f"speaks protocol {version}" in why.message
+        assert f"speaks {VERSION}" in why.message
     desk.blank.hello("worker")
 
 

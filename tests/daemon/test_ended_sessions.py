@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.kit.wire import WireClient, books
+from tests.kit.wire import WireClient, attach_frame, books
 
 ENGINE = """
 import sys, time
@@ -63,6 +64,19 @@ def test_ended_sessions_are_counted_by_reason() -> None:
             client.send_lifeline(bytes(100))
             wait_until(lambda: ended() == {"closed": 2, "gone": 2, "malformed": 1}, explain=ended)
         assert "ended: gone." in daemon.log
+
+
+def test_ended_sessions_with_much_unread_at_both_ends() -> None:
+    """The loop hears only once that the client died, and that may be before what it had sent was read."""
+    with DaemonProcess() as daemon, WireClient(daemon.directory) as client:
+        client.send_lifeline(attach_frame(1), [os.memfd_create("attached")])
+        assert select.select([client.stream], [], [], 30.0)[0]  # the answer, which stays unread
+        daemon.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, daemon.pid, os.WSTOPPED | os.WNOWAIT)
+        client.leave(200)
+        client.close_lifeline()
+        daemon.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: not books(daemon.directory).sessions)
 
 
 def test_ended_sessions_memory_keeps_no_other_waiting() -> None:

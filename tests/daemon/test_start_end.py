@@ -187,6 +187,8 @@ def test_sigterm_removes_the_sockets_and_ends_with_success() -> None:
         assert "ERROR" not in daemon.log
         assert daemon.log.rstrip().endswith("Stopped.")
         assert not any((daemon.directory / name).exists() for name in SOCKETS)
+        # A removed lock would be another file than the one that a daemon which starts meanwhile has locked.
+        assert (daemon.directory / "kvoffd.lock").exists()
 
 
 def test_sigterm_waits_for_running_jobs() -> None:

@@ -69,6 +69,10 @@ def test_the_unit_is_what_the_daemon_needs() -> None:
     assert settings["StartLimitIntervalSec"] == "0"
     assert settings["Restart"] == "on-failure"
     assert settings["ExecReload"] == settings["ExecStart"].replace("kvoffd serve", "kvoffd config")
+    # Containers mount the directory; were it removed at a stop they would go on looking at the removed one.
+    assert settings["RuntimeDirectoryPreserve"] == "yes"
+    # The pool has a size of its own; below that the daemon would refuse to start.
+    assert not {"MemoryMax", "MemoryHigh"} & settings.keys()
     # With these the daemon would refuse every client, or not see how much memory there is.
     assert "PrivateUsers" not in settings
     assert "ProcSubset" not in settings

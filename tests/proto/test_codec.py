@@ -99,6 +99,13 @@ def test_bytes_behind_the_message_are_refused(message: m.AnyRequest, rest: bytes
         decode_request(encode(message) + rest)
 
 
+def test_hello_and_error_are_read_by_all_releases() -> None:
+    """So that two of different protocols can say so: these bytes stay what they are."""
+    hello = decode_request(b"\x96\xa5hello\x07\x04\xa6worker\xa1n\xa1s")
+    assert hello == m.Hello(7, 4, m.Role.WORKER, "n", "s")
+    assert encode(m.Error(7, m.ErrorCode.BAD_VERSION, "why")) == b"\x94\xa5error\x07%c\xa3why" % m.ErrorCode.BAD_VERSION
+
+
 def wire(*parts: object) -> bytes:
     return msgspec.msgpack.encode(list(parts))
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -168,6 +169,29 @@ def test_calls_of_other_threads_are_made_and_what_they_leave_is_sent(directory: 
         assert made == list(range(1000))
 
     with_clients(directory, run, service)
+
+
+def test_completions_are_sent_before_replies(directory: Path) -> None:
+    """A reply may tell its client to look for them."""
+    service, sent, done = Echo(), list[str](), threading.Event()
+
+    def run(room: Room) -> None:
+        def flush() -> None:
+            for name in ("_jobs", "_events"):
+                watched = SimpleNamespace(send=lambda *_, name=name: sent.append(name), get=lambda _: 0)
+                patch.setattr(room.sockets, name, watched)
+            service.replies.append((b"route", b"reply"))
+            service.publications.append((b"topic", b"number", b"payload"))
+            room.sockets.flush()
+            patch.undo()
+            done.set()
+
+        room.sockets.post(flush)
+        assert done.wait(10)
+
+    with pytest.MonkeyPatch.context() as patch:
+        with_clients(directory, run, service)
+    assert sent == ["_events"] * 3 + ["_jobs"] * 2
 
 
 def test_replies_beyond_the_high_water_mark_are_counted_and_others_are_answered(directory: Path) -> None:

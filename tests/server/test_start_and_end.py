@@ -1,19 +1,50 @@
-"""The daemon's start and end, on real processes."""
+"""The daemon's start and end, where a real process does not show what comes before what."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import uvloop
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.pool.memory import PoolMemory
+from kvoffd.pool.pool import Pool
+from kvoffd.server import daemon as module
+from kvoffd.server import recovery
 from kvoffd.server.daemon import Daemon
+from kvoffd.server.http import HttpServer
+from kvoffd.server.lifeline import LifelineServer
+from kvoffd.server.persistence import PolicyFile, State, StateFile
+from kvoffd.server.scrubber import STEP_BYTES, Scrubber
+from kvoffd.server.sockets import Sockets
+from kvoffd.server.tiers import Tiers
+from kvoffd.system.directory import DaemonDirectory, DirectoryError
+from kvoffd.system.systemd import Notifier
+from kvoffd.transfer.cuda.gpus import Gpus
+from kvoffd.transfer.engine import HostEngine
 from tests.kit.ports import free_port
+from tests.kit.slot_cache import CacheRig, keys_of
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="kvoffd-", dir="/tmp") as made:
+        yield Path(made)
 
 
 def http_status(port: int, path: str) -> tuple[int, str]:
@@ -46,6 +77,139 @@ def test_probes_are_answered_while_the_pool_is_touched(tmp_path, monkeypatch):
         "/readyz": (503, f"not ok\n{sentence}"),
         "/metrics": (503, "The daemon is starting or stopping.\n"),
     }
+
+
+# --- what comes before what ------------------------------------------------------------------------
+
+START = [
+    (DaemonDirectory, "acquire", "lock the directory"),
+    (HttpServer, "start", "answer probes"),
+    (module, "take_pool", "touch the pool"),
+    (State, "restore", "read the state"),
+    (module, "restore", "recover blocks"),
+    (Sockets, "open", "open sockets"),
+    (LifelineServer, "open", "open the lifeline"),
+    (Notifier, "ready", "say ready"),
+    (Tiers, "start", "open disks"),
+]
+END = [
+    (Notifier, "stopping", "take no more jobs"),
+    (Sockets, "flush", "publish the last results"),
+    (Tiers, "close", "close disks"),
+    (PolicyFile, "close", "write what the policy knows"),
+    (StateFile, "close", "write the state"),
+    (HostEngine, "close", "end copies"),
+    (Gpus, "stop", "end copies of GPUs"),
+    (LifelineServer, "close", "end sessions"),
+    (Gpus, "close", "let go of GPUs"),
+    (Sockets, "close", "close sockets"),
+    (Pool, "close", "unmap the pool"),
+    (HttpServer, "close", "answer no probes"),
+    (DaemonDirectory, "release", "unlock the directory"),
+]
+
+
+def life(directory: Path, monkeypatch: pytest.MonkeyPatch, **replaced: Callable[..., Any]) -> tuple[Daemon, list[str]]:
+    """A daemon that is told to stop once it is ready; what it did, each thing when it did it for the first time in
+    its start and for the last time in its end. ``replaced``: what to do in place of things, by name.
+    """
+    done: list[str] = []
+
+    def watch(owner: Any, name: str, what: str) -> None:
+        right = replaced.get(what.replace(" ", "_"), getattr(owner, name))
+
+        def watched(*arguments: Any, **named: Any) -> Any:
+            done.append(what)
+            if what == START[-1][-1]:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return right(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for one in (*START, *END):
+        watch(*one)
+
+    async def serve() -> Daemon:
+        daemon = Daemon(Config(directory=directory, pool_bytes=1 << 20, http_address=f"127.0.0.1:{free_port()}"))
+        await daemon.serve()
+        return daemon
+
+    daemon = uvloop.run(serve())
+    begin = done.index("say ready") + 2
+    return daemon, [*dict.fromkeys(done[:begin]), *reversed(dict.fromkeys(reversed(done[begin:])))]
+
+
+def test_start_and_end_have_their_order(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is refused has touched nothing; who stops lets go of memory when nothing can use it any more."""
+    _, done = life(directory, monkeypatch)
+    end = [what for *_, what in END]
+    # State files are two, and the results are published once more when the last copies have ended.
+    assert done[: len(START)] == [what for *_, what in START]
+    assert [what for what in done[len(START) :] if what != "publish the last results"] == [
+        what for what in end if what != "publish the last results"
+    ]
+
+
+@pytest.mark.parametrize("hangs", ["close disks", "end copies", "end copies of GPUs", "let go of GPUs"])
+def test_what_hangs_keeps_the_pool_and_the_lock(directory: Path, monkeypatch: pytest.MonkeyPatch, hangs: str) -> None:
+    """Until the process is gone: a successor would take memory in which a copy still writes."""
+    daemon, done = life(directory, monkeypatch, **{hangs.replace(" ", "_"): lambda *_: False})
+    assert daemon.copy_stuck
+    assert "unmap the pool" not in done
+    with pytest.raises(DirectoryError, match="Another kvoffd"):
+        DaemonDirectory(directory).acquire()
+    daemon._directory.release()
+    daemon._pool.close()
+
+
+def test_a_daemon_with_a_lost_gpu_or_a_hang_ends_on_the_spot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the driver's end of the process, which may hang."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(module, "_prepare", lambda: None)
+    monkeypatch.setattr(uvloop, "run", lambda life: life.close())
+    for lost, stuck, status in ((False, False, None), (True, False, 75), (True, True, 75), (False, True, 0)):
+        monkeypatch.setattr(module, "Daemon", lambda _, lost=lost, stuck=stuck: _ended_daemon(lost, stuck))
+        module.run(Config())
+        assert ended == [] if status is None else ended.pop() == status
+
+
+def _ended_daemon(lost: bool, stuck: bool) -> Any:
+    async def serve() -> None:
+        pass
+
+    return SimpleNamespace(serve=serve, gpu_lost=lost, copy_stuck=stuck, served=True)
+
+
+def test_process_is_set_up_before_anything_is_made() -> None:
+    """Nobody else may open what it makes, and a copy thread gives the interpreter back in 0.1 ms."""
+    script = (
+        "import os, sys, resource; from kvoffd.server.daemon import _prepare; _prepare(); "
+        "print(oct(os.umask(0)), round(sys.getswitchinterval(), 6), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    limit = ["prlimit", "--nofile=1024:5000"]
+    said = subprocess.run([*limit, sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert said.stdout.split() == ["0o7", "0.0001", "5000", "5000"]
+
+
+def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only when systemd has closed it too: the machine may not have both."""
+    done: list[str] = []
+    make = PoolMemory.create
+    monkeypatch.setattr(PoolMemory, "create", lambda *one: done.append("make") or make(*one))
+    notifier: Any = SimpleNamespace(
+        remove_fds=lambda name: done.append(f"remove {name}"),
+        wait_heard=lambda timeout_s: done.append("wait") or timeout_s > 0,
+        store_fd=lambda name, _: done.append(f"store {name}"),
+        starting=lambda _: None,
+    )
+    stored = {name: [os.memfd_create(name)] for name in ("kvoffd-pool", "kvoffd-slot-table")}
+    recovery.take_pool(Config(pool_bytes=1 << 20), notifier, stored, lambda: False).close()
+    removed = ["remove kvoffd-pool", "remove kvoffd-slot-table", "wait"]
+    assert done == [*removed, "make", "make", "store kvoffd-pool", "store kvoffd-slot-table"]
+
+
+# --- while it runs ---------------------------------------------------------------------------------
 
 
 def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptureFixture) -> None:
@@ -84,3 +248,34 @@ def test_the_watchdog_is_fed_after_a_turn_of_the_message_loop_that_worked(works:
         return daemon._notifier.watchdog  # type: ignore[return-value]
 
     assert asyncio.run(run()).call_count == works
+
+
+def test_scrubbing_reads_little_and_rests_three_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = CacheRig(units=64, region_units=8)
+    rig.store(rig.open("one"), keys_of(*range(8)))
+    monkeypatch.setattr("kvoffd.server.scrubber.STEP_BYTES", 3 * 8192)
+    scrubber, steps, rests = Scrubber(rig.cache, lambda: 0.0), list[int](), list[float]()
+    scrubber.start()
+    read_s = 0.02
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+
+    def digests(slots: list[tuple[int, int]]) -> list[int]:
+        steps.append(sum(length for _, length in slots))
+        time.sleep(read_s)
+        return [1] * len(slots)
+
+    async def scrub() -> None:
+        daemon = Daemon(Config())
+        daemon._service, daemon._sockets = SimpleNamespace(scrubber=scrubber), MagicMock()  # type: ignore[assignment]
+        daemon._pool = SimpleNamespace(digests=digests)  # type: ignore[assignment]
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "sleep", rest)
+            await daemon._scrub()
+
+    asyncio.run(scrub())
+    assert STEP_BYTES == 32 << 20
+    assert len(steps) > 1
+    assert max(steps) < 4 * 8192 + 8192
+    assert min(rests) >= 3 * read_s

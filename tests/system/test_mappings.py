@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvoffd.errors import UnsafeSegment
-from kvoffd.system.mappings import check_descriptor, map_memfd
+from kvoffd.system import mappings
+from kvoffd.system.mappings import MappedSegment, check_descriptor, map_memfd
 
 SIZE = 1 << 20
 
@@ -62,6 +63,40 @@ def test_a_closed_segment_is_unmapped_and_has_no_address() -> None:
         assert f"{address:x}-{address + SIZE:x}" not in Path("/proc/self/maps").read_text()
         with pytest.raises(ValueError, match="unmapped"):
             _ = segment.address
+
+
+def test_memory_is_unmapped_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for all of it would keep other threads from mapping anything for tenths of a second."""
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(mappings, "_munmap", lambda *call: calls.append(call) or 0)  # type: ignore[func-returns-value]
+    step, begin = 256 << 20, 1 << 40
+    MappedSegment(begin, 2 * step + 4096).close()
+    assert calls == [(begin, step), (begin + step, step), (begin + 2 * step, 4096)]
+
+
+def test_memory_of_clients_is_in_no_core_dump() -> None:
+    with memfd() as fd:
+        segment = map_memfd(fd, SIZE)
+        _, _, of_segment = Path("/proc/self/smaps").read_text().partition(f"{segment.address:x}-")
+        flags = next(line for line in of_segment.splitlines() if line.startswith("VmFlags:"))
+        assert "dd" in flags.split()
+        segment.close()
+
+
+def test_size_is_read_behind_the_seal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that shrinks its file and seals it then, while the daemon looks, has a file that is too small."""
+    look = fcntl.fcntl
+
+    def shrink_first(fd: int, command: int, *argument: int) -> int:
+        if command == fcntl.F_GET_SEALS:
+            os.ftruncate(fd, 4096)
+            look(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return look(fd, command, *argument)
+
+    with memfd(seals=0) as fd, monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", shrink_first)
+        with pytest.raises(UnsafeSegment, match="4096 bytes but was declared"):
+            map_memfd(fd, SIZE)
 
 
 def test_huge_pages_are_refused_since_they_can_run_out() -> None:

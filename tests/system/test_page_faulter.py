@@ -53,6 +53,29 @@ def test_all_that_the_engine_touched_gets_mapped_without_a_copy(faulter: PageFau
         wait_until(lambda: mapped_bytes(segment) == size)
 
 
+def test_pages_that_do_not_exist_are_not_made() -> None:
+    """They would be charged to the daemon."""
+    with engine_memory(4 * MIB, written=MIB) as fd:
+        segment, before = mappings.map_memfd(fd, 4 * MIB), os.fstat(fd).st_blocks
+        assert mappings._fault_in(segment.address, 4 * MIB)
+        assert (mapped_bytes(segment), os.fstat(fd).st_blocks) == (MIB, before)
+        segment.close()
+
+
+def test_segments_are_faulted_in_by_turns(faulter: PageFaulter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one does not wait for a large one."""
+    go_on, steps, size = threading.Event(), list[tuple[int, int]](), 3 * STEP_BYTES
+    monkeypatch.setattr(mappings, "_fault_in", lambda *step: go_on.wait(10) and (steps.append(step) or True))
+    with engine_memory(size, written=size) as fd:
+        one, two = faulter.map_memfd(fd, size), faulter.map_memfd(fd, 4096)
+        go_on.set()
+        wait_until(lambda: len(steps) == 4)
+        turns = [(one, 0), (two, 0), (one, STEP_BYTES), (one, 2 * STEP_BYTES)]
+        lengths = [STEP_BYTES, 4096, STEP_BYTES, STEP_BYTES]
+        assert steps == [(part.address + at, length) for (part, at), length in zip(turns, lengths, strict=True)]
+        faulter.close_segments([one, two], lambda: None)
+
+
 def test_a_segment_may_be_closed_while_it_is_worked_at(faulter: PageFaulter) -> None:
     size = 16 * STEP_BYTES
     with engine_memory(size, written=size) as fd:

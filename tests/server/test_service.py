@@ -1,0 +1,175 @@
+"""What a service does at moments that no client can choose: over an engine and mappings that end when a test says."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from weakref import ref
+
+import pytest
+
+from kvoffd.config import Config
+from kvoffd.server.memory import EngineMemory, OnMapped
+from kvoffd.server.persistence import State
+from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
+from kvoffd.system.mappings import MappedSegment
+from kvoffd.transfer.engine import CopyEngine, Transfer
+from kvoffd.transfer.plan import Outcome
+from kvoffd_client.jobs import GroupTransfer, Job, submit_of
+from kvoffd_proto import codec
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from tests.sim.parts import NoStateFile, make_pool, make_service
+
+NAMESPACE, REGISTRATION, KEY = b"n" * 32, b"r" * 16, b"12345678"
+POOL_BYTES, PAGE, BLOCKS = 1 << 20, 8192, 4
+ADDRESS = 1 << 40
+
+
+class Bench(CopyEngine):
+    """A service, its host, and its engine, which copies nothing: the oldest copy ends when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.copies: list[Transfer] = []
+        self.posted = deque[Callable[[], None]]()
+        host: Any = SimpleNamespace(
+            now=lambda: 100.0,
+            post=self.posted.append,
+            random=random.Random(1).randbytes,
+            map_memfd=lambda fd, size: MappedSegment(ADDRESS, size),
+            unmap=lambda segments, then: then(),
+        )
+        self.pool = make_pool(POOL_BYTES, None)
+        self.service = make_service(Config(pool_bytes=POOL_BYTES), self.pool, None, self, host, State(NoStateFile()))
+
+    def submit(self, transfer: Transfer) -> None:
+        self.copies.append(transfer)
+
+    def end_copy(self) -> None:
+        self.copies[0].on_done(self.copies.pop(0), Outcome.DONE)
+        while self.posted:
+            self.posted.popleft()()
+
+    def ask(self, session: Session, message: m.AnyRequest) -> list[m.AnyReply]:
+        """The replies to a request that are there at once."""
+        self.service.handle(session.route, codec.encode(message))
+        return [codec.decode_reply(frame) for _, frame in self.service.outgoing()[1]]
+
+    def session(self, role: m.Role = m.Role.WORKER, *, registers: bool = True) -> Session:
+        """In the namespace; a worker has its memory registered."""
+        lifeline: Any = SimpleNamespace(alive=lambda: True, close_descriptor=os.close)
+        session = self.service.sessions.open(lifeline, Peer(0, 1, 1))
+        self.ask(session, m.Hello(1, m.PROTOCOL_VERSION, role, "test", "test"))
+        groups = [m.GroupSpec("full", 16)]
+        self.ask(session, m.OpenNamespace(1, NAMESPACE, "test", 1, len(KEY), groups, "{}"))
+        if registers and role is m.Role.WORKER:
+            assert isinstance(self.register(session, 0)[0], m.Registered)
+        return session
+
+    def register(self, session: Session, segment_id: int) -> list[m.AnyReply]:
+        self.service.sessions.attach(session, segment_id, os.open(os.devnull, os.O_RDONLY))
+        memory, layout = m.MemfdHandle(segment_id, BLOCKS * PAGE), m.TensorLayout(0, 0, PAGE, BLOCKS)
+        what = [memory], [layout], [[m.PageRef(0, PAGE)]]
+        return self.ask(session, m.Register(1, NAMESPACE, REGISTRATION, 0, 1, *what))
+
+    def copy(self, session: Session, *lease: int) -> None:
+        """Submit a store of ``KEY``, or a load under a lease."""
+        job = Job(7, [GroupTransfer.of([KEY], [0])], *lease)
+        self.ask(session, submit_of(2, REGISTRATION, len(KEY), [job]))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.pool.close()
+
+
+# --- jobs ------------------------------------------------------------------------------------------
+
+
+def test_job_that_ended_is_freed_without_the_collector(bench: Bench) -> None:
+    """A plan may have 100,000 pieces; the garbage collector looks for it late."""
+    worker = bench.session()
+    gc.disable()
+    try:
+        bench.copy(worker)
+        job = ref(next(iter(bench.service.jobs.running)))
+        bench.end_copy()
+        assert job() is None
+    finally:
+        gc.enable()
+
+
+def test_load_fails_when_others_find_its_block_corrupt(bench: Bench) -> None:
+    """As the scrubber does, while the load's own bytes were compared already, or are not to be."""
+    cache, worker, scheduler = bench.service.cache, bench.session(), bench.session(m.Role.SCHEDULER)
+    bench.copy(worker)
+    bench.end_copy()
+    lease = scheduler.id << 32
+    bench.ask(scheduler, m.Lookup(1, NAMESPACE, lease, [m.GroupKeys(0, KEY)]))
+    bench.copy(worker, lease)
+    (check,) = cache.checks(cache.slots.in_use.nonzero()[0])
+    for checksum in (1, 2):  # that of the store, which took none, and of what is there now
+        cache.check(check.slot, check.generation, checksum)
+    bench.end_copy()
+    bench.service.outgoing()
+    (result,) = worker.completions.replay()[-1].results
+    assert (result.error, result.failed) == (ErrorCode.CHECKSUM, [m.GroupKeys(0, KEY)])
+
+
+# --- registrations ---------------------------------------------------------------------------------
+
+
+def test_register_of_a_session_that_ends_meanwhile(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU maps in a thread of its own. Until it has, the registration's id is taken; then nothing is held."""
+    service, worker, mapping = bench.service, bench.session(registers=False), list[tuple[dict[int, int], OnMapped]]()
+    monkeypatch.setattr(service.memory, "map", lambda _, __, ___, fds, mapped: mapping.append((fds, mapped)))
+    assert bench.register(worker, 1) == []
+    (refused,) = bench.register(worker, 2)
+    assert isinstance(refused, m.Error)
+    assert refused.code is ErrorCode.BAD_GEOMETRY
+    ((fds, mapped),) = mapping
+    service.sessions.end(worker, lambda: None)
+    unmapped = list[Callable[[], None]]()
+    mapped(EngineMemory(bench, [(ADDRESS, BLOCKS * PAGE)], None, unmapped.append))
+    assert (len(unmapped), worker.registrations) == (1, {})
+    for fd in fds.values():
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    assert service.outgoing()[1] == []
+
+
+# --- credit, and who may connect -------------------------------------------------------------------
+
+
+def test_credit_is_an_eighth_of_the_pool_among_writers(bench: Bench) -> None:
+    for pool_bytes, credit in ((1 << 20, 1 << 17), (8 << 30, 1 << 30), (64 << 30, 1 << 30)):
+        cache: Any = SimpleNamespace(slots=SimpleNamespace(pool_bytes=pool_bytes))
+        assert credit_bytes(Config(), cache) == credit
+    sessions, whole = bench.service.sessions, POOL_BYTES // 8
+    bench.session(m.Role.SCHEDULER)
+    workers = [bench.session(registers=False), bench.session()]
+    assert [sessions.credit_of(one) for one in workers] == [whole, whole]
+    workers.append(bench.session())
+    assert {sessions.credit_of(one) for one in workers} == {whole // 2}
+
+
+def test_peers_of_the_group_or_of_those_named_may_connect() -> None:
+    group, uid = os.getegid(), os.geteuid()
+    for peer, config, allowed in (
+        (Peer(1, 4242, group), Config(), True),
+        (Peer(1, 4242, group + 1), Config(), False),
+        (Peer(1, 4242, group), Config(allowed_gids=(group + 1,)), False),
+        (Peer(1, 4242, group + 1), Config(allowed_gids=(group + 1,)), True),
+        (Peer(1, 4242, group + 1), Config(allowed_uids=(4242,)), True),
+        (Peer(1, uid, group + 1), Config(allowed_gids=(group + 2,)), True),
+        (Peer(1, 0, group + 1), Config(allowed_gids=(group + 2,)), True),
+    ):
+        assert may_connect(peer, config) is allowed, (peer, config.allowed_uids, config.allowed_gids)
