@@ -35,6 +35,8 @@ SPEED_SAMPLE_S = 0.05
 """Reading is timed over at least this long."""
 OLD_SPEED_WEIGHT = 0.7
 """Weight of what was measured before in the speed."""
+NO_SPACE_S = 1.0
+"""So long after the pool had no space for a namespace's block its lookups that are repeated are not told to wait."""
 READ_AGAIN_S = 60.0
 """So long after the last read one is tried although it would be slower: speeds change."""
 
@@ -100,6 +102,7 @@ class Promoter:
         self._sample_began = 0.0
         self._sample_bytes = 0
         self._read_again_at = 0.0
+        self.no_space_until: dict[Namespace, float] = {}
         self._stopped = False
 
     @property
@@ -184,6 +187,7 @@ class Promoter:
                     else:
                         refused.append(fill)
                 elif states[number] == FREE:
+                    self.no_space_until[namespace] = self._clock() + NO_SPACE_S
                     self._failed(fill, NO_SPACE)
                 else:  # the pool has it by now
                     self._settle(fill)

@@ -286,7 +286,8 @@ class Tiering:
             key = some.keys[at]
             if (fill := self._coming.get(some.space.tag, {}).get(key)) is None:
                 level, tier = some.there[at]
-                if level in slower:
+                no_space = level.promoter.no_space_until.get(lookup.namespace, 0.0) > self._clock()
+                if level in slower or (lookup.again and no_space):
                     return
                 fill = level.promoter.request(lookup.session, lookup.namespace, some.space, key, tier)
                 if fill is None:
@@ -405,6 +406,8 @@ class Tiering:
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Nobody has the namespace open, and the pool nothing of it. What disks and stores have of it stays."""
         self._forget_fills(namespace)
+        for level in self.levels:
+            level.promoter.no_space_until.pop(namespace, None)
         for group in range(len(namespace.groups)):
             if (space := self._spaces.pop((namespace, group), None)) is not None:
                 self._groups.pop(space.tag, None)

@@ -75,6 +75,8 @@ _METADATA_SHIFT = 9
 for 340 extents."""
 _INDEX_SHIFT = 8
 """A 256th is for the index."""
+_ALLOCATED_SLOT_BYTES = 1 << 16
+"""Records of slots of this size are allocated when a disk is opened, a 683rd of its size."""
 _ALLOCATE_STEP_BYTES = 1 << 30
 """Large enough for few calls; see ``allocate_in_steps``."""
 
@@ -195,8 +197,14 @@ class DiskFile:
         self.head = head
 
     def write_slot_pages(self, region: int, pages: int) -> None:
-        """Note how many pages a region's slots have. Raises OSError."""
+        """Note how many pages a region's slots have, and allocate their records. Raises OSError."""
         write_all(self.calls, self.index_fd, [memoryview(np.array([pages], "<u4").tobytes())], _SIZES_AT + 4 * region)
+        self._allocate_records(region, self.head.region_bytes // (pages * PAGE_BYTES))
+
+    def _allocate_records(self, region: int, count: int) -> None:
+        """So that a file system that others fill up loses none."""
+        at = _RECORDS_AT + region * self.slots_per_region * RECORD.itemsize
+        self.calls.allocate(self.index_fd, at, count * RECORD.itemsize)
 
     def write_records(self, first: int, records: npt.NDArray[np.void]) -> None:
         """Write the records of slots that follow one another. Raises OSError."""
@@ -343,6 +351,9 @@ class DiskFile:
             self.errors.append((DiskFault.TRUNCATED, cut))
         if regions > head.regions or held_bytes(status) < status.st_size or status.st_size < self._end(regions):
             self._allocate(self._end(regions))
+        self.calls.allocate(self.index_fd, 0, _SIZES_AT + 4 * regions)
+        for region in range(regions):  # smaller slots have more records, which are allocated when they come
+            self._allocate_records(region, max(1, head.region_bytes // _ALLOCATED_SLOT_BYTES))
         while self.physical_bytes() > size_bytes and regions > 1:
             regions -= 1
             self.calls.truncate(self.fd, self._end(regions))

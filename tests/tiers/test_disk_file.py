@@ -43,6 +43,15 @@ def test_new_files_are_the_users_own_and_all_allocated(tmp_path: Path) -> None:
     file.close()
 
 
+def test_records_are_allocated_before_others_fill_the_file_system(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path, 64 << 20, 16 << 20)
+    for pages, slot_bytes in ((16, 64 << 10), (2, 8 << 10)):
+        records = [(16 << 20) // slot_bytes * RECORD.itemsize] + [24 << 10] * (file.head.regions - 1)
+        file.write_slot_pages(0, pages)
+        assert os.fstat(file.index_fd).st_blocks * 512 >= sum(records)
+    file.close()
+
+
 @pytest.mark.parametrize("size", [1 << 20, 64 << 20, 10 << 30, 1 << 40, 20 << 40])
 def test_regions_fill_a_disk_of_any_size(size: int) -> None:
     region = default_region_bytes(size)
