@@ -157,7 +157,7 @@ class Sockets:
                         frame = jobs.recv(_NOBLOCK, copy=False)
                     # Several frames are no request: the decoder refuses that, and the sender hears why.
                     service.handle(route, frame.bytes if whole else b"")
-                    self.flush()  # a reply does not wait for other requests; its lookup's pins are entered before them
+                    self.flush()  # a reply does not wait for the requests behind it
                     if time.monotonic() > until:
                         more = True
                         break

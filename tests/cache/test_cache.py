@@ -92,6 +92,18 @@ def test_a_partial_block_is_dropped_after_its_time_but_not_while_somebody_writes
     check_invariants(rig.cache)
 
 
+def test_a_block_that_one_rank_has_stored_is_not_partial_while_another_still_writes_it() -> None:
+    rig = full_rig()
+    namespace = rig.open("a", world_size=2)
+    first, second = (rig.begin(namespace, rank, 0, keys_of(1)) for rank in (0, 1))
+    rig.commit(first)
+    check_invariants(rig.cache)
+    rig.clock.now += 1000
+    assert rig.cache.tick() == 0
+    rig.commit(second)
+    assert states(rig, namespace, keys_of(1)) == [R]
+
+
 def test_partial_blocks_go_before_ready_ones() -> None:
     rig = full_rig(4)
     namespace = rig.open("a", world_size=2)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
+import logging
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -16,20 +20,23 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 import kvoffd_client.vllm
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm import config as connector_config
-from kvoffd_client.vllm.connector import KvoffdConnector
+from kvoffd_client.vllm.connector import STORE_LOGGER, KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import (
     ConnectorMetadata,
     FailedJob,
     KeyedSpec,
 )
 from kvoffd_client.vllm.live_weights import LiveWeights
+from kvoffd_client.vllm.log import StoreRefusalFilter
 from kvoffd_client.vllm.metrics import CONNECTED, LOAD_RATE
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
@@ -242,6 +249,47 @@ def test_a_step_s_loads_and_the_last_one_s_stores_begin_in_one_message_before_th
     connector.start_load_kv(None)  # behind the first step's forward pass
     connector.handle_preemptions(ConnectorMetadata(load_jobs={4: load}, store_jobs={}))
     assert client.messages == [[3, 4]]
+
+
+def test_stores_are_noted_by_start_load_kv_which_vllm_calls_in_every_stage(
+    worker: tuple[KvoffdConnector, FakeWorkerClient],
+) -> None:
+    """With pipeline stages and speculation its first runner calls wait_for_save() in the last stage alone."""
+    connector, client = worker
+    blocks = GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
+    store = TransferJob("r", blocks, KeyedSpec.of([key(1)], {(0).to_bytes(4, "big"): 0}))
+    for job_id in (0, 1):
+        connector.bind_connector_metadata(ConnectorMetadata(load_jobs={}, store_jobs={job_id: store}))
+        connector.start_load_kv(None)
+        if job_id:
+            connector.wait_for_save()
+        connector.handle_preemptions(ConnectorMetadata(load_jobs={}, store_jobs={}))
+    assert client.messages == [[0], [1]]
+
+
+def test_a_runner_that_writes_into_blocks_in_an_unknown_place_is_refused(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(OffloadingConnector, "register_kv_caches", lambda _, caches: registered.append(caches))
+    for second_runner, zeroes, refused in ((True, True, True), (True, False, False), (False, True, False)):
+        monkeypatch.setattr(type(config), "use_v2_model_runner", second_runner)
+        monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", zeroes)
+        connector = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
+        registered.clear()
+        with pytest.raises(ValueError, match="its model runner writes") if refused else nullcontext():
+            connector.register_kv_caches({})
+        assert len(registered) == (not refused)
+
+
+def test_vllm_says_nothing_of_stores_that_are_put_off(scheduler: KvoffdConnector) -> None:
+    target = logging.getLogger(STORE_LOGGER)
+    assert '"Request %s: cannot store chunks"' in inspect.getsource(importlib.import_module(STORE_LOGGER))
+    for message, is_said in (("Request %s: cannot store chunks", False), ("Request %s: is gone", True)):
+        record = target.makeRecord(STORE_LOGGER, logging.WARNING, "", 0, message, ("r",), None)
+        assert bool(target.filter(record)) is is_said
+    StoreRefusalFilter.install(STORE_LOGGER)
+    assert sum(isinstance(one, StoreRefusalFilter) for one in target.filters) == 1
 
 
 @pytest.mark.parametrize(("events", "steps"), [(False, [True, False]), (True, [True, True])])

@@ -242,6 +242,17 @@ def test_a_random_hash_seed_makes_the_namespace_private(engine_config: Any, monk
     assert factors_of(config)["private"] == ""
 
 
+def test_hashes_that_can_be_made_to_collide_are_warned_of(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    for algorithm, warned in (("sha256", 0), ("xxhash_cbor", 1)):
+        config = copy.deepcopy(engine_config)
+        config.cache_config.prefix_caching_hash_algo = algorithm
+        factors_of(config)
+        assert sum(f"{algorithm} is not collision resistant" in line for line in said) == warned
+
+
 def test_namespace_is_made_of_every_factor(engine_config: Any) -> None:
     window = KVCacheGroupSpec(["0"], SlidingWindowSpec(block_size=32, sliding_window=256, **HEADS))
     factors = factors_of(engine_config, cache_config(KVCacheGroupSpec(["1"], full_attention()), window), salt="blue")

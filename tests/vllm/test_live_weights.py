@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.parameter import SharedWeightParameter
 from vllm.v1.worker.worker_base import WorkerBase
 
 from kvoffd_client.vllm.live_weights import CHANGING_METHODS, LiveWeights
@@ -85,6 +87,22 @@ def test_what_a_kernel_packed_beside_an_empty_parameter_counts() -> None:
         model.layer = layer
         digests.add(digest(model))
     assert len(digests) == 2
+
+
+def test_of_parameters_that_are_made_of_several_tensors_each_counts() -> None:
+    """TorchAO's, which have no memory of their own, and those that vLLM shares between layers."""
+
+    def model(first: float, second: float, shared: float) -> torch.nn.Module:
+        made = torch.nn.Module()
+        parts = torch.full((4,), first), torch.full((4,), second)
+        made.quantized = torch.nn.Parameter(TwoTensor(*parts), requires_grad=False)
+        weight = SharedWeightParameter.__new__(SharedWeightParameter)
+        weight.partitions = {0: torch.nn.Parameter(torch.full((4,), shared), requires_grad=False)}
+        made.register_parameter("shared", weight)
+        return made
+
+    assert digest(model(1, 2, 3)) == digest(model(1, 2, 3))
+    assert len({digest(model(*numbers)) for numbers in ((1, 2, 3), (0, 2, 3), (1, 0, 3), (1, 2, 0))}) == 4
 
 
 def test_weights_that_cannot_be_read_have_no_digest() -> None:

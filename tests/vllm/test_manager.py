@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvoffd_client
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, FailedJob, WorkerReport
+from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
     DEFERRED_STORES,
@@ -84,14 +84,34 @@ def test_a_request_that_runs_or_ends_without_a_load_gives_its_lease_back() -> No
 
 
 def test_a_failed_load_bars_the_request_and_forgets_unusable_blocks_in_the_daemon() -> None:
+    unusable = {ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM}
+    for code in (*ErrorCode, None):
+        harness = ManagerHarness()
+        context = harness.request(ready=HASHES)
+        harness.manager.prepare_load(KEYS, context)
+        harness.manager._job_failed(FailedJob(code, ((0, block_hash(2)),), "r"))
+        harness.scan()
+        assert harness.results(context) == [LookupResult.MISS] * 3
+        forgotten = [(item.group, item.keys) for item in harness.client.invalidated]
+        assert forgotten == ([(0, block_hash(2))] if code in unusable else []), code
+        assert harness.manager.get_stats().reduce()[FAILED_LOADS] == 1
+
+
+def test_a_load_without_an_answer_fails_in_the_worker_and_not_in_vllms_scheduler() -> None:
     harness = ManagerHarness()
-    context = harness.request(ready=HASHES)
-    harness.manager.prepare_load(KEYS, context)
-    harness.manager._job_failed(FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),), "r"))
-    harness.scan()
-    assert harness.results(context) == [LookupResult.MISS] * 3
-    assert [(item.group, item.keys) for item in harness.client.invalidated] == [(0, block_hash(2))]
-    assert harness.manager.get_stats().reduce()[FAILED_LOADS] == 1
+    for context in (harness.new(), ReqContext("unknown")):
+        spec = harness.manager.prepare_load(KEYS, context)
+        assert (spec.lease_id, spec.request_id) == (NO_LEASE, context.req_id)
+
+
+def test_the_end_of_a_steps_output_ends_the_step() -> None:
+    """vLLM asks for events once for each step's output, and for nothing else."""
+    harness = ManagerHarness()
+    for _ in range(2):  # the first is taken for one in which the engine compiles
+        harness.manager.step_begins([1024])
+        harness.clock.now += 0.5
+        harness.manager.take_events()
+    assert harness.prefill.tokens_per_second == 2048
 
 
 def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way() -> None:

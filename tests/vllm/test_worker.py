@@ -6,6 +6,7 @@ import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec, Registration, SharedMemory
+from kvoffd_client.jobs import Job
+from kvoffd_client.vllm import spec as spec_module
 from kvoffd_client.vllm import worker as worker_module
+from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, KeyedSpec, LoadTime
 from kvoffd_client.vllm.kv_memory import SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec
@@ -157,6 +161,61 @@ def test_a_fence_sends_what_waits_for_the_end_of_the_step() -> None:
     worker.submit_store(1, BLOCKS, KEYED)
     worker.wait({1})
     assert (client.messages, client.fences) == ([[1]], [([1], 1.5, 0)])
+
+
+def test_a_fence_takes_back_what_the_gpu_holds_before_it_asks_the_daemon() -> None:
+    order: list[object] = []
+    sender, client = Mock(), Mock()
+    sender.submit.side_effect = lambda jobs, *_: order.append([job.job_id for job in jobs])
+
+    def withdraw(job_ids: list[int], patience_s: float) -> None:
+        order.append(("withdraw", job_ids, patience_s))
+        worker._fail_unsent(Job(2, ()), ErrorCode.CANCELLED)
+
+    sender.withdraw.side_effect = withdraw
+    client.fence.side_effect = lambda *arguments: order.append(("fence", *arguments))
+    worker = KvoffdWorker(lambda _: client, blocks_per_chunk=1, key_bytes=KEY_BYTES, fence_timeout_s=1.5, sender=sender)
+    worker.join(NAMESPACE)
+    worker.submit_store(2, BLOCKS, KEYED)
+    worker.wait({2, 1})
+    assert order == [[2], ("withdraw", [1, 2], 0.05), ("fence", [1, 2], 1.5, 1)]
+
+
+def test_ranks_that_load_one_shard_leave_the_lease_to_the_scheduler() -> None:
+    """As under tensor parallelism with latent attention, where rank 0 alone stores."""
+    caches = cast(Any, SimpleNamespace(tensors=[SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda")))]))
+    for replicated in (False, True):
+        config = SimpleNamespace(parallel=SimpleNamespace(rank=1))
+        spec: Any = SimpleNamespace(
+            namespace=SimpleNamespace(key_bytes=KEY_BYTES),
+            options=ConnectorOptions(),
+            blocks_per_chunk=1,
+            replicated_layout=replicated,
+            memory=SharedKvMemory(),
+            layers=(),
+            config=config,
+        )
+        client = Mock()
+        spec.connect_worker = lambda *_, client=client: client
+        worker = KvoffdSpec.get_worker(spec, caches)
+        assert isinstance(worker, KvoffdWorker)
+        worker._sender.close()  # type: ignore[union-attr]
+        worker._sender = None
+        worker.join(NAMESPACE)
+        worker.submit_load(1, LEASED, BLOCKS)
+        worker.flush()
+        [[job]] = client.submit.call_args.args
+        assert (job.lease_id, job.keep_lease) == (77, replicated)
+        with patch.object(spec_module, "registration_of") as registration_of:
+            KvoffdSpec._registration(spec, caches)
+        assert registration_of.call_args.args[2] == (0 if replicated else 1), "whose shard it is"
+
+
+def test_a_replicas_sessions_have_its_index_in_their_names() -> None:
+    for engine_id, index, replica in (("0123456789_dp1", 1, " replica 1"), ("0123456789", 0, "")):
+        config = SimpleNamespace(engine_id=engine_id, parallel=SimpleNamespace(data_parallel_index=index))
+        name = KvoffdSpec._name(cast(Any, SimpleNamespace(config=config)), NAMESPACE, "worker 0")
+        assert name == f"vllm:01234567 model{replica} worker 0"
 
 
 def test_a_worker_is_registered_in_one_namespace_at_a_time_and_without_one_fails_every_job() -> None:
