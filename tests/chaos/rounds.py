@@ -345,8 +345,8 @@ def held_resources(found: Books, sessions: int) -> str:
         return f"something is held: {held}"
     if found.sessions != sessions:
         return f"{found.sessions} sessions are open and not {sessions}"
-    if found.mismatches or found.quarantined_bytes:
-        return f"slots lost their bytes: {found.mismatches}"
+    if found.integrity.mismatches or found.quarantined_bytes:
+        return f"slots lost their bytes: {found.integrity.mismatches}"
     return ""
 
 

@@ -93,11 +93,13 @@ class Desk:
         now = books(self.directory)
         space = now.namespaces[NAMESPACE]
         return {
-            "pool": (now.free_bytes, now.writing_bytes, now.ready_bytes, now.leaving_bytes, now.pinned_bytes),
+            "pool": (now.free_bytes, now.writing_bytes, now.ready_bytes, now.leaving_bytes, now.pool.pinned_bytes),
             "held": now.held,
-            "clients": [(one.session, one.role, one.leases, one.registrations, one.namespaces) for one in now.clients],
-            "jobs": (now.stores.ended, now.loads.ended),
-            "keys": (space.lookups, space.keys_asked, space.stored_blocks, space.no_space_keys, space.misses),
+            "clients": [
+                (one.session_id, one.role, one.leases, one.registrations, one.namespaces) for one in now.clients
+            ],
+            "jobs": (now.store.jobs, now.load.jobs),
+            "keys": (space.lookups, space.asked_keys, space.stored_blocks, space.no_space_keys, space.misses),
             "namespaces": list(now.namespaces),
             "kv events": now.kv_events,
             "memory": self.memory.view.tobytes(),
@@ -173,7 +175,7 @@ def test_another_version_is_refused_with_both_numbers(desk: Desk) -> None:
 def test_a_token_ends_with_its_lifeline(desk: Desk) -> None:
     with WireClient(desk.directory) as other:
         other.close_lifeline()
-        wait_until(lambda: other.session not in [client.session for client in books(desk.directory).clients])
+        wait_until(lambda: other.session not in [client.session_id for client in books(desk.directory).clients])
         errors = books(desk.directory).errors.get("bad_token", 0)
         assert refused(other.stats) == "bad_token"
         assert books(desk.directory).errors.get("bad_token", 0) == errors, "a request that crosses the end is no error"

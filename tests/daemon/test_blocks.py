@@ -124,12 +124,12 @@ def test_a_long_listing_names_each_block_once_whatever_comes_and_goes() -> None:
 
 def test_a_block_is_read_as_it_was_stored(desk: BlockClient, engine: FakeEngine, shared_daemon: DaemonProcess) -> None:
     """By rank and layer, with checksums that match, and counted in no hit ratio."""
-    asked = books(shared_daemon.directory).keys_asked
+    asked = books(shared_daemon.directory).since_start.asked_keys
     mine = desk.get_block(LABEL, KEYS[0])
     assert [len(shard.layers) for shard in mine.shards] == [4, 4]
     with pytest.raises(BlockUnavailable, match="not in the pool"):
         desk.get_block(LABEL, keys(99)[0])
-    assert books(shared_daemon.directory).keys_asked == asked
+    assert books(shared_daemon.directory).since_start.asked_keys == asked
     assert desk.put_block(LABEL, keys(50)[0], mine)
     assert loaded(engine, keys(50)) == engine.checksums([0])
 

@@ -16,7 +16,7 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.require import missing, require
 from tests.kit.waiting import wait_until
 from tests.kit.wire import PAGE_BYTES as WIRE_PAGE_BYTES
-from tests.kit.wire import Books, DiskBooks, WireClient, books, keys
+from tests.kit.wire import Books, DiskStats, WireClient, books, keys
 
 PAGE_BYTES = 65536
 BATCH = 8
@@ -40,12 +40,12 @@ def engine_on(daemon: DaemonProcess, world_size: int = 1, label: str = "demo") -
     return FakeEngine(daemon.directory, label, page_bytes=PAGE_BYTES // world_size, blocks=64, world_size=world_size)
 
 
-def disk_of(daemon: DaemonProcess) -> DiskBooks:
+def disk_of(daemon: DaemonProcess) -> DiskStats:
     (disk,) = books(daemon.directory).disks
     return disk
 
 
-def wait_state(daemon: DaemonProcess, state: str) -> DiskBooks:
+def wait_state(daemon: DaemonProcess, state: str) -> DiskStats:
     wait_until(lambda: disk_of(daemon).state == state, explain=lambda: disk_of(daemon))
     return disk_of(daemon)
 
@@ -62,13 +62,13 @@ def running(daemon: DaemonProcess, world_size: int = 1) -> Iterator[FakeEngine]:
 def fill(daemon: DaemonProcess, engine: FakeEngine, blocks: int, seed: int = 0) -> dict[int, int]:
     """Store blocks 0 to ``blocks`` and wait until they are on disk; returns their checksums."""
     sums: dict[int, int] = {}
-    before = books(daemon.directory).tiers.written_blocks
+    before = books(daemon.directory).tiers.demoted_blocks
     for first in range(0, blocks, BATCH):
         numbers = range(first, first + BATCH)
         engine.fill(range(BATCH), seed=seed + first)
         sums.update(zip(numbers, engine.checksums(range(BATCH)), strict=True))
         assert engine.store(keys(*numbers), range(BATCH)).ok
-        wait_until(lambda: books(daemon.directory).tiers.written_blocks >= before + len(sums))
+        wait_until(lambda: books(daemon.directory).tiers.demoted_blocks >= before + len(sums))
     return sums
 
 
@@ -115,7 +115,7 @@ def test_evicted_blocks_come_back(shared_daemon: DaemonProcess, world_size: int)
         found = books(daemon.directory)
         space = found.namespaces[engine.namespace.fingerprint]
         assert space.evicted_blocks >= 2 * IN_POOL, "or nothing came from the disk"
-        assert space.keys_asked == 3 * BATCH
+        assert space.asked_keys == 3 * BATCH
         assert found.tiers.promoted_blocks >= promoted + BATCH
         wait_until(lambda: disk_of(daemon).used_bytes == 3 * IN_POOL * BLOCK_BYTES)
         assert found.disks[0].physical_bytes <= found.disks[0].size_bytes
@@ -327,7 +327,7 @@ def test_corrupt_bytes_are_a_miss_and_counted(daemon: DaemonProcess, tmp_path: P
         end = BATCH * WIRE_PAGE_BYTES
         assert memory.view.tobytes()[:end] == bytes(WIRE_PAGE_BYTES) + before[WIRE_PAGE_BYTES:end]
     found = books(daemon.directory)
-    assert found.tiers.failed == {"corrupt": 1}
+    assert found.tiers.promotions_failed == {"corrupt": 1}
     assert found.disks[0].errors == {"corrupt": 1}
     assert (found.health, found.problems) == ("degraded", {"disk_errors": 1})
 
@@ -382,5 +382,5 @@ def test_an_engine_that_ends_while_blocks_come_leaves_nothing(shared_daemon: Dae
         for _ in range(5):
             engine.scheduler.lookup([GroupKeys(0, b"".join(keys(*range(BATCH))))])
     wait_until(lambda: not books(daemon.directory).held, explain=lambda: books(daemon.directory).held)
-    wait_until(lambda: books(daemon.directory).tiers.pending_blocks == 0)
+    wait_until(lambda: books(daemon.directory).tiers.promotions_waiting == 0)
     assert books(daemon.directory).balanced

@@ -131,7 +131,7 @@ def test_groups_and_parts_come_from_another_node() -> None:
         with DaemonProcess("8MiB", shared=server.url, shared_write="always") as first:
             with DaemonProcess("8MiB", shared=server.url, shared_write="always") as second:
                 for node in (first, second):
-                    wait_until(lambda node=node: books(node.directory).shared[0].reachable)  # type: ignore[misc]
+                    wait_until(lambda node=node: books(node.directory).shared[0].up)  # type: ignore[misc]
                 with engine_on(first) as engine:
                     whole = [engine.store(1, group) for group in (0, 1)]
                     part = engine.store(2, 0, first_block=1)

@@ -185,7 +185,7 @@ def test_http_not_ready_while_the_daemon_stops() -> None:
         worker.open_namespace()
         with SharedMemory(PAGE_BYTES, "test") as memory, daemon.fault("store slow 5"):
             worker.submit(worker.register(memory), [store_of(1, keys(1), [0])])
-            wait_until(lambda: books(daemon.directory).stores.running == 1)
+            wait_until(lambda: books(daemon.directory).store.running_jobs == 1)
             daemon.process.terminate()
             wait_until(lambda: get(found, "/readyz").startswith(b"HTTP/1.1 503 "))
             assert get(found, "/healthz").startswith(b"HTTP/1.1 200 ")

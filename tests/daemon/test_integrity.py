@@ -92,8 +92,9 @@ def test_integrity_load_of_a_flipped_byte_fails_before_a_byte_moves(pool_file: P
         assert engine.came(2)
         found = balanced(daemon)
         assert found.quarantined_bytes == PAGE
-        assert found.usable_bytes == found.pool_bytes - PAGE
-        assert (found.mismatches, found.quarantined_slots, found.checked_slots) == (1, 1, 5)
+        assert found.pool.usable_bytes == found.pool.size_bytes - PAGE
+        checks = found.integrity
+        assert (checks.mismatches, checks.quarantined_slots, checks.checked_slots) == (1, 1, 5)
         with AdminClient(daemon.directory) as admin:
             health = admin.health()
         assert not health.healthy
@@ -112,7 +113,7 @@ def test_integrity_scrub_finds_what_loads_do_not_compare(pool_file: Path) -> Non
         engine.store(*range(KEYS))
         engine.lookup(3)
         assert engine.load(3).ok
-        assert balanced(daemon).checked_slots == 0
+        assert balanced(daemon).integrity.checked_slots == 0
         for number in (4, 9):
             flip(pool_file, engine.content[number])
         with AdminClient(daemon.directory) as admin:
@@ -143,7 +144,7 @@ def test_integrity_a_share_of_the_loads_is_compared() -> None:
             engine.lookup(0)
             assert engine.load(0).ok
             assert engine.came(0)
-        assert balanced(daemon).checked_slots == 2
+        assert balanced(daemon).integrity.checked_slots == 2
 
 
 def test_integrity_no_flipped_byte_is_served_after_a_restart(pool_file: Path) -> None:
@@ -166,7 +167,7 @@ def test_integrity_no_flipped_byte_is_served_after_a_restart(pool_file: Path) ->
             assert again.came(number) is ok
             assert ok or not again.loaded(number).any()
         found = balanced(daemon)
-        assert found.mismatches == found.quarantined_slots == len(bad)
+        assert found.integrity.mismatches == found.integrity.quarantined_slots == len(bad)
         assert found.quarantined_bytes == len(bad) * PAGE
         assert found.ready_bytes == (KEYS - len(bad)) * PAGE
 
@@ -180,9 +181,10 @@ def test_integrity_recovered_blocks_are_compared_in_the_background(pool_file: Pa
         daemon.stop()
         flip(pool_file, engine.content[5])
         daemon.start()
-        wait_until(lambda: balanced(daemon).unverified_slots == 0)
+        wait_until(lambda: balanced(daemon).integrity.unverified_slots == 0)
         found = balanced(daemon)
-        assert (found.checked_slots, found.mismatches, found.quarantined_slots) == (KEYS, 1, 1)
+        checks = found.integrity
+        assert (checks.checked_slots, checks.mismatches, checks.quarantined_slots) == (KEYS, 1, 1)
         # The slot is not used in the next life either, and what was in it stays away.
         daemon.stop()
         daemon.start()

@@ -161,7 +161,7 @@ def test_a_reset_drops_the_namespace(
         assert books(shared_daemon.directory).balanced
         other.release(1)
         after = books(shared_daemon.directory)
-        assert (after.free_bytes, after.ready_blocks) == (after.pool_bytes, 0)
+        assert (after.free_bytes, after.ready_blocks) == (after.pool.size_bytes, 0)
     assert worker.store(cache, keys(1), [3]).nbytes == PAGE_BYTES
     assert scheduler.lookup(3, keys(1)).states == "R"
 
@@ -232,7 +232,7 @@ def test_a_block_is_ready_when_every_rank_has_stored(shared_daemon: DaemonProces
             assert one.load(caches[1], scheduler.lease(2), keys(9), [12]).ok
             assert (page(first, 11), page(second, 12)) == (b"\1" * PAGE_BYTES, b"\2" * PAGE_BYTES)
             after = books(directory)
-            assert (after.leases, after.pinned_blocks, after.pinned_bytes) == (0, 0, 0)
+            assert (after.leases, after.pinned_blocks, after.pool.pinned_bytes) == (0, 0, 0)
 
 
 def test_a_shard_may_come_from_any_engine(shared_daemon: DaemonProcess, memory: SharedMemory) -> None:
@@ -248,7 +248,7 @@ def test_a_shard_may_come_from_any_engine(shared_daemon: DaemonProcess, memory: 
 
 def test_a_block_that_lacks_a_shard_for_too_long_is_dropped(impatient: DaemonProcess, memory: SharedMemory) -> None:
     def dropped() -> int:
-        return books(impatient.directory).namespaces[OTHER].timed_out_blocks
+        return books(impatient.directory).namespaces[OTHER].partial_blocks
 
     with WireClient(impatient.directory) as worker:
         worker.open_namespace(OTHER, world_size=2)
@@ -328,7 +328,7 @@ def test_leases_end_with_their_session(shared_daemon: DaemonProcess, worker: Wir
         assert books(shared_daemon.directory).pinned_blocks == 2
     wait_until(lambda: books(shared_daemon.directory).leases == 0)
     after = books(shared_daemon.directory)
-    assert (after.pinned_blocks, after.pinned_bytes, after.ready_blocks) == (0, 0, 2)
+    assert (after.pinned_blocks, after.pool.pinned_bytes, after.ready_blocks) == (0, 0, 2)
 
 
 def test_a_pool_of_pinned_blocks_has_no_room_and_says_so() -> None:
@@ -455,7 +455,7 @@ def test_a_store_that_has_not_begun_is_cancelled(faulty: DaemonProcess, memory: 
     with engine(faulty) as (worker, scheduler), faulty.fault("store slow 1"):
         cache = worker.register(memory)
         worker.submit(cache, [store_of(1, keys(1), [0])])
-        wait_until(lambda: books(faulty.directory).stores.running == 1)
+        wait_until(lambda: books(faulty.directory).store.running_jobs == 1)
         worker.submit(cache, [store_of(2, keys(2), [1])])
         assert refused(worker.store, cache, keys(9), [2], job=2) == "duplicate_job"
         assert worker.unacknowledged().unfinished == [1, 2]
@@ -476,11 +476,11 @@ def test_unregister_ends_the_hold_on_the_memory(faulty: DaemonProcess) -> None:
         cache = worker.register(memory)
         with faulty.fault("store slow 1"):
             worker.submit(cache, [store_of(1, keys(7), [0])])
-            wait_until(lambda: books(faulty.directory).stores.running == 1)
+            wait_until(lambda: books(faulty.directory).store.running_jobs == 1)
             worker.unregister(cache)
-        assert books(faulty.directory).stores.running == 0
+        assert books(faulty.directory).store.running_jobs == 0
         assert "memfd:unregistered" not in Path(f"/proc/{faulty.pid}/maps").read_text()
-        assert books(faulty.directory).registrations == 0
+        assert "registrations" not in books(faulty.directory).held
         assert refused(worker.store, cache, keys(8), [0]) == "unknown_registration"
 
 
@@ -544,7 +544,7 @@ def test_an_engine_killed_in_mid_copy_leaves_nothing(faulty: DaemonProcess, dire
             assert worker.store(worker.register(memory), wanted, range(16)).ok
         here = books(faulty.directory)
         with faulty.fault(f"{direction} slow 1"), engine_process(faulty.directory, job) as (pid, _):
-            wait_until(lambda: (b := books(faulty.directory)).stores.running + b.loads.running == 1)
+            wait_until(lambda: (b := books(faulty.directory)).store.running_jobs + b.load.running_jobs == 1)
             os.kill(pid, 9)
         wait_until(lambda: books(faulty.directory).held == here.held, explain=lambda: books(faulty.directory).held)
         assert books(faulty.directory).balanced

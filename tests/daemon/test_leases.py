@@ -34,7 +34,7 @@ def test_leases_end_with_a_reset(
     assert worker.load(cache, scheduler.lease(1), keys(1), [9]).error == "unknown_lease"
     assert memory.view.tobytes() == before
     found = books(shared_daemon.directory)
-    assert (found.leases, found.pinned_bytes, found.leaving_bytes) == (0, 0, 0)
+    assert (found.leases, found.pool.pinned_bytes, found.leaving_bytes) == (0, 0, 0)
 
 
 def test_leases_are_released_together(
@@ -45,7 +45,7 @@ def test_leases_are_released_together(
         assert scheduler.lookup(number, keys(number)).pinned == 1
     assert scheduler.release(3, 9, 1, 1) == 2
     assert (books(shared_daemon.directory).leases, scheduler.release(2)) == (1, 1)
-    assert books(shared_daemon.directory).pinned_bytes == 0
+    assert books(shared_daemon.directory).pool.pinned_bytes == 0
 
 
 def test_leases_outlast_loads_that_fail(

@@ -81,7 +81,7 @@ def starts_empty(daemon: DaemonProcess) -> str:
     daemon.start()
     found = books(daemon.directory)
     assert found.namespaces == {}
-    assert found.free_bytes == found.pool_bytes
+    assert found.free_bytes == found.pool.size_bytes
     sums = store(daemon)
     assert load(daemon) == sums
     reasons = [line for line in daemon.log[said:].splitlines() if "starts empty" in line]
@@ -102,11 +102,9 @@ def test_restart_brings_back_blocks_and_names(lasting: DaemonProcess) -> None:
         end()
         lasting.start()
         after = books(lasting.directory)
-        assert after.daemon_id != before.daemon_id
-        assert (after.namespaces[name].label, after.namespaces[name].description) == (
-            namespace.label,
-            namespace.description,
-        )
+        assert after.pid != before.pid
+        assert after.namespaces[name].model == namespace.model
+        assert after.listed[name].description == before.listed[name].description
         assert after.namespaces[name].ready_blocks == BLOCKS
         assert after.ready_bytes == 2 * BLOCKS * 4 * 16384
         assert after.balanced
@@ -313,7 +311,7 @@ def test_pool_file_of_another_format_is_replaced(pool_file: Path) -> None:
         reason = starts_empty(daemon)
         assert "32.0 MiB" in reason
         assert "48.0 MiB" in reason
-        assert books(daemon.directory).pool_bytes == 48 * MIB
+        assert books(daemon.directory).pool.size_bytes == 48 * MIB
 
 
 def test_pool_file_with_a_flipped_byte_or_a_hole_is_used(in_file: DaemonProcess, pool_file: Path) -> None:

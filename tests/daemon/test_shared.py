@@ -19,7 +19,7 @@ from tests.kit.redis_server import RedisCluster, RedisServer
 from tests.kit.s3_server import S3Server
 from tests.kit.slow_proxy import SlowProxy
 from tests.kit.waiting import wait_until
-from tests.kit.wire import NamespaceBooks, SharedBooks, books, keys
+from tests.kit.wire import NamespaceStats, SharedStats, books, keys
 
 PAGE_BYTES = 65536
 BLOCKS = 8
@@ -46,11 +46,11 @@ class Node:
         self.daemon.close()
 
     @property
-    def shared(self) -> SharedBooks:
+    def shared(self) -> SharedStats:
         return books(self.daemon.directory).shared[0]
 
     @property
-    def space(self) -> NamespaceBooks:
+    def space(self) -> NamespaceStats:
         return books(self.daemon.directory).namespaces[SPEC.fingerprint]
 
     @property
@@ -58,7 +58,7 @@ class Node:
         return list(books(self.daemon.directory).problems)
 
     def wait_reachable(self) -> None:
-        wait_until(lambda: self.shared.reachable, DEADLINE_S, explain=lambda: self.shared)
+        wait_until(lambda: self.shared.up, DEADLINE_S, explain=lambda: self.shared)
 
     def start_again(self) -> None:
         """Start the daemon, which has ended, and wait until all are connected."""
@@ -87,7 +87,7 @@ class Node:
 
         def unreachable() -> bool:
             assert self.engine.lookup(keys(next(more))) == 0
-            return not self.shared.reachable
+            return not self.shared.up
 
         wait_until(unreachable)
         assert self.problems == ["shared_unreachable"]
@@ -127,7 +127,7 @@ def test_blocks_of_one_node_are_loaded_at_another(server: RedisServer) -> None:
             wait_until(lambda: second.space.misses == {"unknown": 400}, explain=lambda: second.space)
             assert second.load() == sums
             found = second.space
-            assert found.keys_asked == found.keys_ready + found.keys_pending + 400
+            assert found.asked_keys == sum(found.found_keys.values()) + 400
             assert sum(found.misses.values()) == 400
             assert (second.shared.read_blocks, second.shared.mismatches) == (BLOCKS, 0)
             assert second.shared.written_blocks == 0, "what came from the store is not written there"
@@ -171,9 +171,9 @@ def test_a_reset_of_an_engine_holds_over_a_kill(server: RedisServer) -> None:
         node.daemon.kill()
         node.start_again()
         assert node.engine.lookup(KEYS) == 0
-        assert (node.shared.asked_keys, node.shared.left_namespaces) == (0, 1)
+        assert (node.shared.asked_keys, node.shared.unshared_namespaces) == (0, 1)
         node.reset_fleet()
-        wait_until(lambda: node.shared.left_namespaces == 0, explain=lambda: node.shared)
+        wait_until(lambda: node.shared.unshared_namespaces == 0, explain=lambda: node.shared)
 
 
 def test_a_reset_of_the_fleet_reaches_every_node(server: RedisServer, pool_file: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_server_that_goes_away_is_a_miss_in_time(own_server: RedisServer) -> N
                 own_server.kill()
             assert_misses_in_time(second)
             second.wait_unreachable()
-            assert second.shared.silent_servers == 1, fault
+            assert [server.up for server in second.shared.servers] == [False], fault
             if fault == "stopped":
                 own_server.signal(signal.SIGCONT)
             else:
@@ -263,7 +263,7 @@ def test_a_server_that_takes_no_writes_is_a_problem(own_server: RedisServer) -> 
 
 def test_a_lost_server_of_a_cluster_is_named() -> None:
     with RedisCluster() as cluster, Node(cluster.url) as node:
-        assert (len(node.shared.servers), node.shared.silent_servers) == (3, 0)
+        assert [server.up for server in node.shared.servers] == [True] * 3
         cluster.servers[2].kill()
 
         def lost() -> bool:
@@ -272,8 +272,8 @@ def test_a_lost_server_of_a_cluster_is_named() -> None:
 
         wait_until(lost, explain=lambda: node.shared)
         shared, name = node.shared, f"127.0.0.1:{cluster.servers[2].port}"
-        assert shared.reachable
-        assert [server for server, problem in shared.servers.items() if problem] == [name]
+        assert shared.up
+        assert [server.name for server in shared.servers if server.problem] == [name]
         node.daemon.wait_log(f"{name} cannot be reached")
 
 
@@ -292,8 +292,8 @@ def test_what_comes_slower_than_computing_is_not_read(server: RedisServer) -> No
         for key in KEYS[2:]:
             assert second.engine.lookup([key]) == 0
         after = second.shared
-        assert (after.read_blocks, after.queued_reads, after.reachable) == (2, 0, True)
-        assert after.failed["slower"] - before.failed.get("slower", 0) == BLOCKS - 2
+        assert (after.read_blocks, after.queued_reads, after.up) == (2, 0, True)
+        assert after.promotions_failed["slower"] - before.promotions_failed.get("slower", 0) == BLOCKS - 2
         assert first.load() == sums
 
 

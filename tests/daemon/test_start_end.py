@@ -101,7 +101,7 @@ def test_start_does_without_some_system_calls(call: str) -> None:
     """As where a container's seccomp filter refuses them."""
     for code in (errno.EPERM, errno.ENOSYS):
         with DaemonProcess("4MiB", before=refusing(code, call)) as daemon:
-            assert books(daemon.directory).pool_bytes == 4 * MIB
+            assert books(daemon.directory).pool.size_bytes == 4 * MIB
 
 
 def test_start_makes_a_private_directory_and_sockets() -> None:
@@ -121,11 +121,11 @@ def test_start_makes_a_private_directory_and_sockets() -> None:
 
 def test_start_replaces_sockets_of_a_dead_daemon() -> None:
     with DaemonProcess("1MiB") as daemon:
-        first = books(daemon.directory).daemon_id
+        first = books(daemon.directory).pid
         daemon.kill()
         assert all((daemon.directory / name).is_socket() for name in SOCKETS)
         daemon.start()
-        assert books(daemon.directory).daemon_id != first
+        assert books(daemon.directory).pid != first
 
 
 def test_start_with_closed_standard_streams_serves_and_ends() -> None:
@@ -158,7 +158,7 @@ def test_the_pool_takes_its_size_and_two_percent_more_at_most() -> None:
         status = Path(f"/proc/{daemon.pid}/status").read_text()
         (shared_kib,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("RssShmem:")]
         assert 256 * 1024 <= shared_kib <= 256 * 1024 * 1.02
-        assert books(daemon.directory).pool_bytes == 256 * MIB
+        assert books(daemon.directory).pool.size_bytes == 256 * MIB
 
 
 def test_the_daemon_does_not_load_torch(shared_daemon: DaemonProcess) -> None:

@@ -12,7 +12,7 @@ from kvoffd_client.testing import FakeEngine
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.kit.wire import NamespaceBooks, books, keys
+from tests.kit.wire import NamespaceStats, books, keys
 
 MIB = 1 << 20
 
@@ -24,8 +24,8 @@ def set_quota(daemon: DaemonProcess, *words: str, status: int = 0) -> str:
     return done.stderr if status else done.stdout
 
 
-def namespace(daemon: DaemonProcess, label: str) -> NamespaceBooks:
-    return next(one for one in books(daemon.directory).namespaces.values() if one.label == label)
+def namespace(daemon: DaemonProcess, label: str) -> NamespaceStats:
+    return next(one for one in books(daemon.directory).namespaces.values() if one.model == label)
 
 
 def store(daemon: DaemonProcess, label: str, first: int, count: int) -> None:

@@ -12,7 +12,7 @@ from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.kit.wire import NAMESPACE, PAGE_BYTES, Books, NamespaceBooks, WireClient, books, keys, refused
+from tests.kit.wire import NAMESPACE, PAGE_BYTES, Books, NamespaceStats, WireClient, books, keys, refused
 
 OTHER = bytes(reversed(NAMESPACE))
 
@@ -23,17 +23,17 @@ def wait_balanced(daemon: DaemonProcess) -> Books:
     def unbalanced() -> list[object]:
         found = books(daemon.directory)
         assert found.balanced, found
-        assert 0 <= found.pinned_bytes <= found.pool_bytes
+        assert 0 <= found.pool.pinned_bytes <= found.pool.size_bytes
         return [space for space in found.namespaces.values() if not adds_up(space)]
 
     wait_until(lambda: not unbalanced(), explain=unbalanced)
     return books(daemon.directory)
 
 
-def adds_up(space: NamespaceBooks) -> bool:
-    found = space.keys_ready + space.keys_pending
+def adds_up(space: NamespaceStats) -> bool:
+    found = sum(space.found_keys.values())
     gone = space.evicted_blocks + space.invalidated_blocks
-    hits_and_misses = space.keys_asked == found + sum(space.misses.values())
+    hits_and_misses = space.asked_keys == found + sum(space.misses.values())
     return hits_and_misses and space.stored_blocks == space.ready_blocks + gone
 
 
@@ -76,12 +76,12 @@ def test_the_books_balance_whatever_is_done() -> None:
                     wait_balanced(daemon)
             found = wait_balanced(daemon)
             for space, one in found.namespaces.items():
-                assert (one.keys_asked, one.keys_ready) == (asked[space], hits[space])
+                assert (one.asked_keys, one.found_keys.get("pool", 0)) == (asked[space], hits[space])
                 assert one.loaded_bytes == loaded[space]
                 assert one.evicted_blocks, "or nothing was evicted, and this proves little"
                 assert set(one.misses) >= {"unknown", "evicted"}
-            assert (found.loads.failed, found.stores.failed) == (0, 0)
-            assert found.loads.nbytes == sum(loaded.values())
+            assert (found.load.failed_jobs, found.store.failed_jobs) == (0, 0)
+            assert found.load.bytes == sum(loaded.values())
 
 
 def test_what_an_engine_learned_is_shown(shared_daemon: DaemonProcess) -> None:
@@ -136,7 +136,7 @@ def test_a_quota_holds_and_outlives_the_daemon(pool_file: Path) -> None:
             daemon.start()
             assert store_blocks(daemon, "flood", 80) == QUOTA_BLOCKS
             assert store_blocks(daemon, "polite", 8) >= 64
-            maxima = {space.label: space.quota_bytes for space in books(daemon.directory).namespaces.values()}
+            maxima = {space.model: space.quota_bytes for space in books(daemon.directory).namespaces.values()}
             assert maxima == {"flood": QUOTA_BLOCKS * BLOCK_BYTES, "polite": None}
         assert set_quota(daemon, "flood", "none") == 0
         assert store_blocks(daemon, "flood", 80) > QUOTA_BLOCKS

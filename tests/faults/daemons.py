@@ -25,4 +25,4 @@ def wait_serving(daemon: DaemonProcess) -> None:
 
 def wait_written(daemon: DaemonProcess, blocks: int) -> None:
     """Until so many blocks are on the disk, since the daemon's start."""
-    wait_until(lambda: books(daemon.directory).tiers.written_blocks >= blocks, explain=lambda: daemon.log)
+    wait_until(lambda: books(daemon.directory).tiers.demoted_blocks >= blocks, explain=lambda: daemon.log)

@@ -113,7 +113,7 @@ def test_a_frozen_file_system_keeps_nobody_waiting(ext4: Ext4) -> None:
             engine.put(ALL)
             while time.monotonic() < end:
                 assert engine.get(ALL, 5.0) == list(ALL)
-            assert books(daemon.directory).tiers.written_blocks < BLOCKS
+            assert books(daemon.directory).tiers.demoted_blocks < BLOCKS
         wait_written(daemon, BLOCKS)
         assert engine.get(ALL) == list(ALL)
 

@@ -171,7 +171,7 @@ def test_bytes_that_are_gone_are_noticed(lasting: DaemonProcess, pool_file: Path
     engine, right = holes(lasting, pool_file)
     assert right == 96
     found = books(lasting.directory)
-    assert found.mismatches == 96
+    assert found.integrity.mismatches == 96
     assert (found.health, list(found.problems)) == ("degraded", ["pool_corrupt"])
     status, text = command(lasting, "health")
     assert status != 0
@@ -183,7 +183,7 @@ def test_bytes_that_are_gone_are_noticed(lasting: DaemonProcess, pool_file: Path
 
 def test_bytes_that_are_gone_are_summed_up(lasting: DaemonProcess, pool_file: Path) -> None:
     holes(lasting, pool_file)
-    assert books(lasting.directory).mismatches == 96
+    assert books(lasting.directory).integrity.mismatches == 96
     assert len(errors_in(lasting.log)) <= 20
 
 
@@ -261,7 +261,7 @@ def test_blocks_of_a_pool_of_another_size_come_from_disk(lasting: DaemonProcess,
     wait_until(lambda: books(lasting.directory).disks[0].state == "serving")
     with CheckedEngine(lasting, truth) as engine:
         engine.put(ALL)
-        wait_until(lambda: books(lasting.directory).tiers.written_blocks == BLOCKS)
+        wait_until(lambda: books(lasting.directory).tiers.demoted_blocks == BLOCKS)
     for size in ("8MiB", "32MiB"):
         lasting.stop()
         lasting.flags["pool-size"] = size

@@ -17,7 +17,7 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_ports
 from tests.kit.redis_server import RedisServer
 from tests.kit.waiting import wait_until
-from tests.kit.wire import SharedBooks, books
+from tests.kit.wire import SharedStats, books
 
 BLOCKS = 16
 ALL = range(BLOCKS)
@@ -37,7 +37,7 @@ def module_node(module_redis: RedisServer) -> Iterator[DaemonProcess]:
         yield running
 
 
-def shared(node: DaemonProcess) -> SharedBooks:
+def shared(node: DaemonProcess) -> SharedStats:
     return books(node.directory).shared[0]
 
 
@@ -68,7 +68,7 @@ def test_a_store_that_takes_no_writes(
     """What is there is read, the cause is a reason in health, and writes go on when it is mended."""
     node, truth = module_node, Truth()
     with CheckedEngine(node, truth, cause) as engine:
-        wait_until(lambda: shared(node).reachable, BACK_S, explain=lambda: shared(node))
+        wait_until(lambda: shared(node).up, BACK_S, explain=lambda: shared(node))
         at = 2 * BLOCKS
 
         def written_again() -> bool:
@@ -111,15 +111,15 @@ def test_a_store_that_asks_for_a_password(
     """It was set while nodes were connected: their blocks are misses, health says so, and it is well without."""
     node, truth, word = module_node, Truth(), os.urandom(8).hex()
     with CheckedEngine(node, truth, "password") as engine:
-        wait_until(lambda: shared(node).reachable, BACK_S, explain=lambda: shared(node))
+        wait_until(lambda: shared(node).up, BACK_S, explain=lambda: shared(node))
         engine.put(ALL)
         assert module_redis.command("CONFIG", "SET", "requirepass", word) == b"+OK\r\n"
         try:
             authorized(module_redis, word, "CLIENT KILL TYPE normal SKIPME yes")
-            wait_until(lambda: not shared(node).reachable, BACK_S, explain=lambda: shared(node))
+            wait_until(lambda: not shared(node).up, BACK_S, explain=lambda: shared(node))
             assert engine.get(ALL) == list(ALL)
             assert "password" in command(node, "health")[1].lower()
         finally:
             authorized(module_redis, word, 'CONFIG SET requirepass ""')
-        wait_until(lambda: shared(node).reachable, BACK_S, explain=lambda: shared(node))
+        wait_until(lambda: shared(node).up, BACK_S, explain=lambda: shared(node))
         assert engine.get(ALL) == list(ALL)

@@ -300,7 +300,7 @@ def wait_stored(directory: Path, deadline_s: float = 100.0) -> Books:
     seen: list[tuple[int, int, int]] = []
 
     def quiet(found: Books) -> bool:
-        seen.append((found.ready_blocks, found.stores.running, found.stores.queued))
+        seen.append((found.ready_blocks, found.store.running_jobs, found.store.queued_jobs))
         return seen[-1] == (found.ready_blocks, 0, 0) and found.ready_blocks > 0 and seen[-6:] == [seen[-1]] * 6
 
     return wait_books(directory, quiet, deadline_s)

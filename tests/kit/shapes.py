@@ -117,8 +117,8 @@ def check_runs(shape: Shape, runs: Runs) -> None:
         "prompts should differ in their answers"
     )
     after = runs.after
-    assert after.loads.nbytes > 0
-    assert (after.loads.failed, after.stores.failed, after.leases, len(after.namespaces)) == (0, 0, 0, 1)
+    assert after.load.bytes > 0
+    assert (after.load.failed_jobs, after.store.failed_jobs, after.leases, len(after.namespaces)) == (0, 0, 0, 1)
 
 
 def make_transformers_model(path: Path, config_class: str, **settings: Any) -> Path:

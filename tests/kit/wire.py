@@ -22,7 +22,7 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec
 
@@ -39,6 +39,9 @@ from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
 from kvoffd_proto.messages import CudaIpcHandle, MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.paths import SocketPaths
+from kvoffd_proto.stats import DiskStats as DiskStats
+from kvoffd_proto.stats import NamespaceStats as NamespaceStats
+from kvoffd_proto.stats import SharedStats as SharedStats
 
 from .waiting import wait_until
 
@@ -910,221 +913,50 @@ def _kv_event(event: events.KvEvent) -> KvEvent:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """Jobs of one direction."""
-
-    ended: int
-    failed: int
-    nbytes: int
-    queued: int
-    running: int
-
-
-@dataclass(frozen=True)
-class ClientBooks:
-    """One open session."""
-
-    session: int
-    role: str | None
-    name: str
-    software: str
-    pid: int
-    uid: int
-    leases: int
-    jobs: int
-    registrations: int
-    registered_bytes: int
-    unacknowledged: int
-    namespaces: list[bytes]
-    pinned_bytes: int
-
-
-@dataclass(frozen=True)
-class NamespaceBooks:
-    """One open namespace. Counters are since the daemon's start."""
-
-    label: str
-    description: str
-    world_size: int
-    ready_blocks: int
-    ready_bytes: int
-    writing_blocks: int
-    sessions: int
-    quota_bytes: int | None
-    lookups: int
-    keys_asked: int
-    keys_ready: int
-    keys_pending: int
-    stored_blocks: int
-    stored_bytes: int
-    loaded_bytes: int
-    evicted_blocks: int
-    invalidated_blocks: int
-    timed_out_blocks: int
-    """Dropped since a shard of some rank was not stored in time."""
-    no_space_keys: int
-    rejected_keys: int
-    misses: dict[str, int]
-    prefill_tokens_per_second: float
-    load_tokens_per_second: float
-    skipped_loads: int
-
-
-@dataclass(frozen=True)
-class DiskBooks:
-    """One directory of the disk tier."""
-
-    directory: str
-    state: str
-    problem: str
-    size_bytes: int
-    physical_bytes: int
-    used_bytes: int
-    blocks: int
-    read_blocks: int
-    written_blocks: int
-    evicted_blocks: int
-    errors: dict[str, int]
-
-
-@dataclass(frozen=True)
-class SharedBooks:
-    """The store that nodes share."""
-
-    name: str
-    reachable: bool
-    opened: int
-    asked_keys: int
-    found_keys: int
-    unanswered_keys: int
-    read_blocks: int
-    written_blocks: int
-    present_blocks: int
-    dropped_writes: int
-    queued_writes: int
-    queued_reads: int
-    mismatches: int
-    failed: dict[str, int]
-    errors: dict[str, int]
-    servers: dict[str, str]
-    """What failed last there by server; empty where nothing did."""
-    silent_servers: int
-    left_namespaces: int
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """Blocks moved between the pool and the tiers below it."""
-
-    promoted_blocks: int = 0
-    pending_blocks: int = 0
-    failed: dict[str, int] = field(default_factory=dict)
-    written_blocks: int = 0
-    waiting_writes: int = 0
-    over_budget: int = 0
-    spared_blocks: int = 0
-
-
-@dataclass(frozen=True)
 class Books:
     """What a daemon says of itself, and what the kernel says of its process. The one who asks is in no number.
 
-    The pool: ``free + writing + ready + leaving + quarantined = pool`` bytes.
+    What is not named here is a field of ``DaemonStats``: ``found.leases``, ``found.pool``, ``found.store``.
+    The pool: ``free + writing + ready + leaving + quarantined = pool.size`` bytes.
     """
 
-    daemon_id: int
-    pid: int
-    version: str
-    policy: str
-    uptime_s: float
-    health: str
-    problems: dict[str, int]
-
-    pool_bytes: int
-    usable_bytes: int
-    free_bytes: int
-    writing_bytes: int
-    ready_bytes: int
-    leaving_bytes: int
-    """Of dropped blocks that a lease or a copy still holds."""
-    quarantined_bytes: int
-    """Of blocks that an earlier daemon left and that are not recovered yet."""
-    pinned_bytes: int
-    index_bytes: int
-    page_locked_bytes: int
-
-    clients: list[ClientBooks]
-    leases: int
-    pinned_blocks: int
-    namespaces: dict[bytes, NamespaceBooks]
-
-    stores: Copies
-    loads: Copies
-    cancelled_stores: int
-    unsent_stores: int
-    shortened_lookups: int
-
-    requests: int
-    errors: dict[str, int]
-    ended_sessions: dict[str, int]
-    replies_dropped: dict[str, int]
-    kv_events: int
-    loop_blocked_s: float
-    """The longest time for which the loop was blocked."""
-
-    checked_slots: int
-    mismatches: int
-    quarantined_slots: int
-    unverified_slots: int
-
-    tiers: Tiers
-    disks: list[DiskBooks]
-    shared: list[SharedBooks]
-
+    said: s.DaemonStats
+    clients: list[a.SessionInfo]
+    listed: dict[bytes, a.NamespaceInfo]
     descriptors: int
-    threads: int
-    mappings: int
     own_bytes: int
     """Resident memory that is neither the pool's, nor an engine's, nor a file's."""
 
-    @property
-    def sessions(self) -> int:
-        return len(self.clients)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.said, name)
 
     @property
-    def registrations(self) -> int:
-        return sum(client.registrations for client in self.clients)
+    def problems(self) -> dict[str, int]:
+        return dict(Counter(one.reason for one in self.said.health_problems))
 
     @property
-    def jobs_in_flight(self) -> int:
-        return sum(client.jobs for client in self.clients)
+    def tiers(self) -> s.TieringStats:
+        return self.said.tiers or s.TieringStats()
 
     @property
-    def ready_blocks(self) -> int:
-        return sum(one.ready_blocks for one in self.namespaces.values())
+    def namespaces(self) -> dict[bytes, NamespaceStats]:
+        """The open ones."""
+        rows = {bytes.fromhex(row.fingerprint): row for row in self.said.namespaces}
+        return {fingerprint: row for fingerprint, row in rows.items() if fingerprint in self.listed}
 
-    @property
-    def writing_blocks(self) -> int:
-        return sum(one.writing_blocks for one in self.namespaces.values())
-
-    @property
-    def keys_asked(self) -> int:
-        return sum(one.keys_asked for one in self.namespaces.values())
-
-    @property
-    def hits(self) -> int:
-        """Keys of lookups that were ready."""
-        return sum(one.keys_ready for one in self.namespaces.values())
-
-    @property
-    def refusals(self) -> int:
-        return sum(self.errors.values())
+    free_bytes = property(lambda self: self.pool.of("free"))
+    writing_bytes = property(lambda self: self.pool.of("filling"))
+    ready_bytes = property(lambda self: self.pool.of("ready"))
+    leaving_bytes = property(lambda self: self.pool.of("evicting"))  # dropped, and a lease or a copy still holds it
+    quarantined_bytes = property(lambda self: self.pool.of("quarantined"))  # an earlier daemon's, not recovered yet
+    sessions = property(lambda self: len(self.clients))
+    ready_blocks = property(lambda self: sum(one.ready_blocks for one in self.namespaces.values()))
 
     @property
     def balanced(self) -> bool:
         """Whether every byte of the pool is in one state."""
         states = (self.free_bytes, self.writing_bytes, self.ready_bytes, self.leaving_bytes)
-        return sum(states) + self.quarantined_bytes == self.pool_bytes
+        return sum(states) + self.quarantined_bytes == self.pool.size_bytes
 
     @property
     def held(self) -> dict[str, int]:
@@ -1133,11 +965,11 @@ class Books:
             "sessions": self.sessions,
             "leases": self.leases,
             "pinned blocks": self.pinned_blocks,
-            "pinned bytes": self.pinned_bytes,
+            "pinned bytes": self.pool.pinned_bytes,
             "leaving bytes": self.leaving_bytes,
             "bytes being written": self.writing_bytes,
-            "registrations": self.registrations,
-            "jobs": self.jobs_in_flight + self.stores.running + self.loads.running,
+            "registrations": sum(client.registrations for client in self.clients),
+            "jobs": sum(client.jobs for client in self.clients) + self.store.running_jobs + self.load.running_jobs,
         }
         return {name: count for name, count in found.items() if count}
 
@@ -1145,163 +977,13 @@ class Books:
 def books(directory: Path) -> Books:
     """What the daemon says of itself now."""
     with WireClient(directory, "admin", name="books") as admin:
-        reply = admin.ask(s.Stats)
-        said = reply.stats
-        listed = {one.namespace.hex(): one for one in admin.ask(a.Namespaces).namespaces}
-        clients = [_client(one) for one in admin.ask(a.Sessions).sessions if one.session_id != admin.session]
-        pool = said.pool
+        said = admin.ask(s.Stats).stats
         process = Path("/proc", str(said.pid))
         status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
         return Books(
-            daemon_id=said.pid,
-            pid=said.pid,
-            version=said.version,
-            policy=said.policy,
-            uptime_s=said.uptime_seconds,
-            health=str(said.health),
-            problems=dict(Counter(one.reason for one in said.health_problems)),
-            pool_bytes=pool.size_bytes,
-            usable_bytes=pool.usable_bytes,
-            free_bytes=pool.of("free"),
-            writing_bytes=pool.of("filling"),
-            ready_bytes=pool.of("ready"),
-            leaving_bytes=pool.of("evicting"),
-            quarantined_bytes=pool.of("quarantined"),
-            pinned_bytes=pool.pinned_bytes,
-            index_bytes=pool.index_bytes,
-            page_locked_bytes=pool.pinned_for_gpu_bytes,
-            clients=clients,
-            leases=said.leases,
-            pinned_blocks=said.pinned_blocks,
-            namespaces={
-                bytes.fromhex(one.fingerprint): _namespace(one, listed[one.fingerprint])
-                for one in said.namespaces
-                if one.fingerprint in listed
-            },
-            stores=_copies(said.store),
-            loads=_copies(said.load),
-            cancelled_stores=said.cancelled_stores,
-            unsent_stores=said.unsent_stores,
-            shortened_lookups=said.shortened_lookups,
-            requests=said.requests,
-            errors=said.errors,
-            ended_sessions=said.ended_sessions,
-            replies_dropped=said.replies_dropped,
-            kv_events=said.kv_events,
-            loop_blocked_s=said.loop_blocked_max_seconds,
-            checked_slots=said.integrity.checked_slots,
-            mismatches=said.integrity.mismatches,
-            quarantined_slots=said.integrity.quarantined_slots,
-            unverified_slots=said.integrity.unverified_slots,
-            tiers=_tiers(said.tiers),
-            disks=list(map(_disk, said.disks)),
-            shared=list(map(_shared, said.shared)),
+            said,
+            clients=[one for one in admin.ask(a.Sessions).sessions if one.session_id != admin.session],
+            listed={one.namespace: one for one in admin.ask(a.Namespaces).namespaces},
             descriptors=len(os.listdir(process / "fd")),
-            threads=int(status["Threads"]),
-            mappings=len((process / "maps").read_text().splitlines()),
             own_bytes=int(status["RssAnon"].split()[0]) * 1024,
         )
-
-
-def _copies(said: s.CopyStats) -> Copies:
-    return Copies(said.jobs, said.failed_jobs, said.bytes, said.queued_jobs, said.running_jobs)
-
-
-def _client(said: a.SessionInfo) -> ClientBooks:
-    return ClientBooks(
-        said.session_id,
-        None if said.role is None else str(said.role),
-        said.name,
-        said.software,
-        said.pid,
-        said.uid,
-        said.leases,
-        said.jobs,
-        said.registrations,
-        said.registered_bytes,
-        said.unacknowledged,
-        said.namespaces,
-        said.pinned_bytes,
-    )
-
-
-def _namespace(said: s.NamespaceStats, listed: a.NamespaceInfo) -> NamespaceBooks:
-    return NamespaceBooks(
-        label=said.model,
-        description=listed.description,
-        world_size=listed.world_size,
-        ready_blocks=said.ready_blocks,
-        ready_bytes=said.ready_bytes,
-        writing_blocks=said.filling_blocks,
-        sessions=listed.sessions,
-        quota_bytes=said.quota_bytes,
-        lookups=said.lookups,
-        keys_asked=said.asked_keys,
-        keys_ready=said.found_keys.get("pool", 0),
-        keys_pending=said.found_keys.get("disk", 0) + said.found_keys.get("shared", 0),
-        stored_blocks=said.stored_blocks,
-        stored_bytes=said.stored_bytes,
-        loaded_bytes=said.loaded_bytes,
-        evicted_blocks=said.evicted_blocks,
-        invalidated_blocks=said.invalidated_blocks,
-        timed_out_blocks=said.partial_blocks,
-        no_space_keys=said.no_space_keys,
-        rejected_keys=said.rejected_keys,
-        misses=said.misses,
-        prefill_tokens_per_second=said.prefill_tokens_per_second,
-        load_tokens_per_second=said.load_tokens_per_second,
-        skipped_loads=said.skipped_loads,
-    )
-
-
-def _tiers(said: s.TieringStats | None) -> Tiers:
-    if said is None:
-        return Tiers()
-    return Tiers(
-        said.promoted_blocks,
-        said.promotions_waiting,
-        said.promotions_failed,
-        said.demoted_blocks,
-        said.demotions_waiting,
-        said.writes_throttled,
-        said.writes_avoided,
-    )
-
-
-def _disk(said: s.DiskStats) -> DiskBooks:
-    return DiskBooks(
-        said.directory,
-        said.state,
-        said.problem,
-        said.size_bytes,
-        said.physical_bytes,
-        said.used_bytes,
-        said.blocks,
-        said.read_blocks,
-        said.written_blocks,
-        said.evicted_blocks,
-        {str(kind): count for kind, count in said.errors.items()},
-    )
-
-
-def _shared(said: s.SharedStats) -> SharedBooks:
-    return SharedBooks(
-        name=said.url,
-        reachable=said.up,
-        opened=said.breaker_trips,
-        asked_keys=said.asked_keys,
-        found_keys=said.found_keys,
-        unanswered_keys=said.unanswered_keys,
-        read_blocks=said.read_blocks,
-        written_blocks=said.written_blocks,
-        present_blocks=said.already_stored,
-        dropped_writes=said.dropped_writes,
-        queued_writes=said.queued_writes,
-        queued_reads=said.queued_reads,
-        mismatches=said.mismatches,
-        failed=said.promotions_failed,
-        errors=said.errors,
-        servers={server.name: server.problem for server in said.servers},
-        silent_servers=sum(not server.up for server in said.servers),
-        left_namespaces=said.unshared_namespaces,
-    )

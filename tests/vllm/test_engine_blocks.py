@@ -70,7 +70,7 @@ def test_a_node_is_warmed_from_another_s_cache(tmp_path: Path) -> None:
 
     with DaemonProcess("128MiB") as second:
         assert "was opened" in cli(second, "blocks", "import", str(file))
-        imported = books(second.directory).stores
+        imported = books(second.directory).store
         with EngineProcess(model, second.directory, fork=False) as engine:
             wait_connected(second.directory)
             (warm,) = engine.generate(asked)
@@ -80,5 +80,5 @@ def test_a_node_is_warmed_from_another_s_cache(tmp_path: Path) -> None:
     assert warm.tokens == cold.tokens
     assert warm.finish == "length"
     assert list(after.namespaces) == [geometry.fingerprint]
-    assert after.stores == imported, "the engine itself stored nothing"
-    assert after.loads.failed == 0
+    assert after.store == imported, "the engine itself stored nothing"
+    assert after.load.failed_jobs == 0

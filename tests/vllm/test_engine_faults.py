@@ -116,7 +116,7 @@ def test_daemon_killed_while_it_loads(harness: Harness) -> None:
     before = harness.failed_loads()
     with harness.daemon.fault("load slow 30"):
         harness.engine.begin("generate", prompts=harness.prompts, max_tokens=8)
-        harness.until(lambda found: found.loads.running + found.loads.queued >= len(LENGTHS))
+        harness.until(lambda found: found.load.running_jobs + found.load.queued_jobs >= len(LENGTHS))
         harness.daemon.kill()
         answers = completions(harness.engine.finish())
     assert tokens(answers) == harness.expected
@@ -131,7 +131,7 @@ def test_daemon_killed_while_it_stores(harness: Harness) -> None:
     others = [prompt(seed, 700) for seed in range(10, 14)]
     with harness.daemon.fault("store slow 30"):
         harness.engine.begin("generate", prompts=others, max_tokens=40)
-        harness.until(lambda found: found.stores.running > 0)
+        harness.until(lambda found: found.store.running_jobs > 0)
         harness.daemon.kill()
         first = completions(harness.engine.finish())
     harness.home.ensure_daemon()
@@ -295,15 +295,15 @@ def test_blocks_outlive_a_killed_daemon(harness: Harness, supervisor: Supervisor
     supervisor.signal(signal.SIGKILL)
     wait_serving(harness, supervisor, lives=2)
     recovered = harness.until(lambda found: found.ready_blocks > 0)
-    assert recovered.daemon_id != before.daemon_id
+    assert recovered.pid != before.pid
     assert recovered.ready_bytes >= 0.999 * before.ready_bytes
     harness.engine.forget()
     answers = harness.engine.generate(harness.chaos_prompts, CHAOS_TOKENS)
     assert tokens(answers) == harness.chaos_expected
     assert [answer.cached for answer in answers] == [full_blocks(length) for length in CHAOS_LENGTHS]
     after = books(harness.home.directory)
-    assert after.daemon_id == recovered.daemon_id
-    assert after.loads.nbytes > 0
+    assert after.pid == recovered.pid
+    assert after.load.bytes > 0
 
 
 def one_by_one(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
@@ -325,7 +325,7 @@ def test_blocks_come_back_from_disk(harness: Harness, tmp_path: Path) -> None:
         return found.disks[0].blocks >= every
 
     def at_rest(found: Books) -> bool:
-        return not (found.stores.queued or found.stores.running or found.tiers.waiting_writes)
+        return not (found.store.queued_jobs or found.store.running_jobs or found.tiers.demotions_waiting)
 
     with DaemonProcess(
         "24MiB", home.directory, disk=f"{tmp_path}=256MiB", disk_write="always", disk_deadline="60s"
@@ -354,7 +354,7 @@ def test_blocks_come_back_from_disk(harness: Harness, tmp_path: Path) -> None:
         assert harness.until(on_disk).ready_bytes == 0
         assert one_by_one(engine, LONG_PROMPTS) == (computed, [full_blocks(LONG)] * len(LONG_PROMPTS))
         assert promoted() >= len(LONG_PROMPTS) * (full_blocks(LONG) // BLOCK_TOKENS)
-        assert not any(books(home.directory).tiers.failed.values())
+        assert not any(books(home.directory).tiers.promotions_failed.values())
 
 
 def test_blocks_come_from_another_nodes_store(harness: Harness) -> None:
@@ -378,7 +378,7 @@ def test_blocks_come_from_another_nodes_store(harness: Harness) -> None:
         engine.forget()
         with DaemonProcess("64MiB", home.directory, **flags):
             wait_connected(home.directory, pids=lambda: engine.pids)
-            harness.until(lambda found: found.shared[0].reachable)
+            harness.until(lambda found: found.shared[0].up)
             assert one_by_one(engine, prompts) == (computed, [full_blocks(LONG)] * 2)
             (shared,) = books(home.directory).shared
     assert shared.read_blocks >= len(prompts) * (full_blocks(LONG) // BLOCK_TOKENS)

@@ -174,7 +174,7 @@ def test_multi_loads_and_recomputes_a_load_that_fails(prefill: Pair) -> None:
     engine.forget()
     with daemon.fault("load slow 30"):
         engine.begin("generate", prompts=PROMPTS, max_tokens=8)
-        wait_books(daemon.directory, lambda found: found.loads.running + found.loads.queued >= len(LENGTHS))
+        wait_books(daemon.directory, lambda found: found.load.running_jobs + found.load.queued_jobs >= len(LENGTHS))
         daemon.kill()
         answers = completions(engine.finish())
     assert [answer.finish for answer in answers] == ["length"] * len(LENGTHS)
@@ -207,11 +207,11 @@ def test_multi_decode_takes_the_prompt_over_nixl_then_from_kvoffd(pair: Pair, ex
     first, answers = pair.prefill_and_decode()
     assert cached(first) == [0, 0, 0]
     assert tokens(answers) == expected
-    loaded = pair.until_stored().loads.nbytes
+    loaded = pair.until_stored().load.bytes
     # A transfer over NIXL may fail on a busy machine; its request is recomputed.
     assert pair.decode.call("cached_by_source")["p2p"] > 0
     pair.forget_engines()
     again = pair.decode.generate(PROMPTS)
     assert tokens(again) == expected
     assert cached(again) == FULL
-    assert pair.until_stored().loads.nbytes > loaded
+    assert pair.until_stored().load.bytes > loaded

@@ -24,7 +24,7 @@ def wait_settled(daemon: DaemonProcess, ready_blocks: int) -> None:
     wait_connected(daemon.directory)
     wait_books(
         daemon.directory,
-        lambda found: found.stores.running + found.stores.queued == 0 and found.ready_blocks >= ready_blocks,
+        lambda found: found.store.running_jobs + found.store.queued_jobs == 0 and found.ready_blocks >= ready_blocks,
         60,
     )
 

@@ -81,15 +81,15 @@ def answers(home: EngineHome) -> Iterator[Answers]:
     pids = home.engine.pids
     with home.daemon.fault("store slow 1"):
         home.engine.begin("generate", prompts=[prompt(80, 1000)], max_tokens=100)
-        wait_books(directory, lambda found: found.stores.running > 0)
+        wait_books(directory, lambda found: found.store.running_jobs > 0)
         home.engine.kill()
         wait_books(directory, lambda found: not any(client.pid in pids for client in found.clients))
-        gone = wait_books(directory, lambda found: found.stores.running + found.writing_bytes == 0)
+        gone = wait_books(directory, lambda found: found.store.running_jobs + found.writing_bytes == 0)
     assert gone.ready_blocks == stored
     home.ensure_daemon()
     yield Answers(home, cold, warm, ask(), gone)
     after = books(directory)
-    assert (after.loads.failed, after.leases) == (0, 0)
+    assert (after.load.failed_jobs, after.leases) == (0, 0)
 
 
 @pytest.mark.parametrize("name", REQUESTS)

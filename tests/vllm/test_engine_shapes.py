@@ -136,7 +136,7 @@ def test_latent_attention_is_stored_once_however_many_ranks_have_it(tmp_path: Pa
         shape = Shape(settings={"tensor_parallel": ranks}, varies=True, workers=ranks)
         with DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon:
             check_runs(shape, run_shape(shape, model, daemon))
-            stored.append(books(daemon.directory).stores.nbytes)
+            stored.append(books(daemon.directory).store.bytes)
     assert stored[0] == stored[1] > 0
 
 
@@ -149,7 +149,7 @@ def test_heads_that_several_ranks_have_are_stored_by_each_of_them(tmp_path: Path
         shape = Shape(settings={"tensor_parallel": ranks}, workers=ranks)
         with DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon:
             check_runs(shape, run_shape(shape, model, daemon))
-            stored.append(books(daemon.directory).stores.nbytes)
+            stored.append(books(daemon.directory).store.bytes)
     assert stored[1] == 2 * stored[0] > 0
 
 
@@ -239,4 +239,4 @@ def test_embeddings_of_a_causal_model(tmp_path: Path) -> None:
             assert (none, cached) == (0, full_blocks(len(tokens)))
             assert loaded == pytest.approx(computed, rel=1e-3, abs=1e-5)
         assert cold[0][0] != pytest.approx(cold[1][0], rel=1e-2, abs=1e-3)
-        assert books(daemon.directory).loads.failed == 0
+        assert books(daemon.directory).load.failed_jobs == 0

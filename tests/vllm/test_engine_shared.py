@@ -22,7 +22,7 @@ from tests.kit.require import missing, required
 from tests.kit.s3_server import PROGRAM as MOTO
 from tests.kit.s3_server import S3Server
 from tests.kit.waiting import wait_until
-from tests.kit.wire import SharedBooks, books
+from tests.kit.wire import SharedStats, books
 
 pytestmark = [pytest.mark.engine, pytest.mark.shapes, pytest.mark.timeout(900)]
 
@@ -35,7 +35,7 @@ PATIENT = {"disk_wait_ms": 60_000, "do_no_harm": False}
 FLAGS = {"shared_write": "always", "shared_deadline": "60s", "shared_ask_deadline": "5s"}
 
 
-def shared_of(daemon: DaemonProcess) -> list[SharedBooks]:
+def shared_of(daemon: DaemonProcess) -> list[SharedStats]:
     return books(daemon.directory).shared
 
 
@@ -79,7 +79,7 @@ def test_prompts_of_a_node_that_is_gone_are_loaded_on_others_from_each_store(
             EngineProcess(model, other.directory, extra_config=PATIENT) as engine,
         ):
             wait_connected(other.directory)
-            wait_until(lambda other=other: shared_of(other)[0].reachable, DEADLINE_S)  # type: ignore[misc]
+            wait_until(lambda other=other: shared_of(other)[0].up, DEADLINE_S)  # type: ignore[misc]
             started = time.monotonic()
             loaded = completed(engine)
             seconds = time.monotonic() - started

@@ -57,8 +57,8 @@ def test_server_loads_what_another_engine_stored(home: EngineHome, server: Engin
     assert (cached(computed), cached(returned)) == ([0], [full_blocks(500)])
     assert tokens(returned) == tokens(computed)
     assert len(after.namespaces) == 1
-    assert after.loads.nbytes == after.stores.nbytes == before.stores.nbytes, "nothing was stored anew"
-    assert (after.stores.failed, after.loads.failed, after.leases, after.pinned_blocks) == (0, 0, 0, 0)
+    assert after.load.bytes == after.store.bytes == before.store.bytes, "nothing was stored anew"
+    assert (after.store.failed_jobs, after.load.failed_jobs, after.leases, after.pinned_blocks) == (0, 0, 0, 0)
 
 
 # --- sliding windows -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from tests.kit.command import run_cli
 from tests.kit.engine import BLOCK_TOKENS, prompt, wait_books
 from tests.kit.engine_home import EngineHome
 from tests.kit.engine_server import EngineServer
-from tests.kit.wire import NamespaceBooks, books
+from tests.kit.wire import NamespaceStats, books
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -28,7 +28,7 @@ class Requests:
         self.wait_stored(3)
 
     @property
-    def books(self) -> NamespaceBooks:
+    def books(self) -> NamespaceStats:
         (namespace,) = books(self._home.directory).namespaces.values()
         return namespace
 
