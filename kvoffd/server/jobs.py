@@ -626,6 +626,5 @@ class Jobs:
     def abandon(self, jobs: Iterable[Job]) -> None:
         """Stop jobs, in this order: those that wait now, those that run at their next step."""
         for job in dict.fromkeys(jobs):
-            engine = job.registration.memory.engine
-            if job.transfer is not None and not engine.cancel(job.transfer):
-                engine.abandon(job.transfer)
+            if job.transfer is not None and not job.registration.memory.engine.cancel(job.transfer):
+                job.transfer.must_end(Outcome.FAILED)

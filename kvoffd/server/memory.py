@@ -68,7 +68,7 @@ class MemoryMapper:
 
         Not said at once: a process that was stopped for long finds its copies overdue too when it goes on.
         """
-        return any(self._engine.hangs_s(direction) >= STUCK_AFTER_S for direction in Direction)
+        return self._engine.hangs_s() >= STUCK_AFTER_S
 
     def map(
         self, owner: bytes, uid: int, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped

@@ -16,13 +16,13 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import add
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -64,20 +64,6 @@ class SlotChecksums:
     def __post_init__(self) -> None:
         self.sums = [0] * len(self.slots)
 
-    def take(self, must_end: Callable[[], Outcome | None] = lambda: None) -> Outcome:
-        """Read the slots whose checksum is not known. Returns DONE, CORRUPT, or how ``must_end`` says it must end."""
-        unread = deque(number for number, found in enumerate(self.sums) if not found)
-        while unread:
-            if (early := must_end()) is not None:
-                return early
-            some, nbytes = [], 0
-            while unread and nbytes < READ_BYTES:
-                nbytes += self.slots[unread[0]][1]
-                some.append(unread.popleft())
-            for number, found in zip(some, self.digests([self.slots[number] for number in some]), strict=True):
-                self.sums[number] = found
-        return Outcome.DONE if self.expected is None or self.sums == list(self.expected) else Outcome.CORRUPT
-
 
 @dataclass(slots=True, eq=False)
 class Transfer:
@@ -104,9 +90,25 @@ class Transfer:
     stop: ctypes.c_uint32 = field(default_factory=ctypes.c_uint32)
 
     def must_end(self, outcome: Outcome) -> None:
-        """Have the copy return soon; the first reason counts."""
+        """Have the copy return soon, which ``on_done`` tells; the first reason counts. From any thread."""
         self.ending = self.ending or outcome
         self.stop.value = 1
+
+    def read_slots(self) -> None:
+        """Take the checksums that are not known yet, unless it must end; it must where a load's slot has another."""
+        if (checksums := self.checksums) is None:
+            return
+        slots, sums = checksums.slots, checksums.sums
+        unread = deque(number for number, found in enumerate(sums) if not found)
+        while unread and not self.stop.value:
+            some, nbytes = [], 0
+            while unread and nbytes < READ_BYTES:
+                nbytes += slots[unread[0]][1]
+                some.append(unread.popleft())
+            for number, found in zip(some, checksums.digests([slots[number] for number in some]), strict=True):
+                sums[number] = found
+        if not unread and checksums.expected is not None and sums != list(checksums.expected):
+            self.must_end(Outcome.CORRUPT)
 
 
 class CopyStats(NamedTuple):
@@ -126,38 +128,26 @@ class CopyStats(NamedTuple):
         return CopyStats(*map(add, self, other))
 
 
-class Copier(Protocol):
-    """What one thread of a queue copies with."""
-
-    def open(self) -> None:
-        """Prepare for the first transfer. An exception ends the thread and is raised by ``CopyQueue.wait_open``."""
-
-    def copy(self, transfer: Transfer) -> None:
-        """Copy until all is copied or ``transfer.stop`` is set; an exception fails the transfer.
-
-        Nothing touches the memory afterwards, either way. May fill in a store's checksums.
-        """
-
-    def close(self) -> None:
-        """Give up what ``open`` made, after the last transfer."""
-
-
 class CopyQueue:
-    """The transfers of one direction, first in first out, and a thread for each copier.
+    """The transfers of one direction, first in first out, and a thread for each of ``copies``.
 
-    Everything mutable is guarded by ``_wake``. ``readers`` more threads, if any, take the checksums of what was stored,
-    so that the copy goes on with the next store; each of them calls ``on_start`` first.
+    Each of these copies until all is copied or ``transfer.stop`` is set. Nothing touches the memory afterwards, also
+    where it raises, which fails the transfer. It may fill in a store's checksums. ``readers`` more threads, if any,
+    take those of what was stored, so that the copy goes on with the next store.
+
+    Everything mutable is guarded by ``_wake``. Each thread begins with ``on_start``.
     """
 
     def __init__(
         self,
         name: str,
         clock: Callable[[], float],
-        copiers: Sequence[Copier],
+        copies: Sequence[Callable[[Transfer], None]],
         readers: int = 0,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._clock = clock
+        self._on_start = on_start
         self._wake = threading.Condition()
         self._waiting: dict[Transfer, None] = {}
         # With the thread that copies it; 0 while none does.
@@ -166,23 +156,14 @@ class CopyQueue:
         # Transfers that do not come back, and since when their thread has not even wanted a CPU.
         self._overdue: dict[Transfer, float] = {}
         self._stopped = False
-        self._copiers_left = len(copiers)
-        self._readers = readers
+        self._copying = len(copies)
+        self._max_unread = MAX_UNREAD_STORES if readers else 0
         self._busy_seconds = self._checksum_seconds = 0.0
-        self._opened: list[Future[None]] = [Future() for _ in copiers]
-        copying = [
-            (f"{name}-{index}", partial(self._copy_all, copier, opened))
-            for index, (copier, opened) in enumerate(zip(copiers, self._opened, strict=True))
-        ]
-        reading = [(f"{name}-sums-{index}", partial(self._read_all, on_start)) for index in range(readers)]
-        self._threads = DaemonThreads(copying + reading)
+        works: list[tuple[str, Callable[[], None]]]
+        works = [(f"{name}-{number}", partial(self._copy_all, copy)) for number, copy in enumerate(copies)]
+        works += [(f"{name}-sums-{number}", self._read_all) for number in range(readers)]
+        self._threads = DaemonThreads(works)
 
-    @property
-    def hangs(self) -> bool:
-        """Whether a transfer is far beyond its deadline and has not come back."""
-        return bool(self._overdue)
-
-    @property
     def hangs_s(self) -> float:
         """See ``CopyEngine``.
 
@@ -191,26 +172,20 @@ class CopyQueue:
         with self._wake:
             return max((self._clock() - since for since in self._overdue.values()), default=0.0)
 
-    def wait_open(self) -> None:
-        """Wait until every copier is open; raise what one of them raised."""
-        for opened in self._opened:
-            opened.result()
-
     def submit(self, transfer: Transfer) -> None:
         with self._wake:
-            accepted = not self._stopped
-            if accepted:
+            if not self._stopped:
                 self._waiting[transfer] = None
                 self._wake.notify_all()
-        if not accepted:
-            _finish(transfer, Outcome.CANCELLED)
+                return
+        _call(transfer.on_done, transfer, Outcome.CANCELLED)
 
     def cancel(self, transfer: Transfer) -> bool:
         with self._wake:
             if transfer not in self._waiting:
                 return False
             del self._waiting[transfer]
-        _finish(transfer, Outcome.CANCELLED)
+        _call(transfer.on_done, transfer, Outcome.CANCELLED)
         return True
 
     def tick(self) -> None:
@@ -230,17 +205,17 @@ class CopyQueue:
                         continue
                     self._overdue[transfer] = now
         for transfer in waiting:
-            _finish(transfer, Outcome.DEADLINE)
+            _call(transfer.on_done, transfer, Outcome.DEADLINE)
         for transfer in late:
             if transfer.on_overdue is not None:
-                _tell(transfer.on_overdue, transfer)
+                _call(transfer.on_overdue, transfer)
 
     def stats(self) -> CopyStats:
         with self._wake:
             return CopyStats(len(self._waiting), len(self._running), self._busy_seconds, self._checksum_seconds)
 
     def stop(self) -> None:
-        """Cancel what waits, abandon what runs, have the threads end."""
+        """Cancel what waits, have what runs end as FAILED, and the threads with it."""
         with self._wake:
             self._stopped = True
             waiting, self._waiting = self._waiting, {}
@@ -248,7 +223,7 @@ class CopyQueue:
                 transfer.must_end(Outcome.FAILED)
             self._wake.notify_all()
         for transfer in waiting:
-            _finish(transfer, Outcome.CANCELLED)
+            _call(transfer.on_done, transfer, Outcome.CANCELLED)
 
     def join(self, deadline: float) -> bool:
         """Wait for the threads until ``deadline`` (of ``time.monotonic``); False when one still runs."""
@@ -256,99 +231,82 @@ class CopyQueue:
 
     # --- in a thread ------------------------------------------------------------------------------
 
-    def _copy_all(self, copier: Copier, opened: Future[None]) -> None:
-        try:
-            try:
-                copier.open()
-            except BaseException as error:
-                opened.set_exception(error)
-                return
-            opened.set_result(None)
-            try:
-                while (transfer := self._next()) is not None:
-                    self._serve(copier, transfer)
-            finally:
-                copier.close()
-        finally:
+    def _copy_all(self, copy: Callable[[Transfer], None]) -> None:
+        self._on_start()
+        while True:
             with self._wake:
-                self._copiers_left -= 1
-                self._wake.notify_all()
+                self._wake.wait_for(lambda: self._waiting or self._stopped)
+                if not self._waiting:
+                    self._copying -= 1
+                    self._wake.notify_all()
+                    return
+                transfer = next(iter(self._waiting))
+                del self._waiting[transfer]
+                self._running[transfer] = threading.get_native_id()
+            self._serve(copy, transfer)
 
-    def _next(self) -> Transfer | None:
-        with self._wake:
-            self._wake.wait_for(lambda: self._waiting or self._stopped)
-            if not self._waiting:
-                return None
-            transfer = next(iter(self._waiting))
-            del self._waiting[transfer]
-            self._running[transfer] = threading.get_native_id()
-            return transfer
-
-    def _serve(self, copier: Copier, transfer: Transfer) -> None:
-        started = time.perf_counter()
-        outcome = self._guarded(transfer, partial(self._copy, copier))
+    def _serve(self, copy: Callable[[Transfer], None], transfer: Transfer) -> None:
+        started, storing = time.perf_counter(), transfer.direction is Direction.STORE
+        if self._clock() >= transfer.deadline:
+            transfer.must_end(Outcome.DEADLINE)
+        with _failing(transfer):
+            if not storing:
+                self._read(transfer)
+            if transfer.ending is None:
+                copy(transfer)
+        checksums = transfer.checksums
+        unread = storing and transfer.ending is None and checksums is not None and 0 in checksums.sums
         with self._wake:
             self._busy_seconds += time.perf_counter() - started
-            unread = outcome is Outcome.DONE and transfer.checksums is not None and 0 in transfer.checksums.sums
-            later = unread and len(self._unread) < min(self._readers, 1) * MAX_UNREAD_STORES
-            if later:
+            if unread and len(self._unread) < self._max_unread:
                 self._running[transfer] = 0
                 self._unread.append(transfer)
                 self._wake.notify_all()
-        if unread and not later:
-            outcome = self._guarded(transfer, self._read)
-        if not later:
-            self._end(transfer, outcome)
+                return
+        if unread:
+            with _failing(transfer):
+                self._read(transfer)
+        self._end(transfer)
 
-    def _copy(self, copier: Copier, transfer: Transfer) -> Outcome:
-        if self._clock() >= transfer.deadline:
-            transfer.must_end(Outcome.DEADLINE)
-        comparing = transfer.direction is Direction.LOAD and transfer.checksums is not None
-        if comparing and (outcome := self._read(transfer)) is not Outcome.DONE:
-            return transfer.ending or outcome
-        if transfer.ending is None:
-            copier.copy(transfer)
-        return transfer.ending or Outcome.DONE
-
-    def _read_all(self, on_start: Callable[[], None]) -> None:
-        on_start()
+    def _read_all(self) -> None:
+        self._on_start()
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._unread or (self._stopped and not self._copiers_left))
+                self._wake.wait_for(lambda: self._unread or (self._stopped and not self._copying))
                 if not self._unread:
                     return
                 transfer = self._unread.popleft()
                 self._running[transfer] = threading.get_native_id()
-            self._end(transfer, self._guarded(transfer, self._read))
+            with _failing(transfer):
+                self._read(transfer)
+            self._end(transfer)
 
-    def _read(self, transfer: Transfer) -> Outcome:
-        assert transfer.checksums is not None
+    def _read(self, transfer: Transfer) -> None:
         began = time.thread_time()
         try:
-            return transfer.checksums.take(lambda: transfer.ending)
+            transfer.read_slots()
         finally:
             with self._wake:
                 self._checksum_seconds += time.thread_time() - began
 
-    def _guarded(self, transfer: Transfer, work: Callable[[Transfer], Outcome]) -> Outcome:
-        try:
-            return work(transfer)
-        except Exception:
-            _log.exception("A copy of %d bytes failed; its job fails, the thread goes on.", transfer.plan.nbytes)
-            return Outcome.FAILED
-
-    def _end(self, transfer: Transfer, outcome: Outcome) -> None:
+    def _end(self, transfer: Transfer) -> None:
         with self._wake:
             del self._running[transfer]
             self._overdue.pop(transfer, None)
-        _finish(transfer, outcome)
+        _call(transfer.on_done, transfer, transfer.ending or Outcome.DONE)
 
 
-def _finish(transfer: Transfer, outcome: Outcome) -> None:
-    _tell(transfer.on_done, transfer, outcome)
+@contextmanager
+def _failing(transfer: Transfer) -> Iterator[None]:
+    """Have the transfer fail, and the thread go on, where its copy raises."""
+    try:
+        yield
+    except Exception:
+        _log.exception("A copy of %d bytes failed; its job fails, the thread goes on.", transfer.plan.nbytes)
+        transfer.must_end(Outcome.FAILED)
 
 
-def _tell(owner: Callable[..., None], *end: object) -> None:
+def _call(owner: Callable[..., None], *end: object) -> None:
     """Call what must not raise."""
     try:
         owner(*end)
@@ -382,10 +340,6 @@ class CopyEngine:
         """End a transfer that has not started as CANCELLED; False, and nothing changes, when it runs or has ended."""
         return self._queues[transfer.direction].cancel(transfer)
 
-    def abandon(self, transfer: Transfer) -> None:
-        """End the transfer as FAILED at its next look. Its memory is in use until ``on_done``."""
-        transfer.must_end(Outcome.FAILED)
-
     def tick(self) -> None:
         """End waiting transfers beyond their deadline, stop running ones, and tell of those that do not come back.
 
@@ -394,9 +348,9 @@ class CopyEngine:
         for queue in self._queues.values():
             queue.tick()
 
-    def hangs_s(self, direction: Direction) -> float:
+    def hangs_s(self) -> float:
         """For how long a copy has been known to be overdue whose thread waits for more than a CPU; 0 when none is."""
-        return self._queues[direction].hangs_s
+        return max(queue.hangs_s() for queue in self._queues.values())
 
     def stats(self, direction: Direction) -> CopyStats:
         """Return the counters of one direction."""
@@ -417,36 +371,23 @@ class CopyEngine:
 # --- host memory ----------------------------------------------------------------------------------
 
 
-class HostCopy:
-    """One plan between mapped memfds. The addresses must be mapped: a wrong one kills the process.
+def host_copy(
+    plan: Plan, slots: Sequence[tuple[int, int]], stop: ctypes.c_uint32, library: Native | None = None
+) -> list[int]:
+    """Copy between mapped memfds until all is copied or ``stop`` is not 0. A wrong address kills the process.
 
-    ``slots`` are address and length in bytes of the slots that a store fills, in the plan's order; their checksums are
-    taken along the way: they cost nothing while the bytes are in registers. Raises NotCompiled when kvoffd was
-    installed without the library.
+    ``slots`` are address and length in bytes of the slots that a store fills, in the plan's order. Returns the XXH3
+    checksum (64 bits) of each, which costs nothing while its bytes are in registers. It is 0 where others must take it:
+    of a slot of less than 241 bytes, of one that is not filled from its first byte on, or hashes to 0.
+
+    Raises NotCompiled when kvoffd was installed without the library.
     """
-
-    def __init__(self, plan: Plan, slots: Sequence[tuple[int, int]] = (), library: Native | None = None) -> None:
-        self.plan = plan
-        self._copy = (library or native()).host_copy
-        self._columns = [
-            np.ascontiguousarray(column, dtype=np.uint64) for column in (plan.destination, plan.source, plan.size)
-        ]
-        # A small copy takes less time than to make arrays of numpy.
-        self._slots = array("Q", [address for address, _ in slots]), array("Q", [length for _, length in slots])
-        self._sums = array("Q", bytes(8 * len(slots)))
-
-    def run(self, stop: ctypes.c_uint32) -> int:
-        """Copy until all is copied or ``stop`` is not 0; return the bytes. Call it once."""
-        pieces = [column.ctypes.data for column in self._columns]
-        slots = [column.buffer_info()[0] for column in (*self._slots, self._sums)]
-        return int(self._copy(*pieces, self.plan.pieces, *slots, len(self._sums), ctypes.byref(stop)))
-
-    def sums(self) -> list[int]:
-        """Return the XXH3 checksum (64 bits) of each full slot; 0 where others must take it.
-
-        That is of a slot of less than 241 bytes, of one that is not filled from its first byte on, or hashes to 0.
-        """
-        return self._sums.tolist()
+    # A small copy takes less time than to make arrays of numpy.
+    columns = [array("Q", [slot[at] for slot in slots]) for at in (0, 1)]
+    sums = array("Q", bytes(8 * len(slots)))
+    addresses = [column.buffer_info()[0] for column in (*columns, sums)]
+    (library or native()).host_copy(*plan.addresses(), plan.pieces, *addresses, len(slots), ctypes.byref(stop))
+    return sums.tolist()
 
 
 def try_out(library: Native) -> None:
@@ -455,12 +396,9 @@ def try_out(library: Native) -> None:
     pool = np.zeros(4096 + _STRIPE_BYTES, dtype=np.uint8)
     begin = -pool.ctypes.data % _STRIPE_BYTES
     cuts = np.array([0, 1, 65, 1089, 3000, 4096], dtype=np.uint64)
-    size = np.diff(cuts)
-    plan = Plan(cuts[:-1] + np.uint64(pool.ctypes.data + begin), cuts[:-1] + np.uint64(source.ctypes.data), size, 4096)
-    copy = HostCopy(plan, [(pool.ctypes.data + begin, 4096)], library)
-    copy.run(ctypes.c_uint32())
-    copied = pool[begin : begin + 4096]
-    if not np.array_equal(copied, source) or copy.sums() != [xxhash.xxh3_64_intdigest(source.data)]:
+    to, of = (cuts[:-1] + np.uint64(address) for address in (pool.ctypes.data + begin, source.ctypes.data))
+    sums = host_copy(Plan(to, of, np.diff(cuts), 4096), [(pool.ctypes.data + begin, 4096)], ctypes.c_uint32(), library)
+    if not np.array_equal(pool[begin : begin + 4096], source) or sums != [xxhash.xxh3_64_intdigest(source.data)]:
         raise NotCompiled("The daemon's copy loop was compiled wrongly; install kvoffd again with another C compiler.")
 
 
@@ -469,36 +407,25 @@ class HostEngine(CopyEngine):
 
     Args:
         clock: what deadlines are measured on, in seconds.
-        run: copies a plan, as HostCopy.run; tests pass their own.
+        copy: as host_copy; tests pass their own.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         threads_per_direction: int = 1,
-        run: Callable[[HostCopy, ctypes.c_uint32], object] = HostCopy.run,
+        copy: Callable[[Plan, Sequence[tuple[int, int]], ctypes.c_uint32], list[int]] = host_copy,
     ) -> None:
         try_out(native())
-        copiers = [_HostCopier(run)] * threads_per_direction
-        super().__init__({one: CopyQueue(f"kvoffd-{one.value}", clock, copiers) for one in Direction})
 
+        def run(transfer: Transfer) -> None:
+            checksums = transfer.checksums if transfer.direction is Direction.STORE else None
+            if checksums is None:
+                copy(transfer.plan, (), transfer.stop)
+            else:
+                slots = [(checksums.pool_address + offset, length) for offset, length in checksums.slots]
+                checksums.sums = copy(transfer.plan, slots, transfer.stop)
 
-@dataclass(frozen=True)
-class _HostCopier:
-    """It has no state, so that threads may share it."""
-
-    _run: Callable[[HostCopy, ctypes.c_uint32], object]
-
-    def open(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def copy(self, transfer: Transfer) -> None:
-        checksums = transfer.checksums if transfer.direction is Direction.STORE else None
-        if checksums is None:
-            self._run(HostCopy(transfer.plan), transfer.stop)
-            return
-        slots = [(checksums.pool_address + offset, length) for offset, length in checksums.slots]
-        copy = HostCopy(transfer.plan, slots)
-        self._run(copy, transfer.stop)
-        checksums.sums = copy.sums()
+        super().__init__(
+            {one: CopyQueue(f"kvoffd-{one.value}", clock, [run] * threads_per_direction) for one in Direction}
+        )

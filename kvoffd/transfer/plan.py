@@ -39,7 +39,10 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Copies ``size[i]`` bytes from ``source[i]`` to ``destination[i]``, in any order. Arrays are uint64, [pieces]."""
+    """Copies ``size[i]`` bytes from ``source[i]`` to ``destination[i]``, in any order.
+
+    Arrays are uint64, [pieces], each in one piece of memory: C reads them.
+    """
 
     destination: UInt64Array
     source: UInt64Array
@@ -50,6 +53,10 @@ class Plan:
     def pieces(self) -> int:
         """Number of copies, after merging."""
         return int(self.size.size)
+
+    def addresses(self) -> list[int]:
+        """Return where destinations, sources and sizes lie, for C."""
+        return [column.ctypes.data for column in (self.destination, self.source, self.size)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -245,10 +252,13 @@ def plan_blocks(
     size[:] = layout.page_bytes
     engine, pool, size = engine.reshape(-1), pool.reshape(-1), size.reshape(-1)
     if per_key > 1:
-        order = _slot_order(key, ids.size, layers)
+        layer = np.tile(np.arange(layers, dtype=np.int64), ids.size)
+        order = np.argsort(np.repeat(key, layers) * layers + layer, kind="stable")  # key, layer, sub-block
         engine, pool, size = engine[order], pool[order], size[order]
-    heads = _merge_heads(engine, pool, size)
-    if heads.size < size.size:
+    begins = np.ones(size.size, dtype=np.bool_)  # which pieces do not continue the one before them on both sides
+    begins[1:] = (engine[:-1] + size[:-1] != engine[1:]) | (pool[:-1] + size[:-1] != pool[1:])
+    if not begins.all():
+        heads = begins.nonzero()[0]
         size = np.add.reduceat(size, heads)
         engine, pool = engine[heads], pool[heads]
     nbytes = int(ids.size) * layout.block_bytes
@@ -268,19 +278,3 @@ def concatenate(plans: Sequence[Plan]) -> Plan:
         np.concatenate([plan.size for plan in plans]),
         sum(plan.nbytes for plan in plans),
     )
-
-
-def _slot_order(key: npt.NDArray[np.int64], rows: int, layers: int) -> npt.NDArray[np.int64]:
-    """Return the indices that put the flattened [rows, layers] pieces in the order key, layer, sub-block."""
-    keys = np.repeat(key, layers)
-    layer = np.tile(np.arange(layers, dtype=np.int64), rows)
-    return np.argsort(keys * layers + layer, kind="stable")
-
-
-def _merge_heads(engine: UInt64Array, pool: UInt64Array, size: UInt64Array) -> npt.NDArray[np.int64]:
-    """Return the indices of the pieces that do not continue the one before them on both sides."""
-    begins = np.ones(size.size, dtype=np.bool_)
-    if size.size > 1:
-        before = size[:-1]
-        begins[1:] = (engine[:-1] + before != engine[1:]) | (pool[:-1] + before != pool[1:])
-    return begins.nonzero()[0]

@@ -13,9 +13,12 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from typing import ClassVar
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 
 DEFAULT_LIBRARY = "libcuda.so.1"
+LIBRARY_VARIABLE = "KVOFFD_CUDA_LIBRARY"
 
 # Constants of cuda.h, without the CU_ or CUDA_ that their names begin with there.
 IPC_HANDLE_SIZE = 64
@@ -29,7 +32,6 @@ ERROR_MAP_FAILED = 205
 ERROR_PEER_ACCESS_UNSUPPORTED = 217
 ERROR_CONTAINED = 226
 ERROR_INVALID_HANDLE = 400
-ERROR_NOT_FOUND = 500
 ERROR_ILLEGAL_ADDRESS = 700
 ERROR_LAUNCH_TIMEOUT = 702
 ERROR_TOO_MANY_PEERS = 711
@@ -62,12 +64,10 @@ GET_PROC_ADDRESS_DEFAULT = 0
 STREAM_NON_BLOCKING = 1
 EVENT_BLOCKING_SYNC = 1
 EVENT_DISABLE_TIMING = 2
-MEMHOSTALLOC_PORTABLE = 1
 MEMHOSTREGISTER_PORTABLE = 1
 IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
 MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
 MEM_HANDLE_TYPE_FABRIC = 8
-MEM_ALLOCATION_TYPE_PINNED = 1
 MEM_LOCATION_TYPE_DEVICE = 1
 MEM_ACCESS_FLAGS_PROT_READWRITE = 3
 # The only order that is right for memory that kernels write.
@@ -113,16 +113,22 @@ _ADVICE = {
     ERROR_MPS_MAX_CONNECTIONS_REACHED: _MPS_FULL,
 }
 
-_TEXT_BYTES = 128
-_NO_GPU = (
-    "This process sees no GPU: see nvidia-smi where it runs, and give its container GPUs (NVIDIA_VISIBLE_DEVICES=all; "
-    "CUDA_VISIBLE_DEVICES unset)."
-)
+_ADVICE_OF_CALL = {
+    ("cuDevicePrimaryCtxRetain", ERROR_OUT_OF_MEMORY): (
+        "The GPU has no memory left for the daemon, which needs some hundred MiB: start engines with a lower "
+        "gpu_memory_utilization, or the daemon before them."
+    ),
+    ("cuInit", ERROR_NO_DEVICE): (
+        "This process sees no GPU: see nvidia-smi where it runs, and give its container GPUs "
+        "(NVIDIA_VISIBLE_DEVICES=all; CUDA_VISIBLE_DEVICES unset)."
+    ),
+}
 _NO_START = (
     "The driver does not start: see nvidia-smi where it runs. Its kernel module may be missing or of another version, "
     "or this process may not open /dev/nvidia*. When that is mended, start this process again: a driver may remember "
     "that it failed."
 )
+_TEXT_BYTES = 128
 
 
 # The structs are those of cuda.h, which STRUCTS names; so are their fields.
@@ -188,8 +194,6 @@ TYPES: dict[str, type] = {
     "CUcontext": ctypes.c_void_p,
     "CUstream": ctypes.c_void_p,
     "CUevent": ctypes.c_void_p,
-    "CUmodule": ctypes.c_void_p,
-    "CUfunction": ctypes.c_void_p,
     "CUmemoryPool": ctypes.c_void_p,
     "CUdevice_attribute": ctypes.c_uint,
     "CUpointer_attribute": ctypes.c_uint,
@@ -229,8 +233,7 @@ PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuCtxGetDevice": ("CUdevice *",),
     "cuCtxSetCurrent": ("CUcontext",),
     "cuCtxGetStreamPriorityRange": ("int *", "int *"),
-    # Streams, events, copies, kernels.
-    "cuStreamCreate": ("CUstream *", "unsigned int"),
+    # Streams, events, copies.
     "cuStreamCreateWithPriority": ("CUstream *", "unsigned int", "int"),
     "cuStreamSynchronize": ("CUstream",),
     "cuStreamDestroy_v2": ("CUstream",),
@@ -239,15 +242,8 @@ PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuEventSynchronize": ("CUevent",),
     "cuEventDestroy_v2": ("CUevent",),
     "cuMemcpyAsync": ("CUdeviceptr", "CUdeviceptr", "size_t", "CUstream"),
-    "cuModuleLoadData": ("CUmodule *", "const void *"),
-    "cuModuleGetFunction": ("CUfunction *", "CUmodule", "const char *"),
-    "cuLaunchKernel": ("CUfunction", *("unsigned int",) * 7, "CUstream", "void **", "void **"),
     # Memory of the GPU and of the host.
     "cuMemGetInfo_v2": ("size_t *", "size_t *"),
-    "cuMemAlloc_v2": ("CUdeviceptr *", "size_t"),
-    "cuMemFree_v2": ("CUdeviceptr",),
-    "cuMemHostAlloc": ("void **", "size_t", "unsigned int"),
-    "cuMemFreeHost": ("void *",),
     "cuMemHostRegister_v2": ("void *", "size_t", "unsigned int"),
     "cuMemHostUnregister": ("void *",),
     "cuPointerGetAttribute": ("void *", "CUpointer_attribute", "CUdeviceptr"),
@@ -306,49 +302,60 @@ def declare(library: ctypes.CDLL, prototypes: dict[str, tuple[str, ...]]) -> Non
         function.restype = TYPES["CUresult"]
 
 
-class CudaCallFailed(Exception):
-    """A call of the driver failed: ``call``, its ``status`` and the status's ``name``; ``advice`` is further sentences.
-
-    Each side derives its own exception from this class and from the root of its exceptions.
-    """
-
-    def __init__(self, call: str, status: int, name: str, advice: str = "") -> None:
-        super().__init__(f"{call} failed: {name} ({status}). {advice}".rstrip())
-        self.call = call
-        self.status = status
-        self.name = name
-
-
-class CudaLibrary:
-    """The driver library, with the calls that both sides make; each side adds its own in a subclass.
-
-    Addresses, contexts, streams and events are ints; devices are the driver's ordinals in this process. Calls about
-    devices and contexts need ``cuInit``; all calls about memory, streams and events need a context that is current in
-    the calling thread.
+class CudaError(Exception):
+    """A call of the driver failed, or there is no driver that can be used: then ``call`` is empty.
 
     Attributes:
-        call_failed: the exception for a call that failed.
-        library_missing: the exception for a driver that is not there, or is too old.
-        setting: what names the library on this side, for the sentence of ``library_missing``.
+        message: sentences for people: the call, its status and what to do.
     """
 
-    call_failed: ClassVar[type[CudaCallFailed]]
-    library_missing: ClassVar[type[Exception]]
-    setting: ClassVar[str]
+    def __init__(self, message: str, call: str = "", status: int = 0) -> None:
+        super().__init__(message)
+        self.message, self.call, self.status = message, call, status
 
-    def __init__(self, path: str) -> None:
+
+# The first members of ``struct gpu_copying`` of gpu_copy.c, and the calls that they are.
+_COPY_CALLS = {
+    "copy": "cuMemcpyAsync",
+    "record": "cuEventRecord",
+    "wait": "cuEventSynchronize",
+    "sync": "cuStreamSynchronize",
+}
+# Of all copies of every batch.
+_BATCH_ATTRIBUTES = MemcpyAttributes(
+    srcAccessOrder=MEMCPY_SRC_ACCESS_ORDER_STREAM, flags=MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+)
+
+
+class Cuda:
+    """The driver library at a path; where that is empty KVOFFD_CUDA_LIBRARY, else the system's.
+
+    Addresses, contexts, streams and events are ints; devices are the driver's ordinals in this process. Calls about
+    devices and contexts need ``init``; all calls about memory, streams and events need a context that is current in
+    the calling thread. All raise CudaError, the constructor where there is no driver, or too old a one.
+
+    Args:
+        batches: whether copies may be made in batches at all.
+
+    Attributes:
+        lost: why this process must end, as a call has found first; else None. See ``RELAUNCH_ERRORS``.
+    """
+
+    def __init__(self, library: str = "", *, batches: bool = True) -> None:
+        path = library or os.environ.get(LIBRARY_VARIABLE) or DEFAULT_LIBRARY
         try:
             self._library = ctypes.CDLL(path)
             declare(self._library, PROTOTYPES)
         except (OSError, AttributeError) as error:
-            raise self.library_missing(
-                f"The CUDA driver {path} cannot be used ({error}); install a driver of CUDA 12 or newer, or set "
-                f"{self.setting}."
+            raise CudaError(
+                f"The CUDA driver {path} cannot be used ({error}); install a driver of CUDA 12 or newer, or name its "
+                f"library in {LIBRARY_VARIABLE}."
             ) from error
+        self._batches = batches
+        self.lost: CudaError | None = None
 
     def _call(self, name: str, *arguments: object) -> None:
-        status = getattr(self._library, name)(*arguments)
-        if status:
+        if status := getattr(self._library, name)(*arguments):
             raise self.error(name, status)
 
     def _number(self, name: str, *arguments: object, written: str = "") -> int:
@@ -357,55 +364,95 @@ class CudaLibrary:
         self._call(name, ctypes.byref(number), *arguments)
         return number.value or 0
 
-    def pointer_attribute(self, attribute: int, address: int) -> int:
-        return self._number("cuPointerGetAttribute", attribute, address, written=POINTER_ATTRIBUTES[attribute])
-
     def _text(self, name: str, device: int) -> str:
         text = ctypes.create_string_buffer(_TEXT_BYTES)
         self._call(name, text, _TEXT_BYTES, device)
         return text.value.decode(errors="replace")
 
-    def error(self, call: str, status: int, advice: str = "") -> CudaCallFailed:
+    def error(self, call: str, status: int) -> CudaError:
         name = ctypes.c_char_p()
-        advice = _ADVICE.get(status, advice)
         known = self._library.cuGetErrorName(status, ctypes.byref(name)) == 0 and name.value is not None
-        return self.call_failed(call, status, (name.value or b"").decode() if known else "an unknown error", advice)
+        text = (name.value or b"").decode() if known else "an unknown error"
+        advice = _ADVICE_OF_CALL.get((call, status)) or _ADVICE.get(status) or (_NO_START if call == "cuInit" else "")
+        error = CudaError(f"{call} failed: {text} ({status}). {advice}".rstrip(), call, status)
+        if status in RELAUNCH_ERRORS:
+            self.lose(error)
+        return error
+
+    def lose(self, error: CudaError) -> None:
+        """Take note that a context is lost, and this process's use of the GPUs with it. From any thread."""
+        self.lost = self.lost or error
+
+    # --- devices and contexts -----------------------------------------------------------------------
 
     def init(self) -> None:
         """Start the driver. Repeatable. The error says what is missing."""
-        if status := self._library.cuInit(0):
-            raise self.error("cuInit", status, _NO_GPU if status == ERROR_NO_DEVICE else _NO_START)
+        self._call("cuInit", 0)
 
     def version(self) -> int:
         """Return the highest CUDA version that the driver supports: 1000 * major + 10 * minor."""
         return self._number("cuDriverGetVersion")
 
-    def device_count(self) -> int:
-        return self._number("cuDeviceGetCount")
-
-    def device(self, ordinal: int) -> int:
-        return self._number("cuDeviceGet", ordinal)
+    def devices(self) -> list[int]:
+        return [self._number("cuDeviceGet", ordinal) for ordinal in range(self._number("cuDeviceGetCount"))]
 
     def device_name(self, device: int) -> str:
         return self._text("cuDeviceGetName", device)
 
-    def device_uuid(self, device: int, call: str = "cuDeviceGetUuid_v2") -> bytes:
-        """Return 16 bytes: the UUID of the MIG instance where the device is one."""
+    def pci_bus_id(self, device: int) -> str:
+        """Return ``domain:bus:device.function``, as in sysfs but in upper case."""
+        return self._text("cuDeviceGetPCIBusId", device)
+
+    def device_uuid(self, device: int, *, whole: bool = False) -> bytes:
+        """Return 16 bytes: the UUID of the MIG instance where the device is one; with ``whole`` that of its GPU.
+
+        Drivers that do not tell that any more give the device's own.
+        """
         uuid = Uuid()
-        self._call(call, ctypes.byref(uuid), device)
+        old = whole and hasattr(self._library, "cuDeviceGetUuid")
+        self._call("cuDeviceGetUuid" if old else "cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
         return bytes(uuid)
 
     def retain_context(self, device: int) -> int:
         """Return the device's primary context, the one that torch uses; make it if need be. Release it as often."""
         return self._number("cuDevicePrimaryCtxRetain", device)
 
-    def release_context(self, device: int) -> None:
-        """Give one ``retain_context`` back; the context goes with the last."""
-        self._call("cuDevicePrimaryCtxRelease_v2", device)
+    release_context = partialmethod(_call, "cuDevicePrimaryCtxRelease_v2")
+    """Give one ``retain_context`` back; the context goes with the last."""
 
     def set_context(self, context: int) -> None:
         """Make the context current in this thread; 0 for none."""
         self._call("cuCtxSetCurrent", context or None)
+
+    def current_context(self) -> int:
+        """Return this thread's current context; 0 for none."""
+        return self._number("cuCtxGetCurrent")
+
+    @contextmanager
+    def context(self, device: int | None = None) -> Iterator[None]:
+        """Have a context of the device in this thread, which the calls need; torch made one, maybe in another thread.
+
+        Without ``device`` it is that of any GPU that this process uses; where it uses none, there is none.
+        """
+        before = self.current_context()
+        if device is None and not before:
+            device = next(filter(self._is_used, self.devices()), None)
+        if device is None or (before and self._number("cuCtxGetDevice") == device):
+            yield
+            return
+        with ExitStack() as undo:
+            context = self.retain_context(device)
+            undo.callback(self.release_context, device)
+            self.set_context(context)
+            undo.callback(self.set_context, before)
+            yield
+
+    def _is_used(self, device: int) -> bool:
+        flags, active = ctypes.c_uint(), ctypes.c_int()
+        self._call("cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(active))
+        return active.value != 0
+
+    # --- memory of this process ---------------------------------------------------------------------
 
     def free_bytes(self) -> int:
         """Return how many bytes of the GPU's memory no process has."""
@@ -413,17 +460,122 @@ class CudaLibrary:
         self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
 
-    def copy(self, destination: int, source: int, size: int, stream: int) -> None:
-        self._call("cuMemcpyAsync", destination, source, size, stream)
-
-    def destroy_stream(self, stream: int) -> None:
-        self._call("cuStreamDestroy_v2", stream)
+    def pointer_attribute(self, attribute: int, address: int) -> int:
+        return self._number("cuPointerGetAttribute", attribute, address, written=POINTER_ATTRIBUTES[attribute])
 
     def address_range(self, address: int) -> tuple[int, int]:
         """Return begin and size of the allocation, or of the mapped chunk, that an address lies in."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
         return base.value, size.value
+
+    def register_host(self, address: int, size: int) -> None:
+        self._call("cuMemHostRegister_v2", address, size, MEMHOSTREGISTER_PORTABLE)
+
+    unregister_host = partialmethod(_call, "cuMemHostUnregister")
+
+    # --- handles, made by engines and mapped by the daemon ------------------------------------------
+
+    def ipc_handle(self, base: int) -> bytes:
+        handle = IpcMemHandle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        return bytes(handle)
+
+    def open_ipc(self, handle: bytes) -> int:
+        """Map another process's allocation; return its address here."""
+        copied = IpcMemHandle.from_buffer_copy(handle)
+        return self._number("cuIpcOpenMemHandle_v2", copied, IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+
+    def import_size(self, address: int) -> int:
+        """Return how many bytes of an opened allocation begin at ``address``."""
+        try:
+            base, size = self.address_range(address)
+        except CudaError:
+            # cuda.h promises the range of the process's own allocations only; the attributes are of any address.
+            base = self.pointer_attribute(POINTER_ATTRIBUTE_RANGE_START_ADDR, address)
+            size = self.pointer_attribute(POINTER_ATTRIBUTE_RANGE_SIZE, address)
+        return base + size - address
+
+    close_ipc = partialmethod(_call, "cuIpcCloseMemHandle")
+
+    def export_chunk(self, address: int) -> tuple[int, int]:
+        """Export the chunk mapped at ``address``: (fd, handle types); fd is -1 where its types have no descriptors."""
+        allocation = self._number("cuMemRetainAllocationHandle", address)
+        try:
+            properties, wanted = MemAllocationProp(), MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            self._call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), allocation)
+            types = int(properties.requestedHandleTypes)
+            if not types & wanted:
+                return -1, types
+            written = EXPORTED_HANDLES[wanted]
+            return self._number("cuMemExportToShareableHandle", allocation, wanted, 0, written=written), types
+        finally:
+            self.release(allocation)
+
+    def import_descriptor(self, fd: int) -> int:
+        """Return an allocation made of a descriptor, which stays the caller's. To be released."""
+        return self._number("cuMemImportFromShareableHandle", fd, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+
+    release = partialmethod(_call, "cuMemRelease")
+    """Release an allocation; a mapping keeps it."""
+
+    def reserve(self, size: int) -> int:
+        """Return the beginning of ``size`` bytes of addresses, with nothing mapped."""
+        return self._number("cuMemAddressReserve", size, 0, 0, 0)
+
+    free_reservation = partialmethod(_call, "cuMemAddressFree")
+
+    def map(self, address: int, size: int, allocation: int) -> None:
+        self._call("cuMemMap", address, size, 0, allocation, 0)
+
+    unmap = partialmethod(_call, "cuMemUnmap")
+
+    def allow_access(self, address: int, size: int, device: int) -> None:
+        description = MemAccessDesc(MemLocation(MEM_LOCATION_TYPE_DEVICE, device), MEM_ACCESS_FLAGS_PROT_READWRITE)
+        self._call("cuMemSetAccess", address, size, ctypes.byref(description), 1)
+
+    # --- copies -------------------------------------------------------------------------------------
+
+    def create_stream(self, *, urgent: bool) -> int:
+        """Return a stream that waits for no other: of the highest priority if ``urgent``, else of the lowest."""
+        least, greatest = ctypes.c_int(), ctypes.c_int()
+        self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+        priority = greatest.value if urgent else least.value
+        return self._number("cuStreamCreateWithPriority", STREAM_NON_BLOCKING, priority)
+
+    destroy_stream = partialmethod(_call, "cuStreamDestroy_v2")
+
+    def create_event(self) -> int:
+        """Return an event whose waiter sleeps."""
+        return self._number("cuEventCreate", EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
+
+    destroy_event = partialmethod(_call, "cuEventDestroy_v2")
+
+    def copy_calls(self) -> dict[str, int]:
+        """Return the addresses that the copy loop in C calls, by its names.
+
+        ``batch`` is missing where no batch may be made: by the setting, before CUDA 12.8, and where the GPU has
+        registered host memory at other addresses than this process (Windows' subsystem for Linux, some virtual GPUs):
+        only single copies translate these, a batch would lose the context (sgl-project/sglang#40232).
+        """
+        calls = {field: self._address_of(getattr(self._library, name)) for field, name in _COPY_CALLS.items()}
+        version, attribute = self.version(), DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        if not self._batches or version < min(BATCH_FORMS):
+            return calls
+        if not self._number("cuDeviceGetAttribute", attribute, self._number("cuCtxGetDevice")):
+            return calls
+        # Asked for a newer version than its own, a driver may answer with the older call, which takes other arguments.
+        form = max(known for known in BATCH_FORMS if known <= version)
+        batch, found, get = ctypes.c_void_p(), ctypes.c_uint(), self._library.cuGetProcAddress_v2
+        status = get(BATCH_SYMBOL.encode(), ctypes.byref(batch), form, GET_PROC_ADDRESS_DEFAULT, ctypes.byref(found))
+        if not status and batch.value:
+            calls |= {"batch": batch.value, "attributes": ctypes.addressof(_BATCH_ATTRIBUTES)}
+            calls["has_fail_index"] = int(form == min(BATCH_FORMS))
+        return calls
+
+    @staticmethod
+    def _address_of(function: object) -> int:
+        return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
 # A driver call may open a few files of its own.

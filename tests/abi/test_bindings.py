@@ -12,9 +12,14 @@ from pathlib import Path
 import pytest
 
 from kvoffd_proto import cuda
-from tests.bench.gpu.parts import SRC_ACCESS_ORDER_ANY
 from tests.kit.cuda_abi import Declarations, differences, header_version
-from tests.kit.cuda_calls import TEST_PROTOTYPES, load
+from tests.kit.cuda_calls import (
+    MEM_ALLOCATION_TYPE_PINNED,
+    MEMHOSTALLOC_PORTABLE,
+    SRC_ACCESS_ORDER_ANY,
+    TEST_PROTOTYPES,
+    load,
+)
 from tests.kit.cuda_files import ROOT, VERSIONS, include_directory
 from tests.kit.stub_cuda import fresh_stub
 
@@ -24,7 +29,11 @@ CONSTANTS = {
     ("CUDA_" if name.startswith("ERROR_") else "CU_") + name: value
     for name, value in vars(cuda).items()
     if name.isupper() and not name.startswith("_") and isinstance(value, int)
-} | {"CU_MEMCPY_SRC_ACCESS_ORDER_ANY": SRC_ACCESS_ORDER_ANY}
+} | {
+    "CU_MEMCPY_SRC_ACCESS_ORDER_ANY": SRC_ACCESS_ORDER_ANY,
+    "CU_MEMHOSTALLOC_PORTABLE": MEMHOSTALLOC_PORTABLE,
+    "CU_MEM_ALLOCATION_TYPE_PINNED": MEM_ALLOCATION_TYPE_PINNED,
+}
 OURS = Declarations(
     {**cuda.PROTOTYPES, **TEST_PROTOTYPES},
     cuda.TYPES,

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
 from kvoffd_client import AdminClient
-from kvoffd_client.cuda_export import CudaError as ExportError
-from kvoffd_client.cuda_export import ExportDriver
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import cuda
+from kvoffd_proto.cuda import Cuda, CudaError
 from tests.kit.cuda_abi import compiler
 from tests.kit.cuda_calls import TEST_PROTOTYPES, load
 from tests.kit.cuda_files import include_directory, real_driver
@@ -115,8 +113,7 @@ def test_a_form_of_a_call_is_given_by_version_as_the_double_does(library: str) -
     stub.set("version", 12020)
     for version in (12080, 13000):
         assert ask(library, "cuMemcpyBatchAsync", version) == ask(stub.path, "cuMemcpyBatchAsync", version)
-    assert CudaDriver(library).batch_copy() is None
-    assert CudaDriver(library).version() == 12020
+    assert Cuda(library).version() == 12020
 
 
 # --- a daemon and a worker where this is the driver ---------------------------------------------------
@@ -142,7 +139,5 @@ def test_a_daemon_without_a_gpu_serves_host_memory_and_says_what_is_missing(libr
 
 
 def test_a_worker_without_a_gpu_is_told_what_is_missing(library: str) -> None:
-    with pytest.raises(ExportError, match=r"CUDA_ERROR_NO_DEVICE \(100\)\. This process sees no GPU"):
-        ExportDriver(library)
     with pytest.raises(CudaError, match=r"CUDA_ERROR_NO_DEVICE \(100\)\. This process sees no GPU"):
-        CudaDriver(library).init()
+        Cuda(library).init()

@@ -10,7 +10,8 @@ import pytest
 
 from kvoffd.transfer.cuda.mappings import HandleCache, IpcExport, VmmExport
 from kvoffd_client import KvoffdClientError
-from kvoffd_client.cuda_export import ExportDriver, GpuSegment, NotExportable, export_segments
+from kvoffd_client.cuda_export import GpuSegment, NotExportable, export_segments
+from kvoffd_proto.cuda import Cuda
 from tests.kit.open_files import open_descriptors
 from tests.kit.stub_cuda import DeviceBuffer, StubCuda, fresh_stub
 
@@ -19,7 +20,7 @@ CHUNK = 2 << 20
 
 
 def export(stub: StubCuda, *spans: tuple[int, int]) -> list[GpuSegment]:
-    return export_segments(spans, ExportDriver(stub.path))
+    return export_segments(spans, Cuda(stub.path))
 
 
 def test_no_tensors_need_no_driver() -> None:
@@ -88,7 +89,7 @@ def test_a_thread_without_a_context_exports_too_and_leaves_none(stub: StubCuda) 
     left: list[int] = []
 
     def run() -> None:
-        driver = ExportDriver(stub.path)
+        driver = Cuda(stub.path)
         found.extend(export_segments([(buffer.address, SIZE)], driver))
         left.append(driver.current_context())
 
@@ -133,7 +134,7 @@ def test_an_export_that_fails_leaves_no_descriptors(stub: StubCuda, call: str) -
 
 def test_a_low_limit_of_descriptors_is_told_apart(stub: StubCuda) -> None:
     buffer = stub.map_chunks([CHUNK] * 40)
-    driver = ExportDriver(stub.path)
+    driver = Cuda(stub.path)
     before = open_descriptors()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 20, hard))
@@ -163,7 +164,7 @@ def test_a_process_that_uses_no_gpu_exports_nothing(stub: StubCuda) -> None:
 
 def test_a_thread_on_another_gpu_exports_memory_and_stays_there(stub: StubCuda) -> None:
     stub.set("devices", 2)
-    buffer, driver = stub.allocate(SIZE), ExportDriver(stub.path)
+    buffer, driver = stub.allocate(SIZE), Cuda(stub.path)
     first = driver.current_context()
     with driver.context(1):
         other = driver.current_context()

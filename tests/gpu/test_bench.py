@@ -7,7 +7,7 @@ import ctypes
 import pytest
 
 from kvoffd_client import AdminClient
-from kvoffd_client.cuda_export import LIBRARY_VARIABLE
+from kvoffd_proto.cuda import LIBRARY_VARIABLE
 from tests.bench.gpu.copies import STREAM_JOBS, measure_beside_compute, measure_copies
 from tests.kit.gpu_machine import Machine
 from tests.kit.stub_cuda import Ranges

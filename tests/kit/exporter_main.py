@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
-from kvoffd_client.cuda_export import ExportDriver, export_segments
+from kvoffd_client.cuda_export import export_segments
 from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.ordered_sender import Event, OrderedSender
 from kvoffd_client.transport import LifelineStream
@@ -41,7 +41,8 @@ class Gpu:
 
     def __init__(self, library: str, kind: str, layers: int, blocks: int, page_bytes: int) -> None:
         self.layers, self.blocks, self.page_bytes = layers, blocks, page_bytes
-        self.driver = ExportDriver(library)
+        self.driver = cuda.Cuda(library)
+        self.driver.init()
         self.driver.set_context(self.driver.retain_context(0))
         self.cuda = load(library or cuda.DEFAULT_LIBRARY)
         self.nbytes = layers * blocks * page_bytes

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvoffd.errors import KvoffdError
-from kvoffd.transfer.cuda.driver import CudaDriver
 from kvoffd.transfer.cuda.gpus import list_devices
 from kvoffd_client import NamespaceSpec, SchedulerClient
+from kvoffd_proto.cuda import Cuda, CudaError
 from tests.kit.daemon import DaemonProcess
 from tests.kit.exporter import Exporter
 
 
 def real_gpus() -> int:
     try:
-        return len(list_devices(CudaDriver()))
-    except KvoffdError:
+        return len(list_devices(Cuda()))
+    except CudaError:
         return 0
 
 

@@ -13,6 +13,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ COPYING_US = 100_000
 
 def copies_with_faults(file: Path) -> None:
     """Have every copy do as ``file`` says while it is there: ``load fails``, ``load lies``, ``store slow 0.5``."""
-    from kvoffd.transfer.engine import HostCopy, HostEngine
+    from kvoffd.transfer.engine import HostEngine, host_copy
     from kvoffd.transfer.plan import Plan
 
-    def run(copy: HostCopy, stop: ctypes.c_uint32) -> None:
-        plan, begin = copy.plan, 0
+    def copy(plan: Plan, slots: Sequence[tuple[int, int]], stop: ctypes.c_uint32) -> list[int]:
+        begin, sums = 0, [0] * len(slots)
         while begin < plan.pieces and not stop.value:
             words = file.read_text().split() if file.exists() else []
             if not words or words[0] != threading.current_thread().name.split("-")[1]:  # kvoffd-store-0
@@ -38,19 +39,20 @@ def copies_with_faults(file: Path) -> None:
             if words[1] == "slow":
                 time.sleep(float(words[2]))
             if begin == 0 and words[1] != "slow":
-                copy.run(stop)  # all of it, with its checksums
+                sums = host_copy(plan, slots, stop)  # all of it
                 begin = plan.pieces
             else:
                 end = begin + max(1, int(plan.size[begin:].cumsum().searchsorted(STEP_BYTES)))
                 some = slice(begin, end)
                 columns = plan.destination[some], plan.source[some], plan.size[some]
-                HostCopy(Plan(*columns, int(columns[2].sum()))).run(stop)
+                host_copy(Plan(*columns, int(columns[2].sum())), (), stop)
                 begin = end
             if words[1] == "lies":
                 for address, size in zip(plan.destination.tolist(), plan.size.tolist(), strict=True):
                     ctypes.memset(address, 0x3C, size)
+        return sums
 
-    HostEngine.__init__.__defaults__ = (time.monotonic, 1, run)  # type: ignore[attr-defined]
+    HostEngine.__init__.__defaults__ = (time.monotonic, 1, copy)  # type: ignore[attr-defined]
 
 
 def commits_with_faults(file: Path) -> None:

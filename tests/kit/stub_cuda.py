@@ -14,8 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.transfer.cuda.driver import CudaDriver
-from kvoffd_proto.cuda import IpcMemHandle
+from kvoffd_proto.cuda import Cuda, IpcMemHandle
 from tests.kit.cuda_abi import compiler
 from tests.kit.cuda_calls import load, pinned_properties
 from tests.kit.cuda_files import include_directory
@@ -72,9 +71,9 @@ class StubCuda:
         self._library = load(self.path)
         self._library.stub_log_length.restype = ctypes.c_size_t
 
-    def driver(self) -> CudaDriver:
-        """The daemon's binding of this library."""
-        return CudaDriver(self.path)
+    def driver(self) -> Cuda:
+        """The binding of this library."""
+        return Cuda(self.path)
 
     def set(self, what: str, value: int) -> None:
         """version, devices, mig, same_pid_allowed, batch_missing, seed; import_ranges: imports have a range;

@@ -105,10 +105,10 @@ class SimTransferEngine(CopyEngine):
                 if running.transfer.on_overdue is not None:
                     running.transfer.on_overdue(running.transfer)
 
-    def hangs_s(self, direction: Direction) -> float:
-        running = self._queues[direction].running
-        since = None if running is None else running.overdue_since
-        return 0.0 if since is None else self._clock.now - since
+    def hangs_s(self) -> float:
+        running = (queue.running for queue in self._queues.values())
+        since = [copy.overdue_since for copy in running if copy is not None and copy.overdue_since is not None]
+        return max((self._clock.now - at for at in since), default=0.0)
 
     def stats(self, direction: Direction) -> CopyStats:
         queue = self._queues[direction]
@@ -192,8 +192,8 @@ class SimTransferEngine(CopyEngine):
         if outcome is None and transfer.ending is not None:
             raise Broken("a copy goes on although its transfer must end")
         if outcome is None and copy.step == 0 and not storing and checksums is not None:
-            found = checksums.take()
-            outcome = None if found is Outcome.DONE else found
+            transfer.read_slots()
+            outcome = transfer.ending
         if outcome is None:
             copy.step += 1
             until = transfer.plan.nbytes * copy.step // copy.steps
@@ -224,8 +224,8 @@ class SimTransferEngine(CopyEngine):
     def _finish_sums(self, queue: _Queue, copy: _Copy) -> None:
         """Take the checksums, and end the store."""
         queue.unread.remove(copy)
-        assert copy.transfer.checksums is not None
-        self._end(copy, copy.transfer.ending or copy.transfer.checksums.take())
+        copy.transfer.read_slots()
+        self._end(copy, copy.transfer.ending or Outcome.DONE)
 
     def _move(self, copy: _Copy, until: int) -> None:
         """Copy up to byte ``until`` of the plan."""

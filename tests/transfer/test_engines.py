@@ -15,10 +15,10 @@ from kvoffd.transfer.engine import (
     MAX_UNREAD_STORES,
     OVERDUE_GRACE_S,
     CopyEngine,
-    HostCopy,
     HostEngine,
     SlotChecksums,
     Transfer,
+    host_copy,
 )
 from kvoffd.transfer.plan import Direction, Outcome, Plan
 from kvoffd_proto.cuda import BATCH_FORMS, argument_types
@@ -74,11 +74,11 @@ class HostHarness(Harness):
     def __init__(self) -> None:
         super().__init__()
 
-        def run(copy: HostCopy, stop: ctypes.c_uint32) -> None:
+        def copy(plan: Plan, slots: Sequence[tuple[int, int]], stop: ctypes.c_uint32) -> list[int]:
             self.step()
-            copy.run(stop)
+            return host_copy(plan, slots, stop)
 
-        self.engine = HostEngine(clock=self.clock, run=run)
+        self.engine = HostEngine(clock=self.clock, copy=copy)
 
 
 class CudaHarness(Harness):
@@ -90,15 +90,13 @@ class CudaHarness(Harness):
     def __init__(self) -> None:
         super().__init__()
         stub = fresh_stub()
-        context = stub.start()
+        stub.start()
         driver = stub.driver()
-        batch = driver.batch_copy()
-        assert batch is not None
-        calls = driver.copy_calls(batch)
+        calls = driver.copy_calls()
         # The copy loop calls these without the interpreter's lock, which they take.
         single = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         many = ctypes.CFUNCTYPE(ctypes.c_int, *argument_types(BATCH_FORMS[12080]))
-        real_copy, real_batch = single(calls.copy), many(calls.batch)
+        real_copy, real_batch = single(calls["copy"]), many(calls["batch"])
 
         def gated(*arguments: int) -> int:
             try:
@@ -108,8 +106,8 @@ class CudaHarness(Harness):
             return int(real_batch(*arguments))
 
         self.gated = many(gated), single(lambda *arguments: 1 if self.broken else real_copy(*arguments))
-        calls.batch, calls.copy = (ctypes.cast(one, ctypes.c_void_p) for one in self.gated)
-        driver.copy_calls = lambda batch: calls  # type: ignore[method-assign]
+        calls["batch"], calls["copy"] = (ctypes.cast(one, ctypes.c_void_p).value for one in self.gated)
+        driver.copy_calls = lambda: calls  # type: ignore[method-assign]
 
         class Engine(GpuEngine):
             def submit(self, transfer: Transfer) -> None:
@@ -120,11 +118,8 @@ class CudaHarness(Harness):
                         stub.adopt(kind, begin, int(column[-1] + plan.size[-1]) - begin)
                 super().submit(transfer)
 
-        engine = Engine(
-            driver, context, PinnedChunks(np.ones(1, dtype=np.bool_), 2**62, 0), clock=self.clock, step_pieces=8
-        )
-        engine.open()
-        self.engine = engine
+        chunks = PinnedChunks(np.ones(1, dtype=np.bool_), 2**62, 0)
+        self.engine = Engine(driver, chunks, clock=self.clock, step_pieces=8)
 
 
 HARNESSES: list[Callable[[], Harness]] = [HostHarness, CudaHarness]
@@ -303,7 +298,7 @@ def test_an_abandoned_transfer_ends_at_its_next_look(harness: Harness) -> None:
     job = Job(pieces=100)
     harness.engine.submit(job.transfer)
     assert harness.at_gate.wait(WAIT_S)
-    harness.engine.abandon(job.transfer)
+    job.transfer.must_end(Outcome.FAILED)
     assert not job.ends
     harness.release()
     assert job.outcome() is Outcome.FAILED
@@ -317,7 +312,7 @@ def test_a_transfer_abandoned_while_it_waits_writes_nothing(harness: Harness) ->
     harness.engine.submit(first.transfer)
     harness.engine.submit(second.transfer)
     assert harness.at_gate.wait(WAIT_S)
-    harness.engine.abandon(second.transfer)
+    second.transfer.must_end(Outcome.FAILED)
     harness.release()
     assert second.outcome() is Outcome.FAILED
     assert not second.destination.any()
@@ -403,7 +398,7 @@ def test_every_transfer_ends_once_whatever_is_done_to_it(harness: Harness) -> No
             if index % 3 == 0:
                 harness.engine.cancel(transfer)
             if index % 5 == 0:
-                harness.engine.abandon(transfer)
+                transfer.must_end(Outcome.FAILED)
 
     threads = [threading.Thread(target=meddle, args=(remainder,)) for remainder in range(4)]
     for thread in threads:
@@ -459,7 +454,7 @@ def test_a_load_that_is_abandoned_while_it_is_compared_moves_no_byte(harness: Ha
     job = Job(pieces=20, direction=Direction.LOAD, sums=sums)
     harness.engine.submit(job.transfer)
     assert sums.at_gate.wait(WAIT_S)
-    harness.engine.abandon(job.transfer)
+    job.transfer.must_end(Outcome.FAILED)
     sums.gate.set()
     assert job.outcome() is Outcome.FAILED
     assert not job.destination.any()
@@ -525,7 +520,7 @@ def test_a_store_whose_checksums_do_not_come_fails_once(harness: Harness, how: s
     assert sums.at_gate.wait(WAIT_S)
     assert job.is_copied()
     if how == "abandoned":
-        harness.engine.abandon(job.transfer)
+        job.transfer.must_end(Outcome.FAILED)
     elif how == "late":
         harness.now += 5
         harness.engine.tick()
@@ -564,7 +559,7 @@ def test_an_overdue_copy_is_told_of_once_and_ends_only_when_it_is_done(harness: 
     harness.now += 5
     harness.engine.tick()
     assert behind.ends == [Outcome.DEADLINE], "it never started, so nothing of it can land"
-    assert (told, job.ends, harness.engine.hangs_s(direction)) == ([], [], 0)
+    assert (told, job.ends, harness.engine.hangs_s()) == ([], [], 0)
     for _ in range(4):
         harness.now += OVERDUE_GRACE_S
         harness.engine.tick()
@@ -572,4 +567,4 @@ def test_an_overdue_copy_is_told_of_once_and_ends_only_when_it_is_done(harness: 
     harness.release()
     assert job.outcome() is Outcome.DEADLINE
     wait_until(lambda: harness.engine.stats(direction)[:2] == (0, 0))
-    assert harness.engine.hangs_s(direction) == 0
+    assert harness.engine.hangs_s() == 0

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvoffd.transfer import plan as plan_module
-from kvoffd.transfer.engine import HostCopy
+from kvoffd.transfer.engine import host_copy
 from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts, check_count, check_ids, concatenate
 from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.kit.copy_buffers import address_of, execute, plan_copy, random_bytes, reference_copy
@@ -99,7 +99,7 @@ def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction) -
             if how == "pieces":
                 execute(plan)
             else:
-                assert HostCopy(plan).run(ctypes.c_uint32()) == nbytes
+                host_copy(plan, (), ctypes.c_uint32())
         return engine.tobytes(), pool.tobytes(), nbytes
 
     # A load of two keys into one block leaves either's bytes; ids are distinct wherever there are enough of them.
@@ -178,7 +178,6 @@ def test_nothing_chosen_is_an_empty_plan() -> None:
     ids, slots = np.array([1, 2], dtype=np.int32), np.zeros(2, dtype=np.uint64)
     plan = plan_copy(layout, Direction.LOAD, ids, 0, slots, np.zeros(2, dtype=np.bool_))
     assert (plan.pieces, plan.nbytes) == (0, 0)
-    assert HostCopy(plan).run(ctypes.c_uint32()) == 0
 
 
 def test_plans_are_joined_end_to_end() -> None:

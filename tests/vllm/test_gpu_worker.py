@@ -12,7 +12,7 @@ import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec
-from kvoffd_client.cuda_export import ExportDriver, export_segments
+from kvoffd_client.cuda_export import export_segments
 from kvoffd_client.jobs import Job
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm import kv_memory
@@ -132,7 +132,7 @@ def test_a_registration_names_the_drivers_handles(stub: StubCuda) -> None:
 
 def test_tensor_over_two_allocations_is_told_apart(stub: StubCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = stub.allocate(4096)
-    exported = export_segments([(buffer.address, 1)], ExportDriver(stub.path))
+    exported = export_segments([(buffer.address, 1)], stub.driver())
     monkeypatch.setattr(kv_memory, "export_segments", lambda _: exported)
     with pytest.raises(NotShareable, match="several allocations"):
         registration_of(caches_at((buffer.address, 4096, 4096)), [], rank=0, blocks_per_chunk=1)

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +18,9 @@ import numpy.typing as npt
 
 from kvoffd.system.native import native
 from kvoffd.system.numa import NOWHERE, Locality, run_near
-from kvoffd.transfer.cuda.driver import CopyCalls, CudaDriver, CudaError
 from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyStats, Transfer
 from kvoffd.transfer.plan import Direction
+from kvoffd_proto.cuda import Cuda, CudaError
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ STEP_PIECES = 512
 PLAIN_BYTES = 256 << 10
 # A copy engine on PCIe 5 writes 55 GB/s; one thread reads 30 to 40 of what is in memory, not in a cache.
 CHECKSUM_THREADS = 2
+_UNBOUNDED_S = 1e9
 
 _CALLS = ("", "cuMemcpyBatchAsync", "cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize", "cuStreamSynchronize")
 
@@ -59,7 +61,8 @@ class _GpuCopying(ctypes.Structure):
     """``struct gpu_copying`` of gpu_copy.c."""
 
     _fields_ = (
-        ("calls", CopyCalls),
+        *((name, ctypes.c_void_p) for name in ("copy", "batch", "record", "wait", "sync", "attributes")),
+        ("has_fail_index", ctypes.c_uint64),
         *((name, ctypes.c_void_p) for name in ("stream", "event")),
         ("in_flight", ctypes.c_uint64),
         ("pinned", ctypes.c_void_p),
@@ -72,7 +75,7 @@ class _GpuCopying(ctypes.Structure):
 
 
 class GpuCopier:
-    """One copy thread's stream.
+    """One direction's stream, with what it needs. Made and closed where the GPU's context is current.
 
     Attributes:
         refused_batches: how many the driver refused that single copies could do; after one there are no more.
@@ -80,87 +83,81 @@ class GpuCopier:
 
     def __init__(
         self,
-        driver: CudaDriver,
-        context: int,
+        driver: Cuda,
         direction: Direction,
         pinned: PinnedChunks,
         name: str = "GPU",
-        locality: Locality = NOWHERE,
         step_pieces: int = STEP_PIECES,
     ) -> None:
-        self._driver, self._context, self._direction = driver, context, direction
-        self._pinned, self._name, self._locality = pinned, name, locality
+        self._driver, self._pinned, self._name = driver, pinned, name
+        self._context = driver.current_context()
         self.refused_batches = 0
-        self._events = (ctypes.c_void_p * STEPS_IN_FLIGHT)()
-        self._room = np.empty((3, step_pieces), dtype=np.uint64)
-        self._copying = _GpuCopying(
-            event=ctypes.addressof(self._events),
-            in_flight=STEPS_IN_FLIGHT,
-            pinned=pinned.flags.ctypes.data,
-            chunk_bytes=pinned.chunk_bytes,
-            first_chunk=pinned.first,
-            from_pool=direction is Direction.LOAD,
-            step_bytes=STEP_BYTES,
-            step_pieces=step_pieces,
-            plain_bytes=PLAIN_BYTES,
-            to=self._room[0].ctypes.data,
-            sizes=self._room[2].ctypes.data,
-        )
-        setattr(self._copying, "from", self._room[1].ctypes.data)
-
-    def open(self) -> None:
-        driver = self._driver
-        run_near(self._locality)
-        driver.set_context(self._context)
-        self._copying.stream = driver.create_stream(urgent=self._direction is Direction.LOAD)
-        for index in range(STEPS_IN_FLIGHT):
-            self._events[index] = driver.create_event()
-        if (batch := driver.batch_copy()) is None:
-            _log.info("%s: no batches, by the setting, the driver (CUDA 12.8 has them) or the GPU.", self._name)
-        self._copying.calls = driver.copy_calls(batch)
+        self._batch = np.empty((3, step_pieces), dtype=np.uint64)
+        to, of, sizes = (column.ctypes.data for column in self._batch)
+        with ExitStack() as undo:
+            stream = driver.create_stream(urgent=direction is Direction.LOAD)
+            undo.callback(driver.destroy_stream, stream)
+            self._events = (ctypes.c_void_p * STEPS_IN_FLIGHT)()
+            for index in range(STEPS_IN_FLIGHT):
+                self._events[index] = event = driver.create_event()
+                undo.callback(driver.destroy_event, event)
+            self._copying = _GpuCopying(
+                **driver.copy_calls(),
+                stream=stream,
+                event=ctypes.addressof(self._events),
+                in_flight=STEPS_IN_FLIGHT,
+                pinned=pinned.flags.ctypes.data,
+                chunk_bytes=pinned.chunk_bytes,
+                first_chunk=pinned.first,
+                from_pool=direction is Direction.LOAD,
+                step_bytes=STEP_BYTES,
+                step_pieces=step_pieces,
+                plain_bytes=PLAIN_BYTES,
+                **{"to": to, "from": of, "sizes": sizes},
+            )
+            self._undo = undo.pop_all()
+        if not self._copying.batch:
+            _log.info("%s: no batches, by the setting, the driver (CUDA 12.8 has them) or the GPU.", name)
 
     def copy(self, transfer: Transfer) -> None:
         """Raises CudaError; a context whose work could not be waited for is lost, and its work with it."""
-        copying, plan = self._copying, transfer.plan
-        columns = [np.ascontiguousarray(one, dtype=np.uint64) for one in (plan.destination, plan.source, plan.size)]
-        copying.destination, copying.source, copying.size = (column.ctypes.data for column in columns)
+        copying, plan, driver = self._copying, transfer.plan, self._driver
+        driver.set_context(self._context)  # it is the thread's own
+        copying.destination, copying.source, copying.size = plan.addresses()
         copying.pieces = plan.pieces
         native().gpu_copy(ctypes.byref(copying), ctypes.byref(transfer.stop))
         if copying.lost:
-            self._driver.lose(self._driver.error(_CALLS[-1], copying.lost))
+            driver.lose(driver.error(_CALLS[-1], copying.lost))
         if copying.refused:
             self.refused_batches += 1
-            error = self._driver.error(_CALLS[1], copying.refused)
+            error = driver.error(_CALLS[1], copying.refused)
             _log.warning("%s: a batch failed; from now on pieces are copied one by one: %s", self._name, error.message)
         if copying.failed:
-            raise self._driver.error(_CALLS[copying.failed], copying.status)
+            raise driver.error(_CALLS[copying.failed], copying.status)
 
     def close(self) -> None:
+        """Destroy the stream. No copy may run."""
         try:
-            for event in filter(None, self._events):
-                self._driver.destroy_event(event)
-            self._driver.destroy_stream(self._copying.stream)
+            self._undo.close()
         except CudaError as error:
-            _log.warning("A stream could not be destroyed: %s", error.message)
+            _log.warning("%s: a stream could not be destroyed: %s", self._name, error.message)
 
 
 class GpuEngine(CopyEngine):
     """Copies between the pool and one GPU's memory.
 
-    ``open`` and ``close`` wait for calls of CUDA and belong to the GPU's control thread; the rest never does.
+    Made and destroyed by the GPU's control thread, in which the GPU's context is current. Raises CudaError.
 
     Args:
-        context: the device's primary context, retained by the caller until after ``close``.
         name: of the GPU, for logs.
-        locality: where its copy threads should run.
+        locality: where its threads should run.
         clock: what deadlines are measured on, in seconds.
         step_pieces: most pieces in a batch.
     """
 
     def __init__(
         self,
-        driver: CudaDriver,
-        context: int,
+        driver: Cuda,
         pinned: PinnedChunks,
         *,
         name: str = "GPU",
@@ -168,32 +165,23 @@ class GpuEngine(CopyEngine):
         clock: Callable[[], float] = time.monotonic,
         step_pieces: int = STEP_PIECES,
     ) -> None:
-        self._copiers = {
-            direction: GpuCopier(driver, context, direction, pinned, name, locality, step_pieces)
-            for direction in Direction
-        }
-        super().__init__(
-            {
-                direction: CopyQueue(
-                    f"kvoffd-gpu-{direction.value}",
-                    clock,
-                    [copier],
-                    CHECKSUM_THREADS if direction is Direction.STORE else 0,
-                    lambda: run_near(locality),
-                )
-                for direction, copier in self._copiers.items()
-            }
-        )
-
-    def open(self) -> None:
-        """Wait until both threads have their streams. Raises CudaError when one has not; then ``close`` the engine."""
-        for queue in self._queues.values():
-            queue.wait_open()
-
-    @property
-    def hangs(self) -> bool:
-        """Whether a transfer is far beyond its deadline and its thread has not come back from the driver."""
-        return any(queue.hangs for queue in self._queues.values())
+        self._copiers: dict[Direction, GpuCopier] = {}
+        queues: dict[Direction, CopyQueue] = {}
+        with ExitStack() as undo:
+            for one in Direction:
+                copier = self._copiers[one] = GpuCopier(driver, one, pinned, name, step_pieces)
+                undo.callback(copier.close)
+            for one, copier in self._copiers.items():
+                readers = CHECKSUM_THREADS if one is Direction.STORE else 0
+                threads = f"kvoffd-gpu-{one.value}"
+                queues[one] = CopyQueue(threads, clock, [copier.copy], readers, lambda: run_near(locality))
+            self._undo = undo.pop_all()
+        super().__init__(queues)
 
     def stats(self, direction: Direction) -> CopyStats:
         return super().stats(direction)._replace(refused_batches=self._copiers[direction].refused_batches)
+
+    def destroy(self) -> None:
+        """Close the engine, however long its copies take, and destroy its streams."""
+        self.close(_UNBOUNDED_S)
+        self._undo.close()

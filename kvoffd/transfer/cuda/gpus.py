@@ -16,14 +16,14 @@ from functools import reduce
 from typing import NamedTuple, TypeVar
 from uuid import UUID
 
-from kvoffd.errors import KvoffdError
+from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.system.numa import locality_of
-from kvoffd.transfer.cuda.driver import CudaDriver, CudaError, CudaMissing
 from kvoffd.transfer.cuda.engine import GpuEngine
 from kvoffd.transfer.cuda.mappings import HandleCache, IpcExport, MappedSegment, VmmExport
-from kvoffd.transfer.cuda.pinning import UNPINNED, PinnedPool, PinProgress
+from kvoffd.transfer.cuda.pinning import PinnedPool, PinProgress
 from kvoffd.transfer.engine import CopyEngine, CopyStats
 from kvoffd.transfer.plan import Direction
+from kvoffd_proto.cuda import Cuda, CudaError
 from kvoffd_proto.errors import ErrorCode
 
 _log = logging.getLogger(__name__)
@@ -31,8 +31,6 @@ _log = logging.getLogger(__name__)
 # A driver call of a control thread takes milliseconds, making a context up to some seconds.
 HANGING_S = 15.0
 MAX_WAITING_TASKS = 64
-ENGINE_CLOSE_S = 10.0
-_UNBOUNDED_S = 1e9
 
 Found = TypeVar("Found")
 
@@ -133,13 +131,12 @@ def gpu_name(uuid: bytes, *, is_mig: bool = False) -> str:
     return f"{'MIG' if is_mig else 'GPU'}-{UUID(bytes=uuid)}"
 
 
-def list_devices(driver: CudaDriver) -> list[Device]:
+def list_devices(driver: Cuda) -> list[Device]:
     """Start the driver and return all devices. Makes no context. Raises CudaError."""
     driver.init()
-    devices = map(driver.device, range(driver.device_count()))
     return [
-        Device(n, driver.device_uuid(n), driver.whole_uuid(n), driver.device_name(n), driver.pci_bus_id(n))
-        for n in devices
+        Device(n, driver.device_uuid(n), driver.device_uuid(n, whole=True), driver.device_name(n), driver.pci_bus_id(n))
+        for n in driver.devices()
     ]
 
 
@@ -193,34 +190,34 @@ def _outcome(work: Callable[[], Found]) -> Found | KvoffdError:
     """Return what it returns, or why it cannot: whoever waits for it is answered, whatever happens."""
     try:
         return work()
-    except KvoffdError as error:
-        return error
-    except Exception:
-        _log.exception("A registration of GPU memory failed inside the daemon.")
-        return KvoffdError.of(ErrorCode.INTERNAL)
+    except CudaError as error:
+        return KvoffdError(error.message, ErrorCode.COPY_FAILED)
+    except Exception as error:
+        return refusal_of(error)
 
 
 class Gpu:
     """A device's context, engine and mappings, and the thread that makes and unmakes them."""
 
-    def __init__(self, driver: CudaDriver, device: Device, pool: PinnedPool, clock: Callable[[], float]) -> None:
+    def __init__(self, device: Device, pool: PinnedPool, clock: Callable[[], float]) -> None:
         self.device = device
         self.locality = locality_of(device.pci_bus_id)
-        self._driver = driver
+        self._driver = pool.driver
         self._pool = pool
         self._clock = clock
         self._control = SerialThread(f"kvoffd-gpu-{device.ordinal}", str(device), clock)
-        self._handles = HandleCache(driver, device.ordinal)
+        self._handles = HandleCache(pool.driver, device.ordinal)
         self._registrations = 0
         # Set and cleared by the control thread, read by others.
         self.engine: GpuEngine | None = None
         self._past = dict.fromkeys(Direction, CopyStats())
+        self._context = ExitStack()
 
     @property
     def problem(self) -> str | None:
         """A sentence for the operator when the GPU does not answer; else None."""
         engine = self.engine
-        if self._control.busy_s < HANGING_S and not (engine is not None and engine.hangs):
+        if self._control.busy_s < HANGING_S and (engine is None or not engine.hangs_s()):
             return None
         return (
             f"{self.device} does not answer. Its engines get no blocks, and those that wait for a load wait until the "
@@ -274,18 +271,12 @@ class Gpu:
             self._close_engine()
 
     def _open_engine(self) -> None:
-        driver, ordinal = self._driver, self.device.ordinal
+        chunks, name, clock = self._pool.chunks, str(self.device), self._clock
         with ExitStack() as undo:
-            context = driver.retain_context(ordinal)
-            undo.callback(driver.release_context, ordinal)
-            driver.set_context(context)
-            engine = GpuEngine(
-                driver, context, self._pool.chunks, name=str(self.device), locality=self.locality, clock=self._clock
-            )
-            undo.callback(engine.close, ENGINE_CLOSE_S)
-            engine.open()
-            undo.pop_all()
-        self._pool.acquire(ordinal)
+            undo.enter_context(self._driver.context(self.device.ordinal))
+            engine = GpuEngine(self._driver, chunks, name=name, locality=self.locality, clock=clock)
+            self._context = undo.pop_all()
+        self._pool.acquire(self.device.ordinal)
         self.engine = engine
         where = "" if self.locality.node is None else f", its threads on NUMA node {self.locality.node}"
         _log.info("%s is in use%s.", self.device, where)
@@ -296,9 +287,12 @@ class Gpu:
         for direction in Direction:
             self._past[direction] = self._past[direction].plus(engine.stats(direction))
         # No copy runs, but its threads may hang in the driver: so does the GPU then, and this thread with it.
-        engine.close(_UNBOUNDED_S)
+        engine.destroy()
         self._pool.release()
-        self._driver.leave_context(self.device.ordinal)
+        try:
+            self._context.close()
+        except CudaError as error:  # as where the context is lost
+            _log.warning("%s: its context could not be given back: %s", self.device, error.message)
         _log.info("%s is not in use any more.", self.device)
 
 
@@ -306,7 +300,7 @@ class Gpus:
     """All GPUs of the machine. Makes no call of CUDA in its callers' threads, and none before ``pin_pool`` or ``map``.
 
     The pool has been touched already, and stays pinned for ``pin_linger_s`` after its last use. Deadlines are measured
-    on ``clock``; ``library`` and ``batches`` are CudaDriver's.
+    on ``clock``; ``library`` and ``batches`` are those of Cuda.
     """
 
     def __init__(
@@ -326,17 +320,18 @@ class Gpus:
         self._finder: SerialThread | None = None
         self._missing = ""
         self._refusal = ""
+        self._pool: PinnedPool | None = None
         try:
-            self._driver: CudaDriver | None = CudaDriver(library, batches=batches)
-        except CudaMissing as error:
-            self._driver, self._missing = None, error.message
+            driver = Cuda(library, batches=batches)
+        except CudaError as error:
+            self._missing = error.message
         else:
-            self._pool = PinnedPool(self._driver, pool_address, pool_bytes, linger_s=pin_linger_s)
+            self._pool = PinnedPool(driver, pool_address, pool_bytes, linger_s=pin_linger_s)
 
     @property
     def available(self) -> bool:
         """Whether there is a CUDA driver. Whether it finds GPUs shows when the first engine registers."""
-        return self._driver is not None
+        return self._pool is not None
 
     @property
     def problems(self) -> list[str]:
@@ -344,33 +339,32 @@ class Gpus:
         found = [gpu.problem for gpu in self._all_gpus()]
         if self._finder is not None and self._finder.busy_s > HANGING_S:
             found.append("The CUDA driver does not answer, so no engine on a GPU can register; see its log (dmesg).")
-        if self._driver is not None:
+        if self._pool is not None:
             found.append(self._pool.problem)
         return [problem for problem in found if problem is not None]
 
     @property
     def lost(self) -> str | None:
         """Why this process must end to use the GPUs again, as a sentence; else None."""
-        error = self._driver.lost if self._driver is not None else None
+        error = self._pool.driver.lost if self._pool is not None else None
         return error.message if error is not None else None
 
     @property
     def pinning(self) -> PinProgress:
-        return self._pool.progress if self._driver is not None else UNPINNED
+        return self._pool.progress if self._pool is not None else PinProgress()
 
     def pin_pool(self) -> None:
         """Pin the pool now, in the background, in the context of the first GPU, if there is one."""
-        driver = self._driver
-        if driver is None:
+        if (pool := self._pool) is None:
             return
 
         def pin() -> None:
             try:
-                first, *_ = self._list_devices(driver)
+                first, *_ = self._list_devices(pool.driver)
             except CudaError as error:
                 _log.info("The pool is not pinned before an engine on a GPU registers: %s", error.message)
             else:
-                self._pool.pin(first.ordinal)
+                pool.pin(first.ordinal)
 
         self._in_finder(pin)
 
@@ -381,9 +375,8 @@ class Gpus:
         ``exports`` must stay open. On a GPU that hangs it is never called. Raises KvoffdError when there is no driver
         or too much waits already; then it is not called either.
         """
-        driver = self._driver
-        if driver is None:
-            raise CudaMissing(self._missing)
+        if (pool := self._pool) is None:
+            raise KvoffdError(self._missing, ErrorCode.UNSUPPORTED)
         with self._lock:
             gpu = self._gpus.get(uuid)
         if gpu is not None:
@@ -391,7 +384,7 @@ class Gpus:
             return
 
         def find() -> None:
-            refusal = _outcome(lambda: self._find_gpu(driver, uuid).map(owner, exports, on_mapped))
+            refusal = _outcome(lambda: self._find_gpu(pool, uuid).map(owner, exports, on_mapped))
             if refusal is not None:
                 if refusal.message != self._refusal:  # engines try again and again
                     _log.warning("Engines on a GPU cannot register: %s", refusal.message)
@@ -427,10 +420,8 @@ class Gpus:
     def close(self, timeout_s: float) -> bool:
         """Wait until all memory that was given back is unmapped and the pool is unpinned; False when it is not."""
         deadline = time.monotonic() + timeout_s
-        finder = [self._finder] if self._finder is not None else []
-        pool = [self._pool] if self._driver is not None else []
-        parts: list[SerialThread | Gpu | PinnedPool] = [*finder, *self._all_gpus(), *pool]
-        closed = [part.close(max(0.0, deadline - time.monotonic())) for part in parts]
+        parts: list[SerialThread | Gpu | PinnedPool | None] = [self._finder, *self._all_gpus(), self._pool]
+        closed = [part.close(max(0.0, deadline - time.monotonic())) for part in parts if part is not None]
         return all(closed)
 
     def _all_gpus(self) -> list[Gpu]:
@@ -440,16 +431,15 @@ class Gpus:
     def _engines(self) -> list[GpuEngine]:
         return [engine for gpu in self._all_gpus() if (engine := gpu.engine) is not None]
 
-    def _find_gpu(self, driver: CudaDriver, uuid: bytes) -> Gpu:
+    def _find_gpu(self, pool: PinnedPool, uuid: bytes) -> Gpu:
         """In the finder's thread. Raises NoSuchGpu, CudaError."""
-        device = find_device(self._list_devices(driver), uuid)
+        device = find_device(self._list_devices(pool.driver), uuid)
         with self._lock:
-            gpu = self._gpus.get(uuid)
-            if gpu is None:
-                gpu = self._gpus[uuid] = Gpu(driver, device, self._pool, self._clock)
-            return gpu
+            if uuid not in self._gpus:
+                self._gpus[uuid] = Gpu(device, pool, self._clock)
+            return self._gpus[uuid]
 
-    def _list_devices(self, driver: CudaDriver) -> list[Device]:
+    def _list_devices(self, driver: Cuda) -> list[Device]:
         """In the finder's thread. Raises CudaError, also where there is none."""
         if not self._devices:
             self._devices = list_devices(driver)

@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvoffd.errors import KvoffdError, OutOfBounds
-from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
 from kvoffd_proto import cuda
-from kvoffd_proto.cuda import missing_descriptors
+from kvoffd_proto.cuda import Cuda, CudaError, missing_descriptors
 from kvoffd_proto.errors import ErrorCode
 
 # Addresses of GPUs have 57 bits at most; what is larger is no allocation but an attempt to wrap around.
@@ -90,7 +89,7 @@ class HandleCache:
     second registration is refused until the first has let go of it.
     """
 
-    def __init__(self, driver: CudaDriver, device: int) -> None:
+    def __init__(self, driver: Cuda, device: int) -> None:
         self._driver = driver
         self._device = device
         self._open: dict[bytes, _OpenHandle] = {}
@@ -133,7 +132,8 @@ class HandleCache:
             size = self._driver.import_size(known.address)
             if export.size_bytes > size:
                 raise OutOfBounds(f"The allocation has {size} bytes but was declared with {export.size_bytes}.")
-            return MappedSegment(known.address, export.size_bytes, undo.pop_all())
+            mapped = undo.pop_all()
+        return MappedSegment(known.address, export.size_bytes, mapped)
 
     def _drop_segment(self, handle: bytes) -> None:
         self._open[handle].segments -= 1
@@ -165,8 +165,8 @@ class HandleCache:
                 driver.allow_access(start, total, self._device)
             except CudaError as error:
                 raise _unmappable(error) from error
-            return MappedSegment(start, total, undo.pop_all())
-        raise AssertionError("unreachable: the stack swallows nothing")
+            mapped = undo.pop_all()
+        return MappedSegment(start, total, mapped)
 
 
 def _unmappable(error: CudaError, uid: int | None = None) -> UnmappableHandle:

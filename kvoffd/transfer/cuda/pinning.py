@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
 from kvoffd.transfer.cuda.engine import STEP_BYTES, PinnedChunks
+from kvoffd_proto.cuda import Cuda, CudaError
 from kvoffd_proto.units import format_size
 
 _log = logging.getLogger(__name__)
@@ -19,20 +19,17 @@ _log = logging.getLogger(__name__)
 # Long calls hold locks that stop every process on every GPU of the machine, and beyond 512 GiB they fail.
 CHUNK_BYTES = 256 << 20
 _PAGE_BYTES = 4096
+_NEVER = float("inf")
 
 
 class PinProgress(NamedTuple):
-    """How much of the pool is pinned. Bytes that are neither pinned nor refused are not pinned yet."""
+    """How much of the pool is pinned, in bytes. What is neither pinned nor refused is not pinned yet."""
 
-    pool_bytes: int
-    pinned_bytes: int
-    refused_bytes: int
-    """Bytes that the driver refused to pin: copies of them are right but slow."""
-    gpu_bytes: int
+    pinned_bytes: int = 0
+    refused_bytes: int = 0
+    """The driver refused to pin them: copies of them are right but slow."""
+    gpu_bytes: int = 0
     """What pinning has taken of the memory of the GPU in whose context it is done, as the driver shows it."""
-
-
-UNPINNED = PinProgress(0, 0, 0, 0)
 
 
 class PinnedPool:
@@ -48,11 +45,11 @@ class PinnedPool:
     """
 
     def __init__(
-        self, driver: CudaDriver, address: int, size_bytes: int, chunk_bytes: int = CHUNK_BYTES, linger_s: float = 0.0
+        self, driver: Cuda, address: int, size_bytes: int, chunk_bytes: int = CHUNK_BYTES, linger_s: float = 0.0
     ) -> None:
-        if chunk_bytes % STEP_BYTES:
-            raise ValueError(f"Chunks of {chunk_bytes} bytes are no multiple of {STEP_BYTES} bytes.")
-        self._driver, self._size_bytes, self._linger_s = driver, size_bytes, linger_s
+        assert not chunk_bytes % STEP_BYTES
+        self.driver = driver
+        self._size_bytes, self._linger_s = size_bytes, linger_s
         end = address + -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
         first = address // chunk_bytes
         self._chunks = list(pairwise([address, *range((first + 1) * chunk_bytes, end, chunk_bytes), end]))
@@ -63,7 +60,7 @@ class PinnedPool:
         self._users = 0
         self._device: int | None = None
         """The GPU for which the thread is to pin next; None where nobody waits for that."""
-        self._unpin_at = float("inf")
+        self._unpin_at = _NEVER
         """On time.monotonic, while all is pinned."""
         self._unpinning = True
         """Nothing counts as pinned; the thread may be unpinning it still."""
@@ -71,15 +68,21 @@ class PinnedPool:
         self._pinned_bytes = self._refused_bytes = self._gpu_bytes = 0
 
     def pin(self, device: int) -> None:
-        """Have the pool pinned before a GPU uses it."""
+        """Have the pool pinned, before or while a GPU uses it."""
         with self._change:
-            self._want(device)
+            self._unpin_at = _NEVER
+            if self._unpinning and self._device is None:
+                self._device = device
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="kvoffd-pin", daemon=True)
+                    self._thread.start()
+                self._change.notify()
 
     def acquire(self, device: int) -> None:
         """Count a GPU that uses the pool; it is pinned for it, unless it is."""
         with self._change:
             self._users += 1
-            self._want(device)
+            self.pin(device)
 
     def release(self) -> None:
         """Count a GPU less; some time after the last one all is unpinned. No copy of the GPU may be running."""
@@ -107,7 +110,7 @@ class PinnedPool:
             if self._users and self._unpinning:
                 pinned = 0  # for this GPU
             gpu_bytes = self._gpu_bytes if pinned else 0
-        return PinProgress(self._size_bytes, min(pinned, self._size_bytes), min(refused, self._size_bytes), gpu_bytes)
+        return PinProgress(min(pinned, self._size_bytes), min(refused, self._size_bytes), gpu_bytes)
 
     @property
     def problem(self) -> str | None:
@@ -121,16 +124,6 @@ class PinnedPool:
         )
 
     # --- under the lock ---------------------------------------------------------------------------
-
-    def _want(self, device: int) -> None:
-        self._unpin_at = float("inf")
-        if not self._unpinning or self._device is not None:
-            return
-        self._device = device
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvoffd-pin", daemon=True)
-            self._thread.start()
-        self._change.notify()
 
     def _unpin_after(self, seconds: float) -> None:
         self._unpin_at = time.monotonic() + seconds
@@ -154,45 +147,40 @@ class PinnedPool:
                 self._unpinning = False
                 self._pinned_bytes = self._refused_bytes = self._gpu_bytes = 0
             try:
-                self._serve(device)
+                with self.driver.context(device):
+                    self._serve()
             except CudaError as error:
-                _log.warning("The pool is not pinned: %s", error.message)
+                _log.warning("The pool's GPU context could not be made, or not be given back: %s", error.message)
                 with self._change:
                     self._refused_bytes = self._size_bytes
                 self._wait_for_unpin()
             with self._change:
                 self._pinned_bytes = 0
 
-    def _serve(self, device: int) -> None:
-        """Pin all under the device's context, wait, unpin all. Raises CudaError where there is no context."""
-        context = self._driver.retain_context(device)
-        registered: list[int] = []
-        try:
-            self._driver.set_context(context)
-            before = self._free_bytes()
-            self._pin(registered)
-            after = self._free_bytes()
-            if before is not None and after is not None:
-                self._gpu_bytes = max(0, before - after)
-            self._wait_for_unpin()
-        finally:
-            self._unpin(registered)
-            self._driver.leave_context(device)
+    def _serve(self) -> None:
+        """Pin all, wait, unpin all."""
+        before = self._free_bytes()
+        registered = self._pin()
+        after = self._free_bytes()
+        self._gpu_bytes = max(0, before - after) if before and after else 0
+        self._wait_for_unpin()
+        failures: list[str] = []
+        for address in registered:
+            try:
+                self.driver.unregister_host(address)
+            except CudaError as error:  # as where the context is lost, and the registrations with it
+                failures.append(error.message)
+        if failures:
+            _log.warning("%d parts of the pool could not be unpinned: %s", len(failures), failures[0])
 
-    def _wait_for_unpin(self) -> None:
-        with self._change:
-            while not self._unpinning:
-                left_s = self._unpin_at - time.monotonic()
-                self._change.wait(None if left_s == float("inf") else max(0.0, left_s))
-                self._unpin_if_due()
-
-    def _pin(self, registered: list[int]) -> None:
-        started = time.monotonic()
+    def _pin(self) -> list[int]:
+        """Return the addresses of the chunks that are pinned."""
+        started, registered = time.monotonic(), list[int]()
         for index, (begin, end) in enumerate(self._chunks):
             if self._unpinning:
-                return
+                return registered
             try:
-                self._driver.register_host(begin, end - begin)
+                self.driver.register_host(begin, end - begin)
             except CudaError as error:
                 if not self._refused_bytes:
                     _log.warning("A part of the pool cannot be pinned and is used as it is: %s", error.message)
@@ -206,20 +194,18 @@ class PinnedPool:
         _log.info(
             "%s of the pool are pinned after %.1f s.", format_size(self._pinned_bytes), time.monotonic() - started
         )
+        return registered
+
+    def _wait_for_unpin(self) -> None:
+        with self._change:
+            while not self._unpinning:
+                left_s = self._unpin_at - time.monotonic()
+                self._change.wait(None if left_s == _NEVER else max(0.0, left_s))
+                self._unpin_if_due()
 
     def _free_bytes(self) -> int | None:
         try:
-            return self._driver.free_bytes()
+            return self.driver.free_bytes()
         except CudaError as error:
             _log.info("What pinning takes of the GPU's memory is not known: %s", error.message)
             return None
-
-    def _unpin(self, registered: list[int]) -> None:
-        failures: list[str] = []
-        for address in registered:
-            try:
-                self._driver.unregister_host(address)
-            except CudaError as error:  # as where the context is lost, and the registrations with it
-                failures.append(error.message)
-        if failures:
-            _log.warning("%d parts of the pool could not be unpinned: %s", len(failures), failures[0])

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvoffd_client.cuda_export import LIBRARY_VARIABLE
+from kvoffd_proto.cuda import LIBRARY_VARIABLE
 from tests.bench.gpu.page import write_page
 from tests.bench.gpu.parts import PARTS, Setup, is_wrong
 from tests.bench.report_file import run_facts

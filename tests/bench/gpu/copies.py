@@ -47,7 +47,7 @@ class Floor(Closing):
     def __init__(self, driver: BenchDriver, nbytes: int) -> None:
         self._driver, self._nbytes = driver, nbytes
         self._memory = [(driver.allocate(nbytes), driver.allocate_pinned(nbytes)) for _ in range(2)]
-        self._streams = [driver.create_stream() for _ in range(2)]
+        self._streams = [driver.create_stream(urgent=False) for _ in range(2)]
 
     def gb_per_s(self, *, store: bool = False, load: bool = False) -> float:
         (stored, to_host), (loaded, from_host) = self._memory
@@ -158,7 +158,7 @@ class CopyJobs(Closing):
 def ready_gpu(directory: Path) -> Iterator[BenchDriver]:
     """The driver with a context on GPU 0, once the daemon in ``directory`` has tried to pin all of its pool."""
     driver = BenchDriver()
-    with driver.context(driver.device(0)), AdminClient(directory) as admin:
+    with driver.context(driver.devices()[0]), AdminClient(directory) as admin:
 
         def tried() -> bool:
             pool = admin.stats().pool

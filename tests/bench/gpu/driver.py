@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kvoffd_client.cuda_export import ExportDriver
-from kvoffd_proto import cuda
+from kvoffd_proto.cuda import Cuda, declare
+from tests.kit.cuda_calls import MEMHOSTALLOC_PORTABLE, TEST_PROTOTYPES
 
 COMPUTE_BYTES = 256 << 20
 """Much more than a GPU's cache holds."""
@@ -20,12 +20,16 @@ SWEEP = Path(__file__).with_name("sweep.ptx")
 """A kernel that reads and writes all of a buffer."""
 
 
-class BenchDriver(ExportDriver):
-    """See ExportDriver. All of these calls need a current context."""
+class BenchDriver(Cuda):
+    """The driver, started. All of these calls need a current context."""
 
-    def create_stream(self) -> int:
-        """Create a stream that waits for no other."""
-        return self._number("cuStreamCreate", cuda.STREAM_NON_BLOCKING)
+    def __init__(self, library: str = "") -> None:
+        super().__init__(library)
+        declare(self._library, TEST_PROTOTYPES)
+        self.init()
+
+    def copy(self, destination: int, source: int, size: int, stream: int) -> None:
+        self._call("cuMemcpyAsync", destination, source, size, stream)
 
     def launch(self, kernel: int, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:
         """Put ``blocks`` x ``threads`` of a kernel whose parameters are all 64-bit integers into the stream."""
@@ -36,14 +40,14 @@ class BenchDriver(ExportDriver):
 
     def allocate(self, size: int) -> int:
         """Allocate ordinary memory of the GPU; return its address."""
-        return self._number("cuMemAlloc_v2", size)
+        return self._number("cuMemAlloc_v2", size, written="CUdeviceptr")
 
     def free(self, address: int) -> None:
         self._call("cuMemFree_v2", address)
 
     def allocate_pinned(self, size: int) -> int:
         """Allocate pinned host memory, which all GPUs see at its address; return that."""
-        return self._number("cuMemHostAlloc", size, cuda.MEMHOSTALLOC_PORTABLE)
+        return self._number("cuMemHostAlloc", size, MEMHOSTALLOC_PORTABLE, written="void *")
 
     def free_pinned(self, address: int) -> None:
         self._call("cuMemFreeHost", address)
@@ -54,8 +58,8 @@ class BenchDriver(ExportDriver):
 
     def load_kernel(self, ptx: str, name: str) -> tuple[int, int]:
         """Compile a module; return it, which stays until it is unloaded or the context ends, and one of its kernels."""
-        module = self._number("cuModuleLoadData", ptx.encode())
-        return module, self._number("cuModuleGetFunction", module, name.encode())
+        module = self._number("cuModuleLoadData", ptx.encode(), written="CUmodule")
+        return module, self._number("cuModuleGetFunction", module, name.encode(), written="CUfunction")
 
 
 @contextmanager
@@ -64,15 +68,15 @@ def compute_load(ordinal: int) -> Iterator[Callable[[], None]]:
 
     If this load does not slow down while the daemon copies, which takes its share of the same memory's bandwidth, an
     engine will not slow down either. Yields what launches the kernels of one step and waits for their end.
-    Raises KvoffdClientError.
+    Raises CudaError.
     """
     driver = BenchDriver()
     with ExitStack() as undo:
-        undo.enter_context(driver.context(driver.device(ordinal)))
+        undo.enter_context(driver.context(driver.devices()[ordinal]))
         _, kernel = driver.load_kernel(SWEEP.read_text(), "sweep")
         buffer = driver.allocate(COMPUTE_BYTES)
         undo.callback(driver.free, buffer)
-        stream = driver.create_stream()
+        stream = driver.create_stream(urgent=False)
         undo.callback(driver.destroy_stream, stream)
 
         def step() -> None:

@@ -13,10 +13,10 @@ NOWHERE = 0x10
 def write_nowhere(library: str) -> None:
     """Run a kernel that writes where nothing is."""
     signal.sigwait({signal.SIGUSR1})
-    driver = BenchDriver(library or None)
-    with driver.context(driver.device(0)):  # the primary one, which the daemon uses too
+    driver = BenchDriver(library)
+    with driver.context(driver.devices()[0]):  # the primary one, which the daemon uses too
         _, kernel = driver.load_kernel(SWEEP.read_text(), "sweep")
-        stream = driver.create_stream()
+        stream = driver.create_stream(urgent=False)
         try:
             driver.launch(kernel, 1, 32, (NOWHERE, 1 << 10), stream)
             driver.wait_stream(stream)
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     # Not before: threads that these start would take the signal.
     from kvoffd.cli import main
     from kvoffd.config import Limits
-    from kvoffd_client.cuda_export import CudaError
+    from kvoffd_proto.cuda import CudaError
     from tests.bench.gpu.driver import SWEEP, BenchDriver
 
     threading.Thread(target=write_nowhere, args=(sys.argv[1],), daemon=True).start()

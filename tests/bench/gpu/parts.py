@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from kvoffd.server.daemon import EXIT_GPU_LOST
-from kvoffd.transfer.cuda.driver import CudaDriver
 from kvoffd.transfer.cuda.gpus import list_devices
 from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
 from kvoffd_proto import cuda
@@ -33,7 +32,7 @@ from tests.bench.gpu.copies import STREAM_JOBS, Row, measure_beside_compute, mea
 from tests.bench.gpu.driver import BenchDriver
 from tests.bench.gpu.steps import Steps
 from tests.bench.report_file import machine
-from tests.kit.cuda_calls import copy_batch
+from tests.kit.cuda_calls import SRC_ACCESS_ORDER_ANY, copy_batch
 from tests.kit.daemon import DaemonProcess
 from tests.kit.exporter import Exporter
 from tests.kit.waiting import wait_until
@@ -46,8 +45,6 @@ WATCH_S = 2.0
 """For how long blocks are watched after the daemon was killed."""
 KILLING_S = 50.0
 """After this long no further daemon is killed."""
-SRC_ACCESS_ORDER_ANY = 3
-"""The driver may read sources of a batch before what is ahead of it in the stream. The product never asks for it."""
 BATCH_PIECES = 512
 OWN_PIDS = ("unshare", "--pid", "--fork", "--kill-child")
 """Runs a command as number 1 of a pid namespace of its own; root may."""
@@ -104,14 +101,14 @@ def tried(what: Callable[[], object]) -> object:
 @contextmanager
 def context(setup: Setup) -> Iterator[BenchDriver]:
     """The driver with a context on GPU 0 in this thread."""
-    driver = BenchDriver(setup.library or None)
-    with driver.context(driver.device(0)):
+    driver = BenchDriver(setup.library)
+    with driver.context(driver.devices()[0]):
         yield driver
 
 
 def look_at_driver(setup: Setup) -> Found:
     """The driver, its devices, what it says of ordinary memory, and the limits of this process."""
-    driver = CudaDriver(setup.library)
+    driver = cuda.Cuda(setup.library)
     devices = list_devices(driver)
     found: Found = {
         "cuda": driver.version(),
@@ -128,12 +125,13 @@ def look_at_driver(setup: Setup) -> Found:
     }
     with context(setup) as bench:
         address = bench.allocate(4 * MIB)
-        found["batches"] = driver.batch_copy() is not None
-        found["host_addresses"] = driver.has_host_addresses()
+        found["batches"] = "batch" in driver.copy_calls()
         found["ordinary_memory"] = {
-            "device": tried(lambda: bench.device_of(address)),
-            "has_ipc_handle": tried(lambda: bench.has_ipc_handle(address)),
-            "is_pooled": tried(lambda: bench.is_pooled(address)),
+            "device": tried(lambda: bench.pointer_attribute(cuda.POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)),
+            "has_ipc_handle": tried(
+                lambda: bench.pointer_attribute(cuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address)
+            ),
+            "is_pooled": tried(lambda: bench.pointer_attribute(cuda.POINTER_ATTRIBUTE_MEMPOOL_HANDLE, address)),
             "range": tried(lambda: bench.address_range(address)[1]),
         }
         bench.free(address)
@@ -248,7 +246,7 @@ def pin_pools(setup: Setup) -> Found:
 
 def _pin_chunks(setup: Setup, chunk: int) -> Found:
     """Pin touched memory of this process chunk by chunk, while another process computes."""
-    total, driver = (64 * MIB if setup.double else min(4 * GIB, setup.pools[-1])), CudaDriver(setup.library)
+    total, driver = (64 * MIB if setup.double else min(4 * GIB, setup.pools[-1])), cuda.Cuda(setup.library)
     with mmap.mmap(-1, total) as memory, Steps() as steps:
         view = np.frombuffer(memory, dtype=np.uint8)
         view[::4096] = 1
@@ -314,12 +312,10 @@ def batches(setup: Setup) -> Found:
     """A batch beside single copies, by size of a piece and order of its sources; then a million pieces in batches."""
     with ExitStack() as undo:
         bench = undo.enter_context(context(setup))
-        driver = CudaDriver(setup.library)
-        call = driver.batch_copy()
-        if call is None:
+        if "batch" not in bench.copy_calls():
             return {"said": "this driver has no batches"}
         nbytes, rounds = (4 * MIB, 2) if setup.double else (128 * MIB, 5)
-        stream = bench.create_stream()
+        stream = bench.create_stream(urgent=False)
         undo.callback(bench.destroy_stream, stream)
         gpu, back, host = bench.allocate(nbytes), bench.allocate(nbytes), bench.allocate_pinned(2 * nbytes)
         for free, address in ((bench.free, gpu), (bench.free, back), (bench.free_pinned, host)):
@@ -336,9 +332,9 @@ def batches(setup: Setup) -> Found:
 
         def in_batches(pieces: list[tuple[int, int, int]], order: int) -> None:
             for first in range(0, len(pieces), BATCH_PIECES):
-                status = copy_batch(driver, pieces[first : first + BATCH_PIECES], stream, call, order)
+                status = copy_batch(bench, pieces[first : first + BATCH_PIECES], stream, order)
                 if status:
-                    raise driver.error(cuda.BATCH_SYMBOL, status)
+                    raise bench.error(cuda.BATCH_SYMBOL, status)
 
         def one_by_one(pieces: list[tuple[int, int, int]]) -> None:
             for piece in pieces:

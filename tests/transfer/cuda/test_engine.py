@@ -15,6 +15,7 @@ from kvoffd.transfer.cuda.engine import PLAIN_BYTES, STEP_BYTES, STEP_PIECES, ST
 from kvoffd.transfer.cuda.pinning import PinnedPool
 from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.plan import Direction, Outcome, Plan
+from kvoffd_proto.cuda import CudaError
 from tests.kit.copy_buffers import address_of, random_bytes
 from tests.kit.stub_cuda import DeviceBuffer, StubCuda
 from tests.kit.waiting import wait_until
@@ -33,7 +34,7 @@ class Machine:
     def __init__(self, stub: StubCuda) -> None:
         self.stub = stub
         self.now = 100.0
-        self.context = stub.start()
+        stub.start()
         self.driver = stub.driver()
         self.memory = PoolMemory.create(POOL, "test")
         self.pool = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * POOL).from_address(self.memory.address))
@@ -48,8 +49,7 @@ class Machine:
     @property
     def engine(self) -> GpuEngine:
         if self._engine is None:
-            self._engine = GpuEngine(self.driver, self.context, self.pins.chunks, clock=lambda: self.now)
-            self._engine.open()
+            self._engine = GpuEngine(self.driver, self.pins.chunks, clock=lambda: self.now)
         return self._engine
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ def test_a_copy_that_is_stopped_waits_for_its_steps_in_flight(machine: Machine, 
     machine.stub.hang("cuEventSynchronize")
     job = Job(machine, [64 * KIB] * 480, direction)
     machine.stub.wait_hanging()
-    machine.engine.abandon(job.transfer)
+    job.transfer.must_end(Outcome.FAILED)
     machine.stub.release()
     assert job.wait() is Outcome.FAILED
     records = machine.stub.calls("cuEventRecord")
@@ -305,14 +305,16 @@ def test_a_copy_that_hangs_is_told_of_once_and_ends_only_when_the_gpu_lets_go(
     machine.now += 5
     machine.engine.tick()
     assert behind.outcome is Outcome.DEADLINE, "it never started, so nothing of it can land"
-    assert (job.overdue, machine.engine.hangs) == (0, False)
+    assert (job.overdue, machine.engine.hangs_s()) == (0, 0)
     machine.now += GRACE_S
     machine.engine.tick()
+    machine.now += GRACE_S
     machine.engine.tick()
-    assert (job.overdue, job.outcome, machine.engine.hangs) == (1, None, True)
+    assert (job.overdue, job.outcome) == (1, None)
+    assert machine.engine.hangs_s() > 0
     machine.stub.release()
     assert job.wait() in (Outcome.DONE, Outcome.DEADLINE)
-    wait_until(lambda: not machine.engine.hangs)
+    wait_until(lambda: not machine.engine.hangs_s())
     after = Job(machine, [4 * KIB], direction)
     assert after.wait() is Outcome.DONE
 
@@ -331,16 +333,15 @@ def test_closing_does_not_wait_for_a_gpu_that_hangs(machine: Machine) -> None:
 
 def test_threads_without_a_stream_are_an_error_at_once(machine: Machine) -> None:
     machine.stub.fail("cuStreamCreateWithPriority", 2, 2)
-    engine = GpuEngine(machine.driver, machine.context, machine.pins.chunks)
-    with pytest.raises(Exception, match="cuStreamCreateWithPriority failed: CUDA_ERROR_OUT_OF_MEMORY"):
-        engine.open()
-    assert engine.close(10)
+    with pytest.raises(CudaError, match="cuStreamCreateWithPriority failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        GpuEngine(machine.driver, machine.pins.chunks)
+    calls = machine.stub.calls
+    assert calls("cuStreamDestroy_v2") == calls("cuStreamCreateWithPriority") - 1 == 1
+    assert calls("cuEventDestroy_v2") == calls("cuEventCreate")
 
 
 def test_streams_and_events_are_given_up(machine: Machine) -> None:
-    engine = GpuEngine(machine.driver, machine.context, machine.pins.chunks)
-    engine.open()
-    assert engine.close(10)
+    GpuEngine(machine.driver, machine.pins.chunks).destroy()
     calls = machine.stub.calls
     assert calls("cuStreamDestroy_v2") == calls("cuStreamCreateWithPriority") == 2
     assert calls("cuEventDestroy_v2") == calls("cuEventCreate") == 2 * STEPS_IN_FLIGHT

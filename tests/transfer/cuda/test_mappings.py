@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvoffd.errors import KvoffdError, OutOfBounds
-from kvoffd.transfer.cuda.driver import CudaError
 from kvoffd.transfer.cuda.mappings import HandleCache, IpcExport, UnmappableHandle, VmmExport
+from kvoffd_proto.cuda import CudaError
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.open_files import open_descriptors
 from tests.kit.stub_cuda import DeviceBuffer, Ranges, StubCuda
