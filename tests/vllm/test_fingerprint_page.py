@@ -18,20 +18,18 @@ from kvoffd_client.vllm.compat import release_of
 from kvoffd_client.vllm.fingerprint import JUDGED_FIELDS
 
 PAGE = Path(__file__).parents[2] / "client" / "FINGERPRINT.md"
+VARIABLES = "environment variables"
 RELEASE = ".".join(map(str, release_of(vllm.__version__) or ()))
 
 
 def judged() -> dict[str, list[tuple[str, str]]]:
     """Of each class on the page its fields, each with the only release that has it; empty for every release."""
-    return {
-        section.partition("\n")[0]: [
-            found
-            for line in section.splitlines()
-            if line.startswith("| `")
-            for found in re.findall(r"`(\w+\*?)`(?: \((0\.\d+)\))?", line.split(" | ")[0])
-        ]
-        for section in PAGE.read_text().split("\n## ")[1:]
-    }
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, fields in re.findall(
+        r"^\| (?:(\w+) \| )?(`.*?) \| (?:in|covered|out) \|", PAGE.read_text(), re.MULTILINE
+    ):
+        found.setdefault(name or VARIABLES, []).extend(re.findall(r"`(\w+\*?)`(?: \((0\.\d+)\))?", fields))
+    return found
 
 
 def judged_fields() -> str:
@@ -39,7 +37,7 @@ def judged_fields() -> str:
     return "".join(
         " ".join([name, *sorted(field for field, _ in fields)]) + "\n"
         for name, fields in judged().items()
-        if fields and name != "Environment variables"
+        if name != VARIABLES
     )
 
 
@@ -53,7 +51,7 @@ def test_fingerprint_judges_every_field() -> None:
 
 
 def test_fingerprint_judges_every_variable() -> None:
-    names = [name for name, _ in judged()["Environment variables"]]
+    names = [name for name, _ in judged()[VARIABLES]]
     missing = [each for each in envs.environment_variables if not any(fnmatchcase(each, name) for name in names)]
     assert not missing, "judge them in client/FINGERPRINT.md"
 
