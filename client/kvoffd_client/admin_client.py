@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from http.client import HTTPException
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
-from urllib.error import HTTPError, URLError
-from urllib.request import urlopen
 
 import msgspec
 import zmq
@@ -61,6 +58,10 @@ def one_namespace(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.Namespa
 
 def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
     """The statistics of a daemon at its ``http_address``, such as ``http://node:9464``. Raises DaemonUnavailable."""
+    from http.client import HTTPException  # whoever asks over the sockets does not wait for these imports
+    from urllib.error import HTTPError, URLError
+    from urllib.request import urlopen
+
     base = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
         if not base.startswith(("http://", "https://")):

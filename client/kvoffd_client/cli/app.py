@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
-from kvoffd_client.cli import actions, show
-from kvoffd_client.cli.bench import bench_app
-from kvoffd_client.cli.blocks import blocks_app
-from kvoffd_client.cli.doctor import doctor
-from kvoffd_client.cli.stats import stats
 from kvoffd_client.cli.target import CliError
-from kvoffd_client.cli.top import top
-from kvoffd_client.cli.trace import trace_app
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.errors import ErrorCode
 
@@ -27,53 +20,64 @@ COMPLETION = "_KVOFFD_CLI_COMPLETE"
 """The variable by which a shell asks for completions."""
 EXIT_INTERRUPTED = 130
 
-app = typer.Typer(
-    name="kvoffd-cli",
-    help="Shows and administers the kvoffd daemon of this node.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-
-
-def _examples(*lines: str) -> str:
-    """The end of a command's help."""
-    return "\b\nExamples:\n" + "\n".join(f"  kvoffd-cli {line}" for line in lines)
-
-
-# In the order in which --help lists them.
-app.command(epilog=_examples("top", "top --interval 5s", "top | tee stats.txt"))(top)
-app.command(epilog=_examples("stats", "stats --misses", "stats tiers --url http://node:9464"))(stats)
-app.command(epilog=_examples("health", "health --ready", "health --json"))(show.health)
-app.command(
-    epilog=_examples("doctor", "doctor --engine http://localhost:8000 --self-test", "doctor --json | jq .findings")
-)(doctor)
-app.command(epilog=_examples("clients", "clients --requests", "clients --requests cmpl-7f2a"))(show.clients)
-app.add_typer(
-    show.namespaces_app,
-    name="namespaces",
-    epilog=_examples("namespaces", "namespaces diff 106ed1a3 9c1d02aa", "namespaces quota llama-70b --max 100GiB"),
-)
-app.command(epilog=_examples("clear llama-70b", "clear --all --yes", "clear 106ed1a3 --all-nodes"))(actions.clear)
-app.command(epilog=_examples("scrub", "scrub --json"))(actions.scrub)
-app.command(epilog=_examples("events", "events --json"))(actions.events)
-app.add_typer(
-    trace_app,
-    name="trace",
-    epilog=_examples(
-        "trace record trace.jsonl.gz --duration 1h",
-        "trace replay trace.jsonl.gz",
-        "trace replay trace.jsonl.gz --size 64GiB,128GiB",
+COMMANDS = {
+    "top": ("top", "top", ["top", "top --interval 5s", "top | tee stats.txt"]),
+    "stats": ("stats", "stats", ["stats", "stats --misses", "stats tiers --url http://node:9464"]),
+    "health": ("show", "health", ["health", "health --ready", "health --json"]),
+    "doctor": (
+        "doctor",
+        "doctor",
+        ["doctor", "doctor --engine http://localhost:8000 --self-test", "doctor --json | jq .findings"],
     ),
-)
-app.add_typer(bench_app, name="bench", epilog=_examples("bench lookup", "bench copy", "bench copy --json"))
-app.add_typer(
-    blocks_app,
-    name="blocks",
-    epilog=_examples(
-        "blocks ls --namespace m", "blocks export m.safetensors --namespace m", "blocks import m.safetensors"
+    "clients": ("show", "clients", ["clients", "clients --requests", "clients --requests cmpl-7f2a"]),
+    "namespaces": (
+        "show",
+        "namespaces_app",
+        ["namespaces", "namespaces diff 106ed1a3 9c1d02aa", "namespaces quota llama-70b --max 100GiB"],
     ),
-)
+    "clear": ("actions", "clear", ["clear llama-70b", "clear --all --yes", "clear 106ed1a3 --all-nodes"]),
+    "scrub": ("actions", "scrub", ["scrub", "scrub --json"]),
+    "events": ("actions", "events", ["events", "events --json"]),
+    "trace": (
+        "trace",
+        "trace_app",
+        [
+            "trace record trace.jsonl.gz --duration 1h",
+            "trace replay trace.jsonl.gz",
+            "trace replay trace.jsonl.gz --size 64GiB,128GiB",
+        ],
+    ),
+    "bench": ("bench", "bench_app", ["bench lookup", "bench copy", "bench copy --json"]),
+    "blocks": (
+        "blocks",
+        "blocks_app",
+        ["blocks ls --namespace m", "blocks export m.safetensors --namespace m", "blocks import m.safetensors"],
+    ),
+}
+"""Module, function or group, and examples of each command, in the order in which --help lists them."""
+
+
+def make_command(names: Iterable[str] = COMMANDS) -> TyperGroup:
+    """``kvoffd-cli`` with these commands: to import and build them all takes longer than most of them run."""
+    app = typer.Typer(
+        name="kvoffd-cli",
+        help="Shows and administers the kvoffd daemon of this node.",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    app.callback(invoke_without_command=True)(read_root_options)
+    for name in names:
+        module, member, examples = COMMANDS[name]
+        command = getattr(import_module(f"kvoffd_client.cli.{module}"), member)
+        epilog = "\b\nExamples:\n" + "\n".join(f"  kvoffd-cli {line}" for line in examples)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, epilog=epilog)
+        else:
+            app.command(epilog=epilog)(command)
+    made = typer.main.get_command(app)
+    assert isinstance(made, TyperGroup)
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,8 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names the others.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    command = typer.main.get_command(app)
-    assert isinstance(command, TyperGroup)
+    command = make_command(given[:1] if given and given[0] in COMMANDS else COMMANDS)
     try:
         # Not Command.main(), which has its own way with Ctrl-C and with a reader that closes its pipe.
         if COMPLETION in os.environ:
@@ -111,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (words := getattr(error, "format_message", None)) is None:
             raise
         option = getattr(error, "option_name", None)
-        name = next((word for word in given if word in command.commands), None)
+        name = next((word for word in given if word in COMMANDS), None)
         if option in given and name is not None and given.index(option) < given.index(name):
             return _refuse(f"{option} is no option of all commands; write it behind one: kvoffd-cli {name} {option}.")
         said = str(words()).replace("Value error, ", "").rstrip(".")
@@ -125,11 +128,12 @@ def _refuse(sentence: str) -> int:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         print(f"kvoffd-cli {version('kvoffd')}")
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
 def read_root_options(
     context: typer.Context,
     _version: Annotated[
