@@ -13,9 +13,9 @@ SLOT_BYTES = 112
 """What is known of a slot beside its record at most: the arrays, the index and the order of eviction, of which the last
 two are half empty when they have grown (``make bench-scale``: 83 to 110 of blocks with one slot)."""
 PROCESS_BYTES = 256 << 20
-"""Interpreter and libraries (31 MiB measured), namespaces, sessions, queues, the hit-ratio curve, why keys left."""
-IDLE_BYTES = 52 << 20
-"""Of the process without clients, as README.md has it."""
+"""What an idle process has, namespaces, sessions, queues, the hit-ratio curve, why keys left."""
+IDLE_BYTES = 34 << 20
+"""Of the process without clients, as README.md and ``stats`` have it: what it shares with nobody."""
 SHARED_BYTES = 96 << 20
 """Answers of a shared store, and what is being asked and moved."""
 IN_USE_AT_START = ("pool", "slot table and page tables", "process and clients")

@@ -176,9 +176,7 @@ def _difference(name: str, one: object, other: object) -> Difference:
     field = FIELDS.get(name) or _Field(name.replace("_", " "))
     if name == "private":
         return Difference(name, "random hash seed", "", "", field.cause)
-    values = [_shown(value) for value in (one, other)]
-    if any(_is_digest(value) for value in (one, other)):
-        values = ["", ""]
+    values = ("", "") if any(map(_is_digest, (one, other))) else _shown(one, other)
     return Difference(name, printable(field.words), values[0], values[1], field.cause)
 
 
@@ -187,9 +185,17 @@ def _is_digest(value: object) -> bool:
     return isinstance(value, str) and len(value) >= FEWEST_DIGEST_DIGITS and not value.strip("0123456789abcdef")
 
 
-def _shown(value: object) -> str:
+def _shown(one: object, other: object) -> tuple[str, str]:
+    """Two values in words. Of long ones the part around their first difference."""
+    texts = [_text(value) for value in (one, other)]
+    differ_at = next((at for at, (here, there) in enumerate(zip(*texts, strict=False)) if here != there), 0)
+    begin = 0 if differ_at < MOST_CHARACTERS else differ_at - MOST_CHARACTERS // 2
+    shown = [("..." if begin else "") + text[begin : begin + MOST_CHARACTERS] for text in texts]
+    ends = ["..." if begin + MOST_CHARACTERS < len(text) else "" for text in texts]
+    return shown[0] + ends[0], shown[1] + ends[1]
+
+
+def _text(value: object) -> str:
     if value in (None, ""):
         return "none"
-    text = value.removeprefix("torch.") if isinstance(value, str) else json.dumps(value)
-    text = printable(text)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
+    return printable(value.removeprefix("torch.") if isinstance(value, str) else json.dumps(value))

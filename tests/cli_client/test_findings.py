@@ -89,6 +89,9 @@ def session(number: int, role: Role, age_s: float = 3600.0) -> SessionInfo:
     return SessionInfo(number, role, "m", "vllm", 7, 0, age_s, 1.0, 0, 0, 0, 0, 0, [fingerprint(1)])
 
 
+DECLINED = Window(seconds=3600.0, **traffic(misses={"rejected": 900, "evicted": 100, "unknown": 3000}))
+
+
 ENGINE = Engine(
     {
         "vllm:kvoffd_connected": 1, "vllm:kvoffd_lookups_total": 1000, "vllm:external_prefix_cache_hits_total": 80_000,
@@ -203,7 +206,7 @@ CASES: dict[str, Facts] = {
     "not_shared": facts(namespaces=[info(1), info(2, "llama", tokens_per_hash=64)]),
     "left_behind": facts(namespaces=[HALF, info(1, tokens_per_hash=64)]),
     "pool_too_small": facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}),
-    "lru_is_better": facts({"curve": curve(FLAT, 55)}),
+    "lru_is_better": facts({"curve": curve(FLAT, 55), "last_hour": DECLINED}),
     "thrash": space(**EVICTED),
     "pool_too_large": facts({"curve_seen_bytes": GIB}),
     "starving": facts(
@@ -315,7 +318,7 @@ def test_sizes() -> None:
     assert found.level == "warning"
     little = facts({"curve": curve(RISING, 34), "curve_seen_bytes": 200 * GIB})
     assert find(little)[0].level == "info", "two points are worth a sentence"
-    worse = find(facts({"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB}))
+    worse = find(facts({"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB, "last_hour": DECLINED}))
     assert [(one.check, one.weight) for one in worse] == [("pool_too_small", 0.1), ("lru_is_better", 0.07)]
     assert worse[0].evidence.startswith("With lru requests would find 26.0 % of their tokens in 20.0 GiB, and 36.0 %")
     assert worse[1].evidence == (
@@ -327,9 +330,9 @@ def test_sizes() -> None:
 
 
 def test_lru_is_better_is_said_only_where_the_policy_is_the_cause_and_for_long() -> None:
-    less = {"curve": curve(FLAT, 55)}
+    less = {"curve": curve(FLAT, 55), "last_hour": DECLINED}
     assert kinds(facts(less)) == {"lru_is_better"}
-    hour = Window(seconds=3600.0, **traffic(misses={"invalidated": 400, "unknown": 3600}))
+    hour = Window(seconds=3600.0, **traffic(misses={"invalidated": 400, "unknown": 3500, "rejected": 100}))
     for other in (
         {"policy": "lru"},
         {"uptime_seconds": 3599.0},

@@ -12,7 +12,7 @@ GIB = 1 << 30
 def test_it_says_what_each_part_is_for() -> None:
     config = Config(pool_bytes=64 * GIB)
     assert memory_summary(config) == (
-        "An idle daemon takes 65.4 GiB of memory (pool 64.0 GiB, its tables 1.34 GiB, the process about 52.0 MiB); set "
+        "An idle daemon takes 65.4 GiB of memory (pool 64.0 GiB, its tables 1.34 GiB, the process about 34.0 MiB); set "
         "the memory limit to 67.7 GiB, since a busy one may take at most: what is known of the blocks "
         "896 MiB, keys without blocks 1.28 GiB, process and clients 256 MiB."
     )

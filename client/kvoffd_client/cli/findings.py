@@ -529,8 +529,9 @@ def lru_is_better(facts: Facts) -> Iterator[Finding]:
     if stats.uptime_seconds < LONG_ENOUGH_S or stats.since_start.lookups < FEWEST_LOOKUPS:
         return
     found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
-    others = sum(keys for reason, keys in hour.misses.items() if reason not in ("unknown", "evicted", "rejected"))
-    lost = lru - found - 100 * _share(others, hour.asked_keys)
+    # What was never stored, or was lost for another reason, is not the policy's doing: lru is credited with all of it.
+    by_policy = sum(hour.misses.get(reason, 0) for reason in ("evicted", "rejected"))
+    lost = min(lru - found, 100 * _share(by_policy, hour.asked_keys))
     if lost >= LRU_POINTS:
         evidence = (
             f"Requests found {found:.1f} % of their tokens in the pool with the policy {printable(stats.policy)}. With "

@@ -64,6 +64,7 @@ HELP = (
     "tokens/s    tokens loaded",
     "now         the last 3 seconds",
     "Found       of the prompts' tokens, those in the pool up to the first that was not",
+    "lru         what pools of other sizes would have found, if empty at this daemon's start",
     "pinned      under a lease or a copy: it cannot be evicted",
 )
 SORTS = ("TOK/S", "SIZE", "MISSED")
