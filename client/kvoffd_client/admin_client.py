@@ -12,7 +12,6 @@ import msgspec
 import zmq
 
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout, UnknownNamespace
-from kvoffd_client.health_request import HEALTH_S, ask_health
 from kvoffd_client.session import NEVER, ClientOptions, Phase, ReplyOrError, Session
 from kvoffd_client.transport import SocketTransport
 from kvoffd_proto import admin as a
@@ -175,14 +174,8 @@ class AdminClient(Session):
         return self.ask(Stats).stats
 
     def health(self) -> a.HealthReply:
-        """Whether the daemon works: a round trip through the loop that serves engines.
-
-        Needs no session, so it is answered when all are taken. Where nothing answers, the attempt to open one says why.
-        """
-        found = ask_health(Path(self.directory), min(HEALTH_S, self.timeout_s))
-        if found is None:
-            return self.ask(a.Health)
-        return a.HealthReply(0, a.HealthLevel(found.level), [a.HealthProblem(*cause) for cause in found.causes])
+        """Whether the daemon works: a round trip through the loop that serves engines."""
+        return self.ask(a.Health)
 
     def sessions(self) -> a.SessionsReply:
         """Open sessions, oldest first."""

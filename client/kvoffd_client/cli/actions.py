@@ -18,6 +18,7 @@ from kvoffd_client.cli.format import (
     print_json,
     print_line,
     print_status,
+    say,
 )
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, confirmed, open_admin
 from kvoffd_proto.admin import ScrubReply
@@ -57,7 +58,7 @@ def clear(
         blocks, nbytes = sum(each.ready_blocks for each in chosen), sum(each.ready_bytes for each in chosen)
         question = f"Drop {count_blocks(blocks)} ({format_size(nbytes)}) from {where}? [y/N] "
         if not yes and not confirmed(question, "cleared"):
-            print_line("Nothing was cleared.")
+            say("Nothing was cleared.")
             return 1
         stores = [admin.reset_fleet(each.namespace) for each in chosen] if all_nodes else []
         fingerprint = None if one is None else one.namespace
@@ -65,7 +66,7 @@ def clear(
     if json:
         print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": max(stores, default=0)})
     else:
-        print_line(f"Dropped {count_blocks(dropped)} from {where}.")
+        say(f"Dropped {count_blocks(dropped)} from {where}.")
     return 0
 
 
@@ -90,7 +91,7 @@ def scrub(directory: Directory = None, json: Json = False) -> int:
     if json:
         print_json(reply)
     else:
-        print_line(_scrub_result(reply))
+        say(_scrub_result(reply))
     return int(reply.mismatches > 0)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from textwrap import fill
 from typing import Annotated
 
 import typer
@@ -122,7 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(sentence: str) -> int:
-    print(f"kvoffd-cli: {sentence}", file=sys.stderr)
+    text = f"kvoffd-cli: {sentence}"
+    width = os.get_terminal_size(2).columns if sys.stderr.isatty() else len(text)
+    print(fill(text, width, break_long_words=False, break_on_hyphens=False), file=sys.stderr)
     return EXIT_REFUSED
 
 

@@ -17,6 +17,7 @@ from kvoffd_client.cli.format import (
     print_progress,
     print_status,
     print_table,
+    say,
 )
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory
 from kvoffd_proto.units import format_count, format_size, plural, printable
@@ -53,7 +54,7 @@ def ls(
     if json:
         print_json({"blocks": found, "more": more})
     elif not found:
-        print_line("There is no such block.")
+        say("There is no such block.")
     else:
         rows = [
             (info.key.hex(), info.state.name.lower(), format_size(info.slot_bytes), format_count(info.pins))
@@ -61,7 +62,7 @@ def ls(
         ]
         print_table(("key", "state", ">size", ">pins"), rows)
         if more:
-            print_line(f"There are more blocks; --limit {10 * limit} shows more of them.")
+            say(f"There are more blocks; --limit {10 * limit} shows more of them.")
     return 0
 
 
@@ -111,10 +112,10 @@ def _print_block(block: Block, sound: bool) -> None:
     geometry = block.geometry
     print_line(f"block {block.key.hex()}")
     kind = printable(geometry.groups[block.group].kind)
-    print_line(f"of {namespace_name(geometry.label, geometry.fingerprint)}, group {block.group} ({kind})")
+    say(f"of {namespace_name(geometry.label, geometry.fingerprint)}, group {block.group} ({kind})")
     checksums = "the bytes match their checksums" if sound else "THE BYTES DO NOT MATCH THEIR CHECKSUMS"
     count = f"{len(block.shards)} shard{plural(len(block.shards))}"
-    print_line(f"{format_size(sum(shard.data.nbytes for shard in block.shards))} in {count}; {checksums}\n")
+    say(f"{format_size(sum(shard.data.nbytes for shard in block.shards))} in {count}; {checksums}", "")
     rows = [
         (
             str(shard.rank),
@@ -163,11 +164,11 @@ def export(
     if json:
         print_json({"file": str(file), **vars(done)})
         return 0
-    print_line(f"{count_blocks(done.blocks)} ({format_size(done.bytes)}) are in {file}.")
+    say(f"{count_blocks(done.blocks)} ({format_size(done.bytes)}) are in {file}.")
     if done.evicted:
-        print_line(f"{count_blocks(done.evicted)} left the pool before they were written.")
+        say(f"{count_blocks(done.evicted)} left the pool before they were written.")
     if done.damaged:
-        print_line(f"{count_blocks(len(done.damaged))} do not match their checksums and were left out; run scrub.")
+        say(f"{count_blocks(len(done.damaged))} do not match their checksums and were left out; run scrub.")
     return 0
 
 
@@ -214,11 +215,11 @@ def import_(
         name = namespace_name(geometry.label, geometry.fingerprint)
         opened = f" Namespace {name} was opened." if done.created else f" They are of {name}."
         present = f", {format_count(done.present)} were in the pool already" if done.present else ""
-        print_line(f"{count_blocks(done.blocks)} ({format_size(done.bytes)}) were put into the pool{present}.{opened}")
+        say(f"{count_blocks(done.blocks)} ({format_size(done.bytes)}) were put into the pool{present}.{opened}")
         if done.no_space:
-            print_line(f"{count_blocks(done.no_space)} found no space: the pool, or the quota, is in use.")
+            say(f"{count_blocks(done.no_space)} found no space: the pool, or the quota, is in use.")
         if done.evicted:
-            print_line(f"{count_blocks(done.evicted)} of the file were evicted: the pool is too small for all.")
+            say(f"{count_blocks(done.evicted)} of the file were evicted: the pool is too small for all.")
     return int(done.no_space + done.evicted > 0)
 
 
@@ -230,9 +231,9 @@ def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:
         about = {"description": geometry.description, "bytes": source.data_bytes, "blocks": blocks}
         print_json({"file": str(file), **facts, **about})
         return
-    print_line(f"{count_blocks(len(entries))} ({format_size(source.data_bytes)})")
-    print_line(f"of {printable(geometry.label)}, fingerprint {geometry.fingerprint.hex()}")
-    print_line(f"{geometry.world_size} rank{plural(geometry.world_size)}, keys of {geometry.key_bytes} bytes\n")
+    say(f"{count_blocks(len(entries))} ({format_size(source.data_bytes)})")
+    say(f"of {printable(geometry.label)}, fingerprint {geometry.fingerprint.hex()}")
+    say(f"{geometry.world_size} rank{plural(geometry.world_size)}, keys of {geometry.key_bytes} bytes", "")
     rows = [
         (
             str(group),

@@ -61,8 +61,13 @@ def wrapped(lines: Iterable[Line], width: int) -> Iterator[tuple[str, str]]:
     for line in lines:
         text, style = (line, "") if isinstance(line, str) else line
         indent = " " * (2 + len(text) - len(text.lstrip()))
-        for part in wrap(printable(text), max(8, width), subsequent_indent=indent) or [""]:
+        for part in wrap(printable(text), max(8, width), subsequent_indent=indent, break_on_hyphens=False) or [""]:
             yield part, style
+
+
+def say(*sentences: str) -> None:
+    """Print sentences: on a terminal in lines that fit."""
+    print_lines(sentences, pipe_cells=PIPE_TABLE_CELLS)
 
 
 def print_line(text: str) -> None:

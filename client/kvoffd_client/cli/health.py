@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,9 +41,13 @@ def print_health(level: str, causes: Iterable[tuple[str, str]]) -> None:
     """Print a daemon's health, and reason and sentence of each cause."""
     lines = [WORDS[level]]
     for cause in causes:
+        from textwrap import fill
+
         from kvoffd_proto.units import printable
 
-        lines.append("- " + ": ".join(map(printable, cause)))
+        text = "- " + ": ".join(map(printable, cause))
+        width = os.get_terminal_size().columns if sys.stdout.isatty() else len(text)
+        lines.append(fill(text, width, subsequent_indent="  "))
     sys.stdout.write("\n".join([*lines, ""]))
     sys.stdout.flush()
 

@@ -19,9 +19,9 @@ from kvoffd_client.cli.format import (
     make_console,
     namespace_name,
     print_json,
-    print_line,
     print_page,
     print_table,
+    say,
     table_of,
 )
 from kvoffd_client.cli.health import ask, print_health, status_of
@@ -167,16 +167,16 @@ def engine_table(rows: Sequence[Engine], labels: Mapping[str, str]) -> Table:
 
 def _show_engines(rows: Sequence[Engine], labels: Mapping[str, str]) -> None:
     if not rows:
-        print_line("No engine is connected.")
+        say("No engine is connected.")
         return
     print_page(engine_table(rows, labels), make_console(pipe_cells=PIPE_TABLE_CELLS))
     if without := sum(not row.workers for row in rows):
-        print_line(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
+        say(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
 
 
 def _show_sessions(found: Sequence[SessionInfo], labels: Mapping[str, str]) -> None:
     if not found:
-        print_line("No session is open.")
+        say("No session is open.")
         return
     print_table(
         (">id", "<role", "name", "namespace", ">pid", ">idle", ">pinned", ">registered"),
@@ -230,10 +230,10 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
     for one in found:
         if before != (before := (one.session_id, one.namespace)):
             engine = printable(names.get(one.session_id, ""))
-            print_line(f"Engine {engine}, namespace {_names([one.namespace], labels)}:")
-        print_line(request_sentence(one.report))
+            say(f"Engine {engine}, namespace {_names([one.namespace], labels)}:")
+        say(request_sentence(one.report))
     if not found:
-        print_line(
+        say(
             f"No engine has reported a request {printable(name)!r}."
             if name
             else "No engine that is connected has reported a request. Reports come once a second, and go with it."
@@ -280,7 +280,7 @@ def namespaces(context: typer.Context, directory: Directory = None, json: Json =
     elif found:
         _show_namespaces(found)
     else:
-        print_line(NO_NAMESPACE)
+        say(NO_NAMESPACE)
     return 0
 
 
@@ -302,7 +302,7 @@ def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
             for one in found
         ],
     )
-    print_line("tokens: in a block. ranks: parts of a block, one for each worker of an engine.")
+    say("tokens: in a block. ranks: parts of a block, one for each worker of an engine.")
 
 
 def _quota(quota_bytes: int | None) -> str:
@@ -336,13 +336,13 @@ def diff(
         found_in = [{"field": name, "a": here, "b": there} for name, here, there in fields]
         print_json({"causes": list(map(str, causes)), "differences": found_in})
     elif first.namespace == second.namespace:
-        print_line(f"{names[0]} is one namespace.")
+        say(f"{names[0]} is one namespace.")
     elif not causes:
-        print_line(f"{names[0]} and {names[1]} differ, and their descriptions do not say in what.")
+        say(f"{names[0]} and {names[1]} differ, and their descriptions do not say in what.")
     else:
-        print_line(f"{names[0]} and {names[1]} share no blocks:")
+        say(f"{names[0]} and {names[1]} share no blocks:")
         for cause in causes:
-            print_line(f"  {cause}")
+            say(f"  {cause}")
     return int(first.namespace != second.namespace)
 
 
@@ -373,5 +373,5 @@ def quota(
         hint = f" That limits nothing: the whole pool has {format_size(pool_bytes)}."
     elif now.quota_bytes is not None and now.ready_bytes > now.quota_bytes:
         hint = f" It has {format_size(now.ready_bytes)} now; its next stores evict that down to the quota."
-    print_line(f"Namespace {namespace_name(now.label, now.namespace)}: {words}.{hint}")
+    say(f"Namespace {namespace_name(now.label, now.namespace)}: {words}.{hint}")
     return 0

@@ -157,8 +157,8 @@ def print_stats(now: DaemonStats) -> None:
 
 def _head(now: DaemonStats) -> Iterator[Line]:
     yield (
-        f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy {printable(now.policy)}, "
-        f"{format_count(now.sessions)} sessions, {format_size(now.resident_bytes)} beside the pool"
+        f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, {printable(now.policy)}, "
+        f"{format_count(now.sessions)} session{plural(now.sessions)}, {format_size(now.resident_bytes)} beside the pool"
     )
     if now.health_problems:
         reasons = ", ".join(printable(one.reason) for one in now.health_problems)

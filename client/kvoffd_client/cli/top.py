@@ -342,8 +342,9 @@ def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pe
     lines = [Text(), head]
     for one in found:
         name = f"{one.model} {one.id}" if one.model else one.id
-        if of_name < cell_len(name):  # the id stays whole: labels may repeat
-            name = f"{set_cell_size(printable(one.model), max(0, of_name - len(one.id) - 1))} {one.id}"
+        if of_name < cell_len(name):  # the id stays whole, since labels may repeat, and the owner of the model goes
+            model = printable(one.model).rpartition("/")[2]
+            name = f"{set_cell_size(model, max(0, of_name - len(one.id) - 1))} {one.id}"
         now = history.now_of(one)
         missed = sum(now.misses.values())
         cells = (

@@ -25,7 +25,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.format import count_blocks, print_json, print_line, print_status
+from kvoffd_client.cli.format import count_blocks, print_json, print_status, say
 from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, duration_of, local_directory, size_of
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
 from kvoffd_proto.admin import TraceChain
@@ -98,7 +98,7 @@ def record(
     else:
         lost = f" {format_count(done.dropped)} more came too fast and are missing." if done.dropped else ""
         full = f" It ended since {file} is large enough (--max-size)." if done.ended == "size" else ""
-        print_line(
+        say(
             f"{format_count(done.chains)} request{plural(done.chains)} for {count_blocks(done.keys)} in "
             f"{format_duration(done.seconds)}, in {format_size(done.bytes)} of {file}.{lost}{full}"
         )
