@@ -20,9 +20,8 @@ from kvoffd_proto.units import (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
+def test_sizes_are_read() -> None:
+    for text, size_bytes in (
         ("20GiB", 20 * 2**30),
         (" 512MiB ", 512 * 2**20),
         ("20Gi", 20 * 2**30),
@@ -30,10 +29,8 @@ from kvoffd_proto.units import (
         ("4KiB", 4096),
         (4096, 4096),
         (MAX_SIZE_BYTES, MAX_SIZE_BYTES),
-    ],
-)
-def test_sizes_are_read(text: str | int, size_bytes: int) -> None:
-    assert parse_size(text) == size_bytes
+    ):
+        assert parse_size(text) == size_bytes, text
 
 
 def test_what_is_no_size_is_refused_with_one_short_sentence() -> None:
@@ -59,18 +56,15 @@ def test_what_is_no_size_is_refused_with_one_short_sentence() -> None:
         assert 10 < len(str(refusal.value)) < 250
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
+def test_durations_are_read() -> None:
+    for text, seconds in (
         ("500ms", 0.5),
         ("30s", 30.0),
         (30, 30.0),
         (0.25, 0.25),
         ("2m", 120.0),
-    ],
-)
-def test_durations_are_read(text: str | float, seconds: float) -> None:
-    assert parse_duration(text) == seconds
+    ):
+        assert parse_duration(text) == seconds, text
 
 
 def test_what_is_no_duration_is_refused_with_one_short_sentence() -> None:
@@ -99,9 +93,8 @@ def test_a_shown_size_has_at_most_four_digits_and_is_near_the_truth(size_bytes: 
     assert len(number) <= 4 or unit == "TiB"
 
 
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
+def test_numbers_are_shown_as_people_read_them() -> None:
+    for shown, expected in (
         (format_size(1023), "1023 B"),
         (format_size(1024), "1.00 KiB"),
         (format_size(2**30 - 1), "1.00 GiB"),
@@ -117,7 +110,5 @@ def test_a_shown_size_has_at_most_four_digits_and_is_near_the_truth(size_bytes: 
         (format_duration(200), "3 min 20 s"),
         (format_duration(3 * 86400 + 4 * 3600), "3 d 4 h"),
         (format_duration(3600), "1 h"),
-    ],
-)
-def test_numbers_are_shown_as_people_read_them(shown: str, expected: str) -> None:
-    assert shown == expected
+    ):
+        assert shown == expected

@@ -17,6 +17,7 @@ from kvoffd.tiers import disk as module
 from kvoffd.tiers.disk import EVICTED_AT_ONCE, HANG_TIMEOUT_S, DiskOptions, open_disk
 from kvoffd.tiers.disk_file import INDEX_NAME
 from kvoffd.tiers.tier import Block, Result, make_space
+from tests.kit.cases import case
 from tests.kit.memory_disk import PAGE, MemoryDisk
 from tests.kit.waiting import deliver_until
 from tests.tiers.disk_rig import (
@@ -698,10 +699,14 @@ def test_lifetime_bytes_and_age_outlive_a_kill(rig: DiskRig) -> None:
 # --- kills, power cuts and everything together ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_whatever_happens_bytes_are_right_and_what_was_removed_stays_away(seed: int) -> None:
-    """Kills in the middle of calls, power cuts, failures and flipped bits, over several lives."""
-    random = Random(seed)
+def test_whatever_happens_bytes_are_right_and_what_was_removed_stays_away() -> None:
+    for seed in range(40):
+        with case(seed):
+            live(Random(seed))
+
+
+def live(random: Random) -> None:
+    """Several lives of a disk: kills in the middle of calls, power cuts, failures and flipped bits."""
     files, spaces = MemoryDisk(), [SPACE, make_space(OTHER, 0, 1, [3000, 9000])]
     rig = DiskRig(files, most_writes=4, readers=random.choice((1, 4)))
     written: set[tuple[int, int]] = set()

@@ -12,13 +12,13 @@ import pytest
 from kvoffd.config import ConfigError, load_config
 from kvoffd.errors import KvoffdError
 from kvoffd.tiers.store import Credentials, check_url, open_store
+from tests.kit.cases import case
 
 SECRET = "hunter2"
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
+def test_a_url_that_can_be_used() -> None:
+    for url in (
         "redis://host",
         "rediss://host:6380/3",
         "redis+cluster://host:7000",
@@ -28,15 +28,13 @@ SECRET = "hunter2"
         "s3://bucket",
         "s3://bucket/with_under-scores.and.dots/",
         "s3://bucket/a/prefix?endpoint=https://ceph.example:8443&region=default",
-    ],
-)
-def test_a_url_that_can_be_used(url: str) -> None:
-    check_url(url)
+    ):
+        with case(url):
+            check_url(url)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
+def test_a_url_that_cannot_be_used_is_refused_and_no_secret_of_it_is_told() -> None:
+    for url in (
         "host:6379",
         "http://host",
         "redis://",
@@ -61,14 +59,12 @@ def test_a_url_that_can_be_used(url: str) -> None:
         f"s3://bucket?endpoint=https://host?secret_access_key={SECRET}",
         f"s3://bucket?secret_access_key={SECRET}",
         f"redis://:{SECRET}@host",
-    ],
-)
-def test_a_url_that_cannot_be_used_is_refused_and_no_secret_of_it_is_told(url: str) -> None:
-    with pytest.raises(ValueError, match=r"password|can be used"):
-        check_url(url)
-    with pytest.raises(ConfigError) as refused:
-        load_config({"shared": [url]}, {})
-    assert SECRET not in str(refused.value)
+    ):
+        with case(url), pytest.raises(ValueError, match=r"password|can be used"):
+            check_url(url)
+        with case(url), pytest.raises(ConfigError) as refused:
+            load_config({"shared": [url]}, {})
+        assert SECRET not in str(refused.value)
 
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
@@ -78,18 +74,15 @@ def test_an_address_of_ipv6_is_named_in_brackets(scheme: str) -> None:
     assert [server.name for server in store.servers] == ["[::1]:7"]
 
 
-@pytest.mark.parametrize(
-    ("url", "name"),
-    [
+def test_what_is_wrong_in_a_query_is_named() -> None:
+    for url, name in (
         ("redis://host?tll=7d", "?tll"),
         ("redis://host?ttl=0s", "?ttl"),
         ("s3://bucket?region=a&endpint=https://host", "?endpint"),
         ("s3://bucket?endpoint=host:9000", "?endpoint"),
-    ],
-)
-def test_what_is_wrong_in_a_query_is_named(url: str, name: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"with '{name}' is not")):
-        check_url(url)
+    ):
+        with case(url), pytest.raises(ValueError, match=re.escape(f"with '{name}' is not")):
+            check_url(url)
 
 
 @pytest.mark.parametrize("scheme", ["redis+cluster", "rediss+cluster"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffd.errors import BadBlockIds, BadGeometry, KvoffdError, OutOfBounds
+from kvoffd.errors import BadBlockIds, BadGeometry, OutOfBounds
 from kvoffd.transfer.plan import GroupLayout, build_layouts, check_count, check_ids
 from kvoffd_proto.messages import PageRef, TensorLayout
+from tests.kit.cases import case
 
 SEGMENTS = [(1 << 20, 65536), (1 << 30, 4096)]
 
@@ -34,9 +35,8 @@ def test_a_tensor_may_end_with_its_segment_and_not_a_byte_later() -> None:
         build(TensorLayout(0, 1, 8192, 8), PageRef(0, 8192))
 
 
-@pytest.mark.parametrize(
-    ("tensor", "page", "error"),
-    [
+def test_what_reaches_outside_or_makes_no_sense_is_refused() -> None:
+    for tensor, page, error in (
         (TensorLayout(2, 0, 1, 1), PageRef(0, 1), OutOfBounds),
         (TensorLayout(-1, 0, 1, 1), PageRef(0, 1), OutOfBounds),
         (TensorLayout(0, 65536, 1, 1), PageRef(0, 1), OutOfBounds),
@@ -50,13 +50,9 @@ def test_a_tensor_may_end_with_its_segment_and_not_a_byte_later() -> None:
         (TensorLayout(0, 0, 16, 2), PageRef(0, 0), BadGeometry),
         (TensorLayout(0, 0, 16, 2), PageRef(1, 1), OutOfBounds),
         (TensorLayout(0, 0, 16, 2), PageRef(-1, 1), OutOfBounds),
-    ],
-)
-def test_what_reaches_outside_or_makes_no_sense_is_refused(
-    tensor: TensorLayout, page: PageRef, error: type[KvoffdError]
-) -> None:
-    with pytest.raises(error):
-        build(tensor, page)
+    ):
+        with case(tensor, page), pytest.raises(error):
+            build(tensor, page)
 
 
 def test_one_block_may_be_larger_than_its_stride() -> None:
@@ -77,9 +73,8 @@ def test_groups_without_layers_and_endless_shards_are_refused() -> None:
         build(TensorLayout(0, 0, 16, 2), PageRef(0, 16), 0)
 
 
-@pytest.mark.parametrize(
-    ("count", "keys", "first_block", "store", "load"),
-    [
+def test_block_ids_must_fit_the_keys() -> None:
+    for count, keys, first_block, store, load in (
         (8, 2, 0, True, True),
         (7, 2, 0, False, True),
         (7, 2, 1, True, True),
@@ -93,16 +88,14 @@ def test_groups_without_layers_and_endless_shards_are_refused() -> None:
         (0, 1, 0, False, False),
         (0, 1, 3, False, False),
         (0, 0, 0, False, False),
-    ],
-)
-def test_block_ids_must_fit_the_keys(count: int, keys: int, first_block: int, store: bool, load: bool) -> None:
-    layout = build(TensorLayout(0, 0, 1024, 16), PageRef(0, 1024), blocks_per_key=4)
-    for exact, good in ((True, store), (False, load)):
-        if good:
-            check_count(layout, count, keys, first_block, exact)
-        else:
-            with pytest.raises(BadBlockIds):
+    ):
+        layout = build(TensorLayout(0, 0, 1024, 16), PageRef(0, 1024), blocks_per_key=4)
+        for exact, good in ((True, store), (False, load)):
+            if good:
                 check_count(layout, count, keys, first_block, exact)
+            else:
+                with case(count, keys, first_block), pytest.raises(BadBlockIds):
+                    check_count(layout, count, keys, first_block, exact)
 
 
 @pytest.mark.parametrize("wrong", [-1, 16, 2**31 - 1, -(2**31)])
