@@ -1,16 +1,18 @@
-"""What every transfer engine must do. An engine joins by adding a harness to ``HARNESSES``."""
+"""What every transfer engine must do, over host memory and over the CUDA double."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from kvoffd.transfer.cuda.engine import GpuEngine, PinnedChunks
+from kvoffd.system.native import native
+from kvoffd.transfer.cuda.engine import CHECKSUM_THREADS, GpuEngine, PinnedChunks
 from kvoffd.transfer.engine import (
     MAX_UNREAD_STORES,
     OVERDUE_GRACE_S,
@@ -67,6 +69,20 @@ class Harness:
     def release(self) -> None:
         self.gate.set()
 
+    def submit(self, *jobs: Job) -> None:
+        for job in jobs:
+            self.engine.submit(job.transfer)
+
+    def run(self, job: Job) -> Outcome:
+        self.submit(job)
+        return job.outcome()
+
+    def hold_running(self, *jobs: Job) -> None:
+        """Submit jobs, of which the first runs and is held before its first step."""
+        self.hold()
+        self.submit(*jobs)
+        assert self.at_gate.wait(WAIT_S)
+
 
 class HostHarness(Harness):
     """A copy is one step."""
@@ -122,10 +138,7 @@ class CudaHarness(Harness):
         self.engine = Engine(driver, chunks, clock=self.clock, step_pieces=8)
 
 
-HARNESSES: list[Callable[[], Harness]] = [HostHarness, CudaHarness]
-
-
-@pytest.fixture(params=HARNESSES)
+@pytest.fixture(params=[HostHarness, CudaHarness])
 def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     harness: Harness = request.param()
     yield harness
@@ -182,6 +195,7 @@ class Job:
             self.nbytes,
         )
         self.ends: list[Outcome] = []
+        self.on_end: Callable[[Transfer], None] = lambda _: None
         self.done = threading.Event()
         self.checksums = sums.slot_checksums(pieces) if sums else None
         self.transfer = Transfer(direction, plan, deadline, self._on_done, None, self.checksums)
@@ -189,6 +203,7 @@ class Job:
     def _on_done(self, transfer: Transfer, outcome: Outcome) -> None:
         assert transfer is self.transfer
         self.ends.append(outcome)
+        self.on_end(transfer)
         self.done.set()
 
     def outcome(self) -> Outcome:
@@ -203,53 +218,29 @@ class Job:
         return True
 
 
-@pytest.mark.parametrize("direction", list(Direction))
-def test_a_transfer_copies_every_byte_and_ends_once(harness: Harness, direction: Direction) -> None:
-    job = Job(pieces=100, direction=direction)
-    harness.engine.submit(job.transfer)
-    assert job.outcome() is Outcome.DONE
-    assert job.is_copied()
-    assert harness.engine.close(WAIT_S)
-    assert len(job.ends) == 1
-
-
-def test_an_empty_transfer_is_done(harness: Harness) -> None:
-    job = Job(pieces=0)
-    harness.engine.submit(job.transfer)
-    assert job.outcome() is Outcome.DONE
-
-
-def test_transfers_of_a_direction_start_in_their_order(harness: Harness) -> None:
-    order: list[int] = []
-    done = threading.Event()
-
-    def note(number: int) -> Callable[[Transfer, Outcome], None]:
-        def on_done(transfer: Transfer, outcome: Outcome) -> None:
-            order.append(number)
-            if len(order) == 50:
-                done.set()
-
-        return on_done
-
-    jobs = [Job(pieces=2) for _ in range(50)]
-    for number, job in enumerate(jobs):
-        harness.engine.submit(Transfer(Direction.LOAD, job.transfer.plan, FOREVER, note(number)))
-    assert done.wait(WAIT_S)
-    assert order == list(range(50))
+def test_transfers_copy_every_byte_in_their_order_and_end_once(harness: Harness) -> None:
+    for direction in Direction:
+        ended: list[Transfer] = []
+        jobs = [Job(pieces, direction) for pieces in (100, 0, *[2] * 48)]
+        for job in jobs:
+            job.on_end = ended.append
+        harness.submit(*jobs)
+        assert {job.outcome() for job in jobs} == {Outcome.DONE}
+        assert all(job.is_copied() for job in jobs)
+        assert ended == [job.transfer for job in jobs]
+    started = time.monotonic()
+    assert harness.engine.close(WAIT_S), "an idle engine closes at once"
+    assert time.monotonic() - started < WAIT_S / 2
 
 
 def test_submitting_never_waits_and_stats_count_what_is_there(harness: Harness) -> None:
-    harness.hold()
     jobs = [Job() for _ in range(5)]
-    for job in jobs:
-        harness.engine.submit(job.transfer)
-    assert harness.at_gate.wait(WAIT_S)
+    harness.hold_running(*jobs)
     stats = harness.engine.stats(Direction.STORE)
     assert (stats.queued, stats.running, stats.busy_seconds) == (4, 1, 0.0)
     assert harness.engine.stats(Direction.LOAD)[:2] == (0, 0)
     harness.release()
-    for job in jobs:
-        assert job.outcome() is Outcome.DONE
+    assert {job.outcome() for job in jobs} == {Outcome.DONE}
     stats = harness.engine.stats(Direction.STORE)
     assert stats[:2] == (0, 0)
     assert stats.busy_seconds > 0.0
@@ -257,138 +248,84 @@ def test_submitting_never_waits_and_stats_count_what_is_there(harness: Harness) 
 
 def test_a_load_does_not_wait_behind_a_store(harness: Harness) -> None:
     harness.hold("store")
-    store, load = Job(), Job(direction=Direction.LOAD)
-    harness.engine.submit(store.transfer)
+    store = Job()
+    harness.submit(store)
     assert harness.at_gate.wait(WAIT_S)
-    harness.engine.submit(load.transfer)
-    assert load.outcome() is Outcome.DONE
+    assert harness.run(Job(direction=Direction.LOAD)) is Outcome.DONE
     assert not store.ends
 
 
-def test_a_waiting_transfer_can_be_cancelled_and_writes_nothing(harness: Harness) -> None:
-    harness.hold()
+def test_only_a_waiting_transfer_can_be_cancelled(harness: Harness) -> None:
     first, second, third = Job(), Job(), Job()
-    for job in (first, second, third):
-        harness.engine.submit(job.transfer)
-    assert harness.at_gate.wait(WAIT_S)
+    harness.hold_running(first, second, third)
     assert harness.engine.cancel(second.transfer)
     assert second.ends == [Outcome.CANCELLED]
-    assert not harness.engine.cancel(second.transfer)
+    for job in (first, second, Job()):
+        assert not harness.engine.cancel(job.transfer)
     harness.release()
-    assert first.outcome() is Outcome.DONE
-    assert third.outcome() is Outcome.DONE
+    assert (first.outcome(), third.outcome()) == (Outcome.DONE, Outcome.DONE)
     assert not second.destination.any()
-    assert len(second.ends) == 1
+    assert second.ends == [Outcome.CANCELLED]
+    assert not harness.engine.cancel(first.transfer)
 
 
-def test_a_running_or_ended_transfer_cannot_be_cancelled(harness: Harness) -> None:
-    harness.hold()
-    job = Job()
-    harness.engine.submit(job.transfer)
-    assert harness.at_gate.wait(WAIT_S)
-    assert not harness.engine.cancel(job.transfer)
+@pytest.mark.parametrize("how", [Outcome.FAILED, Outcome.DEADLINE], ids=["abandoned", "late"])
+def test_transfer_that_must_end_writes_no_further_step(harness: Harness, how: Outcome) -> None:
+    deadline = FOREVER if how is Outcome.FAILED else harness.now + 5
+    running, waiting = (Job(pieces=100, deadline=deadline) for _ in range(2))
+    harness.hold_running(running, waiting)
+    if how is Outcome.FAILED:
+        running.transfer.must_end(how)
+        waiting.transfer.must_end(how)
+    else:
+        harness.now += 5
+        harness.engine.tick()
+        assert waiting.ends == [how]
+    assert not running.ends, "it may still write"
     harness.release()
-    assert job.outcome() is Outcome.DONE
-    assert not harness.engine.cancel(job.transfer)
-    assert not harness.engine.cancel(Job().transfer)
-
-
-def test_an_abandoned_transfer_ends_at_its_next_look(harness: Harness) -> None:
-    harness.hold()
-    job = Job(pieces=100)
-    harness.engine.submit(job.transfer)
-    assert harness.at_gate.wait(WAIT_S)
-    job.transfer.must_end(Outcome.FAILED)
-    assert not job.ends
-    harness.release()
-    assert job.outcome() is Outcome.FAILED
+    assert (running.outcome(), waiting.outcome()) == (how, how)
     assert harness.steps == 1
-    assert not job.is_copied()
+    assert not running.is_copied()
+    assert not waiting.destination.any()
+    late = Job(deadline=harness.now)
+    assert harness.run(late) is Outcome.DEADLINE
+    assert not late.destination.any()
 
 
-def test_a_transfer_abandoned_while_it_waits_writes_nothing(harness: Harness) -> None:
-    harness.hold()
-    first, second = Job(), Job()
-    harness.engine.submit(first.transfer)
-    harness.engine.submit(second.transfer)
-    assert harness.at_gate.wait(WAIT_S)
-    second.transfer.must_end(Outcome.FAILED)
-    harness.release()
-    assert second.outcome() is Outcome.FAILED
-    assert not second.destination.any()
-
-
-def test_a_transfer_whose_deadline_passed_while_it_waited_writes_nothing(harness: Harness) -> None:
-    job = Job(deadline=harness.now)
-    harness.engine.submit(job.transfer)
-    assert job.outcome() is Outcome.DEADLINE
-    assert not job.destination.any()
-
-
-def test_a_running_transfer_ends_at_its_next_look_after_its_deadline(harness: Harness) -> None:
-    harness.hold()
-    job = Job(pieces=100, deadline=harness.now + 5)
-    harness.engine.submit(job.transfer)
-    assert harness.at_gate.wait(WAIT_S)
-    harness.now += 5
-    harness.engine.tick()
-    harness.release()
-    assert job.outcome() is Outcome.DEADLINE
-    assert harness.steps == 1
-    assert not job.is_copied()
-
-
-def test_a_failing_copy_fails_its_transfer_and_not_the_engine(harness: Harness) -> None:
+def test_what_raises_does_not_end_the_engine(harness: Harness) -> None:
+    bad, raises = Job(), Job()
     harness.broken = True
-    bad = Job()
-    harness.engine.submit(bad.transfer)
-    assert bad.outcome() is Outcome.FAILED
+    assert harness.run(bad) is Outcome.FAILED
     harness.broken = False
-    good = Job()
-    harness.engine.submit(good.transfer)
-    assert good.outcome() is Outcome.DONE
+
+    def raise_it(transfer: Transfer) -> None:
+        raise RuntimeError("a bug of the owner's")
+
+    raises.on_end = raise_it
+    harness.submit(raises)
+    assert harness.run(Job()) is Outcome.DONE
+    assert raises.is_copied()
     assert len(bad.ends) == 1
 
 
-def test_an_owner_that_raises_does_not_end_the_engine(harness: Harness) -> None:
-    def raises(transfer: Transfer, outcome: Outcome) -> None:
-        raise RuntimeError("a bug of the owner's")
-
-    bad = Job()
-    harness.engine.submit(Transfer(Direction.STORE, bad.transfer.plan, FOREVER, raises))
-    job = Job()
-    harness.engine.submit(job.transfer)
-    assert job.outcome() is Outcome.DONE
-    assert bad.is_copied()
-
-
 def test_closing_cancels_what_waits_and_abandons_what_runs(harness: Harness) -> None:
-    harness.hold()
-    running, waiting = Job(pieces=100), Job()
-    harness.engine.submit(running.transfer)
-    harness.engine.submit(waiting.transfer)
-    assert harness.at_gate.wait(WAIT_S)
+    running, waiting, late = Job(pieces=100), Job(), Job()
+    harness.hold_running(running, waiting)
     assert not harness.engine.close(0.0), "a thread still copies, so the memory must stay"
     assert waiting.outcome() is Outcome.CANCELLED
     harness.release()
     assert harness.engine.close(WAIT_S)
     assert running.outcome() is Outcome.FAILED
-    late = Job()
-    harness.engine.submit(late.transfer)
-    assert late.outcome() is Outcome.CANCELLED
+    assert harness.run(late) is Outcome.CANCELLED
     assert harness.engine.close(WAIT_S)
 
 
 def test_every_transfer_ends_once_whatever_is_done_to_it(harness: Harness) -> None:
     """Submits, cancels, abandons from several threads at once."""
     jobs = [
-        Job(
-            pieces=20,
-            direction=list(Direction)[i % 2],
-            seed=i % 3,
-            sums=Sums((0, MIB, 1000)[i // 2 % 3]) if i % 2 == list(Direction).index(Direction.STORE) else None,
-        )
-        for i in range(200)
+        Job(20, direction, seed=i % 3, sums=Sums((0, MIB, 1000)[i % 3]) if direction is Direction.STORE else None)
+        for i in range(100)
+        for direction in Direction
     ]
 
     def meddle(remainder: int) -> None:
@@ -417,106 +354,73 @@ def test_every_transfer_ends_once_whatever_is_done_to_it(harness: Harness) -> No
     assert all(len(job.ends) == 1 for job in jobs)
 
 
-def test_closing_an_idle_engine_takes_no_time(harness: Harness) -> None:
-    started = time.monotonic()
-    assert harness.engine.close(WAIT_S)
-    assert time.monotonic() - started < WAIT_S / 2
+def test_a_store_has_the_checksums_of_what_was_copied(harness: Harness) -> None:
+    for slot_bytes in (PIECE, MIB, 64 * MIB):
+        job, copied = Job(pieces=100), list[int]()
+        job.source[:] = 1
 
+        def digests(slots: Sequence[tuple[int, int]], job: Job = job, copied: list[int] = copied) -> list[int]:
+            pieces = [at // slot_bytes for at, _ in slots]  # noqa: B023
+            copied.extend(np.count_nonzero(job.destination[at * PIECE :][: PIECE - at % 3]) for at in pieces)
+            return [at + 1 for at in pieces]
 
-@pytest.mark.parametrize("slot_bytes", [PIECE, MIB, 64 * MIB])
-def test_a_store_has_all_its_checksums_when_it_ends(harness: Harness, slot_bytes: int) -> None:
-    job = Job(pieces=100, sums=Sums(slot_bytes))
-    assert job.checksums is not None
-    harness.engine.submit(job.transfer)
-    assert job.outcome() is Outcome.DONE
-    assert job.is_copied()
-    assert job.checksums.sums == [number * slot_bytes + 1 for number in range(100)]
+        job.transfer.checksums = SlotChecksums(digests, [(number * slot_bytes, slot_bytes) for number in range(100)])
+        assert harness.run(job) is Outcome.DONE
+        assert job.transfer.checksums.sums == list(range(1, 101))
+        assert copied == [PIECE - number % 3 for number in range(100)]
     assert harness.engine.stats(Direction.STORE).checksum_seconds > 0
 
 
-@pytest.mark.parametrize("wrong", [None, 0, 19])
-def test_a_load_is_compared_before_its_first_byte_moves(harness: Harness, wrong: int | None) -> None:
-    sums = Sums(MIB)
-    sums.expected = [number * MIB + 1 for number in range(20)]
-    if wrong is not None:
-        sums.expected[wrong] ^= 1
-    job = Job(pieces=20, direction=Direction.LOAD, sums=sums)
-    harness.engine.submit(job.transfer)
-    assert job.outcome() is (Outcome.DONE if wrong is None else Outcome.CORRUPT)
-    assert job.is_copied() == (wrong is None)
-    assert wrong is None or not job.destination.any()
-
-
-def test_a_load_that_is_abandoned_while_it_is_compared_moves_no_byte(harness: Harness) -> None:
-    sums = Sums(MIB)
-    sums.expected = [number * MIB + 1 for number in range(20)]
-    sums.gate.clear()
-    job = Job(pieces=20, direction=Direction.LOAD, sums=sums)
-    harness.engine.submit(job.transfer)
-    assert sums.at_gate.wait(WAIT_S)
-    job.transfer.must_end(Outcome.FAILED)
-    sums.gate.set()
-    assert job.outcome() is Outcome.FAILED
-    assert not job.destination.any()
-
-
-def test_checksums_are_taken_of_what_was_copied(harness: Harness) -> None:
-    job, copied = Job(pieces=100), list[int]()
-    job.source[:] = 1
-
-    def digests(slots: Sequence[tuple[int, int]]) -> list[int]:
-        copied.extend(np.count_nonzero(job.destination[at : at + PIECE - at // PIECE % 3]) for at, _ in slots)
-        return [1] * len(slots)
-
-    job.transfer.checksums = SlotChecksums(digests, [(number * PIECE, 64 * MIB) for number in range(100)])
-    harness.engine.submit(job.transfer)
-    assert job.outcome() is Outcome.DONE
-    assert copied == [PIECE - number % 3 for number in range(100)]
+def test_a_load_is_compared_before_its_first_byte_moves(harness: Harness) -> None:
+    for wrong in (None, 0, 19, "abandoned"):
+        sums = Sums(MIB)
+        sums.expected = [number * MIB + 1 for number in range(20)]
+        if isinstance(wrong, int):
+            sums.expected[wrong] ^= 1
+        job = Job(20, Direction.LOAD, sums=sums)
+        if wrong == "abandoned":
+            sums.gate.clear()
+            harness.submit(job)
+            assert sums.at_gate.wait(WAIT_S)
+            job.transfer.must_end(Outcome.FAILED)
+            sums.gate.set()
+            assert job.outcome() is Outcome.FAILED
+        else:
+            assert harness.run(job) is (Outcome.DONE if wrong is None else Outcome.CORRUPT)
+        assert job.is_copied() == (wrong is None)
+        assert wrong is None or not job.destination.any()
 
 
 @pytest.mark.parametrize("harness", [CudaHarness], indirect=True)
-def test_a_store_waits_for_its_checksums_and_the_copy_thread_does_not(harness: Harness) -> None:
+def test_a_copy_thread_reads_checksums_only_where_readers_are_behind(harness: Harness) -> None:
+    """It copies no further store then, and nothing ends without; loads go on."""
     sums = Sums(64 * MIB)
     sums.gate.clear()
-    slow, next_one = Job(pieces=20, sums=sums), Job(pieces=20)
-    harness.engine.submit(slow.transfer)
-    harness.engine.submit(next_one.transfer)
-    assert next_one.outcome() is Outcome.DONE
+    slow, other = Job(20, sums=sums), Job(20)
+    harness.submit(slow, other)
+    assert other.outcome() is Outcome.DONE
     assert sums.at_gate.wait(WAIT_S)
     assert not slow.ends
     assert harness.engine.stats(Direction.STORE)[:2] == (0, 1)
-    sums.gate.set()
-    assert slow.outcome() is Outcome.DONE
-
-
-@pytest.mark.parametrize("harness", [CudaHarness], indirect=True)
-def test_where_checksums_are_behind_stores_wait_and_nothing_ends_without(harness: Harness) -> None:
-    """The copy thread takes them itself then, and copies no further store; loads go on."""
-    sums = Sums(64 * MIB)
-    sums.gate.clear()
-    readers = 2
-    jobs = [Job(pieces=20, sums=sums) for _ in range(readers + MAX_UNREAD_STORES + 2)]
-    for job in jobs:
-        harness.engine.submit(job.transfer)
-    wait_until(lambda: len(sums.threads) == readers + 1)
+    jobs = [Job(20, sums=sums) for _ in range(CHECKSUM_THREADS - 1 + MAX_UNREAD_STORES + 2)]
+    harness.submit(*jobs)
+    wait_until(lambda: len(sums.threads) == CHECKSUM_THREADS + 1)
     assert not jobs[-1].is_copied()
-    load = Job(direction=Direction.LOAD)
-    harness.engine.submit(load.transfer)
-    assert load.outcome() is Outcome.DONE
-    assert not harness.engine.cancel(jobs[0].transfer)
+    assert harness.run(Job(direction=Direction.LOAD)) is Outcome.DONE
+    assert not harness.engine.cancel(slow.transfer)
     sums.gate.set()
-    for job in jobs:
+    for job in (slow, *jobs):
         assert job.outcome() is Outcome.DONE
         assert job.checksums is not None
         assert all(job.checksums.sums)
 
 
-@pytest.mark.parametrize("how", ["abandoned", "late", "broken"])
+@pytest.mark.parametrize("how", ["abandoned", "late", "broken", "closed"])
 def test_a_store_whose_checksums_do_not_come_fails_once(harness: Harness, how: str) -> None:
     sums = Sums(64 * MIB)
     sums.gate.clear()
-    job = Job(pieces=20, deadline=harness.now + 5, sums=sums)
-    harness.engine.submit(job.transfer)
+    job = Job(20, deadline=harness.now + 5, sums=sums)
+    harness.submit(job)
     assert sums.at_gate.wait(WAIT_S)
     assert job.is_copied()
     if how == "abandoned":
@@ -524,38 +428,23 @@ def test_a_store_whose_checksums_do_not_come_fails_once(harness: Harness, how: s
     elif how == "late":
         harness.now += 5
         harness.engine.tick()
+    elif how == "closed":
+        assert not harness.engine.close(0.0), "a slot is still read, so the pool must stay"
     sums.broken = how == "broken"
     assert not job.ends
     sums.gate.set()
     assert job.outcome() is (Outcome.DEADLINE if how == "late" else Outcome.FAILED)
     good = Job(sums=Sums(64 * MIB))
-    harness.engine.submit(good.transfer)
-    assert good.outcome() is Outcome.DONE
+    assert harness.run(good) is (Outcome.CANCELLED if how == "closed" else Outcome.DONE)
     assert len(job.ends) == 1
-
-
-def test_closing_waits_for_checksums_that_are_being_taken(harness: Harness) -> None:
-    sums = Sums(64 * MIB)
-    sums.gate.clear()
-    job = Job(pieces=20, sums=sums)
-    harness.engine.submit(job.transfer)
-    assert sums.at_gate.wait(WAIT_S)
-    assert not harness.engine.close(0.0), "a slot is still read, so the pool must stay"
-    sums.gate.set()
-    assert harness.engine.close(WAIT_S)
-    assert job.ends == [Outcome.FAILED]
 
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_an_overdue_copy_is_told_of_once_and_ends_only_when_it_is_done(harness: Harness, direction: Direction) -> None:
-    harness.hold()
     told: list[Transfer] = []
-    job = Job(direction=direction, deadline=harness.now + 5)
+    job, behind = (Job(direction=direction, deadline=harness.now + 5) for _ in range(2))
     job.transfer.on_overdue = told.append
-    behind = Job(direction=direction, deadline=harness.now + 5)
-    for one in (job, behind):
-        harness.engine.submit(one.transfer)
-    assert harness.at_gate.wait(WAIT_S)
+    harness.hold_running(job, behind)
     harness.now += 5
     harness.engine.tick()
     assert behind.ends == [Outcome.DEADLINE], "it never started, so nothing of it can land"
@@ -568,3 +457,66 @@ def test_an_overdue_copy_is_told_of_once_and_ends_only_when_it_is_done(harness: 
     assert job.outcome() is Outcome.DEADLINE
     wait_until(lambda: harness.engine.stats(direction)[:2] == (0, 0))
     assert harness.engine.hangs_s() == 0
+
+
+# --- host memory ----------------------------------------------------------------------------------
+
+
+def test_several_threads_of_a_direction_copy_at_once() -> None:
+    both = threading.Barrier(2, timeout=WAIT_S)
+
+    def copy(plan: Plan, slots: Sequence[tuple[int, int]], stop: ctypes.c_uint32) -> list[int]:
+        both.wait()
+        return host_copy(plan, slots, stop)
+
+    engine = HostEngine(threads_per_direction=2, copy=copy)
+    jobs = [Job(), Job()]
+    for job in jobs:
+        engine.submit(job.transfer)
+    assert [job.outcome() for job in jobs] == [Outcome.DONE, Outcome.DONE]
+    assert engine.close(WAIT_S)
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["waits", "wants a CPU"])
+def test_an_overdue_copy_hangs_when_its_thread_waits_and_not_when_it_gets_no_cpu(hangs: bool) -> None:
+    now = [0.0]
+    begun, ended = threading.Event(), threading.Event()
+    much = random_bytes(32 * MIB)
+
+    def copy(plan: Plan, slots: Sequence[tuple[int, int]], stop: ctypes.c_uint32) -> list[int]:
+        begun.set()
+        while not ended.wait(60 if hangs else 0):
+            zlib.crc32(much)  # without the GIL, as a copy
+        return host_copy(plan, slots, stop)
+
+    engine, job = HostEngine(lambda: now[0], copy=copy), Job(direction=Direction.LOAD, deadline=1.0)
+    engine.submit(job.transfer)
+    assert begun.wait(WAIT_S)
+    for now[0] in range(10, 60):
+        engine.tick()
+        time.sleep(0.002)
+    # At some look its thread may be waiting for the GIL, but not at all of them.
+    assert (engine.hangs_s() > 45) is hangs
+    ended.set()
+    assert job.outcome() is Outcome.DEADLINE
+    assert engine.close(WAIT_S)
+    assert engine.hangs_s() == 0
+
+
+def test_a_host_copy_stops_in_the_middle_of_a_piece() -> None:
+    """16 GiB would take seconds."""
+    source, destination = random_bytes(4 * MIB), np.zeros(4 * MIB, np.uint8)
+    stop, copied = ctypes.c_uint32(), list[int]()
+    columns = [np.full(4096, one, np.uint64) for one in (address_of(destination), address_of(source), source.size)]
+    plan = Plan(*columns, nbytes=4096 * source.size)
+
+    def copy() -> None:
+        copied.append(native().host_copy(*plan.addresses(), plan.pieces, 0, 0, 0, 0, ctypes.byref(stop)))
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    wait_until(destination.any)
+    stop.value = 1
+    thread.join(WAIT_S)
+    assert 0 < copied[0] < plan.nbytes
+    assert copied[0] % MIB == 0

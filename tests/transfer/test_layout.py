@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -18,19 +20,11 @@ def build(tensor: TensorLayout, page: PageRef, blocks_per_key: int = 1) -> Group
     return layout
 
 
-def test_a_layout_has_addresses_and_the_size_of_a_shard() -> None:
-    tensors = [TensorLayout(0, 0, 4096, 8), TensorLayout(1, 0, 1024, 4), TensorLayout(0, 32768, 4096, 8)]
-    first, second = build_layouts(SEGMENTS, tensors, [[PageRef(0, 4096), PageRef(2, 100)], [PageRef(1, 1000)]], 3)
-    assert first.tensor_address.tolist() == [1 << 20, (1 << 20) + 32768]
-    assert first.slot_page_offset.tolist() == [0, 3 * 4096]
-    assert (first.shard_bytes, first.block_limit) == (3 * 4196, 8)
-    assert (second.shard_bytes, second.block_limit) == (3000, 4)
-
-
 def test_a_tensor_may_end_with_its_segment_and_not_a_byte_later() -> None:
     assert build(TensorLayout(0, 0, 8192, 8), PageRef(0, 8192)).block_limit == 8
-    # The last page need not fill its stride.
+    # The last page need not fill its stride, and one block may be larger than it.
     assert build(TensorLayout(0, 8, 8192, 8), PageRef(0, 8184)).block_limit == 8
+    assert build(TensorLayout(0, 0, 1, 1), PageRef(0, 65536)).shard_bytes == 65536
     with pytest.raises(OutOfBounds, match="ends at byte 65537 of segment 0, which has only 65536"):
         build(TensorLayout(0, 1, 8192, 8), PageRef(0, 8192))
 
@@ -53,18 +47,8 @@ def test_what_reaches_outside_or_makes_no_sense_is_refused() -> None:
     ):
         with case(tensor, page), pytest.raises(error):
             build(tensor, page)
-
-
-def test_one_block_may_be_larger_than_its_stride() -> None:
-    assert build(TensorLayout(0, 0, 1, 1), PageRef(0, 65536)).shard_bytes == 65536
-
-
-def test_a_tensor_no_group_uses_is_checked_too() -> None:
-    with pytest.raises(OutOfBounds):
+    with pytest.raises(OutOfBounds):  # a tensor that no group uses
         build_layouts(SEGMENTS, [TensorLayout(0, 0, 16, 2), TensorLayout(0, 0, 65536, 2)], [[PageRef(0, 1)]], 1)
-
-
-def test_groups_without_layers_and_endless_shards_are_refused() -> None:
     with pytest.raises(BadGeometry, match="Group 1 has no layers"):
         build_layouts(SEGMENTS, [TensorLayout(0, 0, 16, 2)], [[PageRef(0, 1)], []], 1)
     with pytest.raises(BadGeometry, match="fewer blocks per key"):
@@ -74,6 +58,7 @@ def test_groups_without_layers_and_endless_shards_are_refused() -> None:
 
 
 def test_block_ids_must_fit_the_keys() -> None:
+    layout = build(TensorLayout(0, 0, 1024, 16), PageRef(0, 1024), blocks_per_key=4)
     for count, keys, first_block, store, load in (
         (8, 2, 0, True, True),
         (7, 2, 0, False, True),
@@ -89,24 +74,18 @@ def test_block_ids_must_fit_the_keys() -> None:
         (0, 1, 3, False, False),
         (0, 0, 0, False, False),
     ):
-        layout = build(TensorLayout(0, 0, 1024, 16), PageRef(0, 1024), blocks_per_key=4)
         for exact, good in ((True, store), (False, load)):
-            if good:
+            with case(count, keys, first_block, exact), nullcontext() if good else pytest.raises(BadBlockIds):
                 check_count(layout, count, keys, first_block, exact)
-            else:
-                with case(count, keys, first_block), pytest.raises(BadBlockIds):
-                    check_count(layout, count, keys, first_block, exact)
 
 
-@pytest.mark.parametrize("wrong", [-1, 16, 2**31 - 1, -(2**31)])
-def test_one_block_id_out_of_range_refuses_the_job(wrong: int) -> None:
+def test_one_block_id_out_of_range_refuses_the_job() -> None:
     layout = build(TensorLayout(0, 0, 1024, 16), PageRef(0, 1024))
     check_ids(layout, np.array([0, 15, 0], dtype=np.int32))
-    with pytest.raises(BadBlockIds, match=f"Block id {wrong} .* run to 15"):
-        check_ids(layout, np.array([0, wrong, 15], dtype=np.int32))
-
-
-def test_the_shortest_tensor_of_a_group_bounds_its_block_ids() -> None:
+    for wrong in (-1, 16, 2**31 - 1, -(2**31)):
+        with pytest.raises(BadBlockIds, match=f"Block id {wrong} .* run to 15"):
+            check_ids(layout, np.array([0, wrong, 15], dtype=np.int32))
+    # The shortest tensor of a group counts.
     tensors = [TensorLayout(0, 0, 1024, 16), TensorLayout(0, 0, 1024, 4)]
     (layout,) = build_layouts(SEGMENTS, tensors, [[PageRef(0, 1024), PageRef(1, 1024)]], 1)
     with pytest.raises(BadBlockIds, match="run to 3"):

@@ -1,9 +1,8 @@
-"""Plans copy what they should: against a plain reference, byte by byte."""
+"""Plans copy what a plain reference does, byte by byte."""
 
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvoffd.transfer import plan as plan_module
 from kvoffd.transfer.engine import host_copy
-from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts, check_count, check_ids, concatenate
+from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts
 from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.kit.copy_buffers import address_of, execute, plan_copy, random_bytes, reference_copy
 
@@ -78,7 +77,7 @@ def pieces_at_once(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("pieces_at_once")
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(job=jobs(), direction=st.sampled_from(Direction))
 def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction) -> None:
     def run(how: str) -> tuple[bytes, bytes, int]:
@@ -134,15 +133,16 @@ def plan_of(layout: GroupLayout, ids: list[int], slots: list[int], first_block: 
     return plan_copy(layout, Direction.STORE, numbers, first_block, np.array(slots, dtype=np.uint64))
 
 
-def test_neighbouring_blocks_of_a_key_are_one_piece_a_layer() -> None:
+def test_pieces_that_touch_on_both_sides_are_one() -> None:
     plan = plan_of(evenly_spaced(3, 16, 4096, 4), [4, 5, 6, 7], [0])
-    assert plan.size.tolist() == [4 * 4096] * 3
-    assert plan.destination.tolist() == [0, 16384, 32768]
-
-
-def test_neighbouring_blocks_in_neighbouring_slots_are_one_piece() -> None:
+    assert (plan.size.tolist(), plan.destination.tolist()) == ([4 * 4096] * 3, [0, 16384, 32768])
     plan = plan_of(evenly_spaced(1, 16, 8192, 1), [3, 4, 5, 9], [0, 8192, 16384, 24576])
     assert plan.size.tolist() == [3 * 8192, 8192]
+
+
+def test_pieces_fill_their_slots_from_the_first_byte_on() -> None:
+    plan = plan_of(evenly_spaced(16, 16, 4096, 2), [9, 1, 3, 5], [2**20, 0])
+    assert plan.destination.tolist() == [2**20 + at for at in range(0, 2**17, 4096)] + list(range(0, 2**17, 4096))
 
 
 def side_by_side(order: list[int], blocks_per_key: int) -> GroupLayout:
@@ -158,55 +158,15 @@ def test_block_outermost_memory_is_one_layer_and_a_block_one_piece() -> None:
     assert (layout.page_bytes.tolist(), layout.stride.tolist(), layout.block_bytes) == ([16384], [16384], 16384)
     assert plan_of(layout, [2, 6], [0, 2**20]).size.tolist() == [16384, 16384]
     assert plan_of(layout, [2, 3], [0, 16384]).size.tolist() == [32768]
-
-
-def test_layers_are_merged_only_where_a_slot_has_them_in_the_same_order() -> None:
+    # Only where a slot has the layers in the same order, and they touch in every block.
     assert side_by_side([1, 0, 2, 3], 1).page_bytes.tolist() == [4096, 4096, 8192]
     assert side_by_side([0, 1, 2, 3], 2).page_bytes.tolist() == [4096] * 4
-    tensors = [TensorLayout(0, 0, 8192, 4), TensorLayout(0, 4096, 4096, 3)]  # they touch in block 0 only
+    tensors = [TensorLayout(0, 0, 8192, 4), TensorLayout(0, 4096, 4096, 3)]
     (layout,) = build_layouts([(2**40, 2**20)], tensors, [[PageRef(0, 4096), PageRef(1, 4096)]], 1)
     assert layout.page_bytes.tolist() == [4096, 4096]
-
-
-def test_pieces_fill_their_slots_from_the_first_byte_on() -> None:
-    plan = plan_of(evenly_spaced(16, 16, 4096, 2), [9, 1, 3, 5], [2**20, 0])
-    assert plan.destination.tolist() == [2**20 + at for at in range(0, 2**17, 4096)] + list(range(0, 2**17, 4096))
-
-
-def test_nothing_chosen_is_an_empty_plan() -> None:
-    layout = evenly_spaced(2, 4, 4096, 1)
-    ids, slots = np.array([1, 2], dtype=np.int32), np.zeros(2, dtype=np.uint64)
-    plan = plan_copy(layout, Direction.LOAD, ids, 0, slots, np.zeros(2, dtype=np.bool_))
-    assert (plan.pieces, plan.nbytes) == (0, 0)
-
-
-def test_plans_are_joined_end_to_end() -> None:
-    layout = evenly_spaced(2, 4, 4096, 1)
-    one, two = plan_of(layout, [1], [0]), plan_of(layout, [3], [2**20])
-    both = concatenate([one, two])
-    assert both.nbytes == one.nbytes + two.nbytes
-    assert both.source.tolist() == one.source.tolist() + two.source.tolist()
-    assert concatenate([]).pieces == 0
-    assert concatenate([one]) is one
 
 
 def test_layers_far_above_the_sign_bit_do_not_wrap() -> None:
     (layout,) = build_layouts([(2**56, 2**40)], [TensorLayout(0, 0, 2**30, 1000)], [[PageRef(0, 2**20)]], 1)
     plan = plan_of(layout, [999], [2**47])
     assert plan.source.tolist() == [2**56 + 999 * 2**30]
-
-
-@pytest.mark.parametrize("blocks_per_key", [1, 4])
-def test_ten_thousand_pieces_are_planned_in_two_milliseconds(blocks_per_key: int) -> None:
-    layers, blocks = 20, 500
-    layout = evenly_spaced(layers, blocks, 4096, blocks_per_key)
-    ids = np.random.default_rng(0).permutation(blocks).astype(np.int32)
-    slots = np.arange(blocks // blocks_per_key, dtype=np.uint64) * np.uint64(layout.shard_bytes)
-    times = []
-    for _ in range(10):
-        started = time.perf_counter()
-        check_count(layout, ids.size, blocks // blocks_per_key, 0, True)
-        check_ids(layout, ids)
-        plan_copy(layout, Direction.STORE, ids, 0, slots)
-        times.append(time.perf_counter() - started)
-    assert min(times) < 0.002

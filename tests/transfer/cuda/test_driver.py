@@ -1,57 +1,40 @@
-"""The binding says the same as the driver's header."""
+"""The binding of the driver, and the devices that it lists."""
 
 from __future__ import annotations
 
-import threading
+import ctypes
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvoffd.transfer.cuda.gpus import NoSuchGpu, find_device, list_devices
 from kvoffd_proto.cuda import Cuda, CudaError
+from tests.kit.cases import case
 from tests.kit.copy_buffers import address_of, random_bytes
 from tests.kit.cuda_calls import copy_batch
 from tests.kit.stub_cuda import Ranges, StubCuda
 
 
-def test_a_machine_without_a_driver_is_told_so() -> None:
-    with pytest.raises(CudaError, match=r"nowhere/libcuda\.so.*KVOFFD_CUDA_LIBRARY"):
-        Cuda("/nowhere/libcuda.so")
-
-
 def test_a_library_that_is_no_driver_is_told_so() -> None:
-    with pytest.raises(CudaError, match="cuInit"):
-        Cuda("libc.so.6")
+    for library, why in (("/nowhere/libcuda.so", "nowhere"), ("libc.so.6", "cuInit")):
+        with case(library), pytest.raises(CudaError, match=rf"{why}.*KVOFFD_CUDA_LIBRARY"):
+            Cuda(library)
 
 
-def test_an_error_names_the_call_and_the_status(stub: StubCuda) -> None:
-    stub.fail("cuInit", status=801)
-    with pytest.raises(CudaError, match=r"cuInit failed: CUDA_ERROR_NOT_SUPPORTED \(801\)") as caught:
-        stub.driver().init()
-    assert (caught.value.call, caught.value.status) == ("cuInit", 801)
-    stub.fail("cuInit", status=12345)
-    with pytest.raises(CudaError, match=r"an unknown error \(12345\)"):
-        stub.driver().init()
-
-
-def test_a_call_needs_the_context_in_its_own_thread(stub: StubCuda) -> None:
-    context = stub.start()
-    driver = stub.driver()
-    stream = driver.create_stream(urgent=False)
-    seen: list[int] = []
-
-    def other_thread() -> None:
-        try:
-            driver.create_event()
-        except CudaError as error:
-            seen.append(error.status)
-        driver.set_context(context)
-        driver.destroy_event(driver.create_event())
-        driver.destroy_stream(stream)
-
-    thread = threading.Thread(target=other_thread)
-    thread.start()
-    thread.join()
-    assert seen == [201]
+def test_errors_name_call_and_status_and_say_what_to_look_at(stub: StubCuda) -> None:
+    for call, status, said in (
+        ("cuDevicePrimaryCtxRetain", 46, r"\(46\)\. .*compute mode"),
+        ("cuDevicePrimaryCtxRetain", 2, r"CUDA_ERROR_OUT_OF_MEMORY \(2\)\. .*gpu_memory_utilization"),
+        ("cuInit", 802, r"\(802\)\. .*nvidia-fabricmanager"),
+        ("cuInit", 999, r"\(999\)\. .*start this process again"),
+        ("cuInit", 100, r"\(100\)\. .*give its container GPUs"),
+        ("cuInit", 12345, r"an unknown error \(12345\)\."),
+    ):
+        stub.fail(call, status=status)
+        with case(call, status), pytest.raises(CudaError, match=f"{call} failed: .*{said}") as caught:
+            stub.start()
+        assert (caught.value.call, caught.value.status) == (call, status)
 
 
 @pytest.mark.parametrize(("version", "form"), [(12080, 12080), (12090, 12080), (13000, 13000), (13020, 13000)])
@@ -76,29 +59,6 @@ def test_a_batch_is_called_in_the_form_the_driver_knows(stub: StubCuda, version:
     assert copy_batch(driver, copies, stream) == 1
 
 
-@pytest.mark.parametrize(
-    ("call", "status", "advice"),
-    [
-        ("cuDevicePrimaryCtxRetain", 46, "compute mode"),
-        ("cuDevicePrimaryCtxRetain", 2, "gpu_memory_utilization"),
-        ("cuInit", 802, "nvidia-fabricmanager"),
-        ("cuInit", 999, "start this process again"),
-        ("cuInit", 100, "give its container GPUs"),
-    ],
-)
-def test_errors_of_a_machine_say_what_to_look_at(stub: StubCuda, call: str, status: int, advice: str) -> None:
-    stub.fail(call, status=status)
-    with pytest.raises(CudaError, match=rf"{call} failed: .*\({status}\)\. .*{advice}"):
-        stub.start()
-
-
-@pytest.mark.parametrize("setting", [("version", 12070), ("batch_missing", 1), ("translated", 1)])
-def test_a_driver_without_batches_is_no_error(stub: StubCuda, setting: tuple[str, int]) -> None:
-    stub.set(*setting)
-    stub.start()
-    assert "batch" not in stub.driver().copy_calls()
-
-
 def test_an_operator_may_switch_batches_off(stub: StubCuda) -> None:
     stub.start()
     assert Cuda(stub.path, batches=False).copy_calls().keys().isdisjoint(["batch"])
@@ -111,3 +71,52 @@ def test_loads_have_the_most_urgent_stream_and_stores_the_least(stub: StubCuda) 
     driver.create_stream(urgent=True)
     driver.create_stream(urgent=False)
     assert [line for line in stub.log() if "priority" in line] == ["stream priority -5", "stream priority 0"]
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def test_gpus_are_listed_without_a_context(stub: StubCuda) -> None:
+    stub.set("devices", 2)
+    devices = list_devices(stub.driver())
+    assert [(device.ordinal, device.name, device.uuid[0]) for device in devices] == [
+        (0, "Stub 0", 16),
+        (1, "Stub 1", 17),
+    ]
+    assert stub.made_contexts() == 0
+    assert find_device(devices, bytes([17] * 16)).ordinal == 1
+    assert str(devices[0]) == "Stub 0 GPU-10101010-1010-1010-1010-101010101010"
+
+
+def test_a_gpu_that_is_not_there(stub: StubCuda) -> None:
+    with pytest.raises(NoSuchGpu, match=r"does not see the engine's GPU-2020.*It sees Stub 0 GPU-1010.*NVIDIA_VISIBLE"):
+        find_device(list_devices(stub.driver()), bytes([32] * 16))
+    with pytest.raises(NoSuchGpu, match="none at all"):
+        find_device([], bytes([32] * 16))
+
+
+def test_a_mig_instance_is_a_device_of_its_own(stub: StubCuda) -> None:
+    stub.set("mig", 1)
+    (device,) = list_devices(stub.driver())
+    assert device.is_mig
+    assert find_device([device], bytes([0x80] * 16)) is device
+    with pytest.raises(NoSuchGpu, match=r"whole of GPU-1010.*only its MIG instance Stub 0 MIG-8080"):
+        find_device([device], bytes([0x10] * 16))
+    with pytest.raises(NoSuchGpu, match="one MIG instance only"):
+        find_device([device], bytes([0x81] * 16))
+
+
+class NewerLibrary(ctypes.CDLL):
+    """A driver that has dropped what headers do not declare any more."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "cuDeviceGetUuid":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
+def test_a_driver_without_the_first_form_of_a_uuid_is_used(stub: StubCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub.set("mig", 1)
+    monkeypatch.setattr(ctypes, "CDLL", NewerLibrary)
+    (device,) = list_devices(stub.driver())
+    assert device.whole_uuid == device.uuid == bytes([0x80] * 16)
