@@ -210,7 +210,7 @@ class Cache:
         if all(namespace.shard_bytes(rank) is not None for rank in ranks):
             for group in self._current[namespace]:
                 group.lengths = [namespace.shard_length(rank, group.group) for rank in ranks]
-                group.sizes = namespace.slot_sizes(group.group)
+                group.sizes = [self.slots.slot_size(length) for length in group.lengths]
                 group.block_bytes = sum(group.sizes)
 
     def register_rank(
@@ -227,7 +227,9 @@ class Cache:
         Raises BadGeometry if they were fixed otherwise or do not fit the namespace; ShardTooLarge if no slot could
         hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
         """
-        if new := namespace.fix_shard_bytes(rank, shard_bytes, self.slots.slot_size):
+        for nbytes in shard_bytes:
+            self.slots.slot_size(nbytes)  # which raises
+        if new := namespace.fix_shard_bytes(rank, shard_bytes):
             self._fix_sizes(namespace)
         namespace.nodes[rank] = node
         if shards is not None:
@@ -258,8 +260,8 @@ class Cache:
             logger.warning("Some of the %d namespaces will not outlive the daemon: they are too many.", len(kept))
         return False
 
-    def _group(self, namespace: Namespace, group: int) -> Group:
-        """The group as it is now. Raises BadGeometry."""
+    def group(self, namespace: Namespace, group: int) -> Group:
+        """The group as it is until the next reset. Raises BadGeometry."""
         namespace.check_group(group)
         return self._current[namespace][group]
 
@@ -339,7 +341,9 @@ class Cache:
         namespace = Namespace(record.fingerprint, record.label, *geometry)
         for rank, shard_bytes in enumerate(record.shard_bytes):
             if shard_bytes is not None:
-                namespace.fix_shard_bytes(rank, shard_bytes, self.slots.slot_size)
+                for nbytes in shard_bytes:
+                    self.slots.slot_size(nbytes)
+                namespace.fix_shard_bytes(rank, shard_bytes)
         for rank, shards in enumerate(record.shards):
             if shards is not None:
                 namespace.describe_shards(rank, shards)
@@ -511,15 +515,15 @@ class Cache:
 
     def count_misses(self, namespace: Namespace, group: int, keys: bytes) -> None:
         """Count keys as missed, of which a lookup could not tell whether they would come."""
-        self._count_missing(namespace, self._group(namespace, group), keys, bytes(len(keys) // namespace.key_bytes))
+        self._count_missing(namespace, self.group(namespace, group), keys, bytes(len(keys) // namespace.key_bytes))
 
     def note_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
         """These keys are not there from now on, for this reason."""
-        self.blocks.note_misses(self._group(namespace, group).number, keys, namespace.key_bytes, reason)
+        self.blocks.note_misses(self.group(namespace, group).number, keys, namespace.key_bytes, reason)
 
     def reason_of(self, namespace: Namespace, group: int, key: bytes) -> MissReason:
         """Why a key was not there when it was asked for, as far as is known; it may have been stored since."""
-        counts = self.blocks.count_misses(self._group(namespace, group).number, key, namespace.key_bytes, bytes(1))
+        counts = self.blocks.count_misses(self.group(namespace, group).number, key, namespace.key_bytes, bytes(1))
         return MissReason(next(reason for reason, count in enumerate(counts) if count))
 
     def note_requests(self) -> None:
@@ -603,7 +607,7 @@ class Cache:
         groups = self._current[namespace]
         for part in parts:
             namespace.check_keys(part.group, part.keys)
-            namespace.slot_bytes(rank, part.group)  # which raises where no worker of the rank has registered
+            namespace.check_rank(rank)
         plans: list[_Plan] = []
         held: list[BlockIds] = []
         try:
@@ -787,7 +791,7 @@ class Cache:
 
     def begin_fill(self, namespace: Namespace, group: int, keys: bytes) -> FillTicket:
         """Take slots of all ranks for keys that come from a tier, as far as there is space. Raises BadGeometry."""
-        known = self._group(namespace, group)
+        known = self.group(namespace, group)
         if not known.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
         split = namespace.split(group, keys)
@@ -826,12 +830,12 @@ class Cache:
         Raises UnknownLease; BadGeometry, BadKeys; NotReady with the numbers of keys that are not READY, are corrupt, or
         whose written range begins later.
         """
-        namespace.slot_bytes(rank, group)
+        namespace.check_rank(rank)
         namespace.check_keys(group, keys)
         lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
-        known, size = self._group(namespace, group), namespace.key_bytes
+        known, size = self.group(namespace, group), namespace.key_bytes
         states, blocks = self.blocks.find(known.number, keys, size)
         bad = np.frombuffer(states, np.uint8) != READY
         if not bad.any():
@@ -954,7 +958,7 @@ class Cache:
             namespace.check_keys(number, keys)
         dropped = 0
         for number, keys in groups:
-            states, blocks = self.blocks.find(self._group(namespace, number).number, keys, namespace.key_bytes)
+            states, blocks = self.blocks.find(self.group(namespace, number).number, keys, namespace.key_bytes)
             there = np.unique(blocks[np.frombuffer(states, np.uint8) != FREE])
             dropped += len(there)
             self.drop(there, MissReason.INVALIDATED)
@@ -1161,7 +1165,7 @@ class Cache:
         ``places`` slots are looked into from ``position`` on, 0 at first. A block that is there from the first page to
         the last is on exactly one.
         """
-        known, begin, end = self._group(namespace, group), position, min(position + places, len(self.blocks.state))
+        known, begin, end = self.group(namespace, group), position, min(position + places, len(self.blocks.state))
         if begin >= end:
             return _NOTHING, 0
         if len(prefix) == 2 * namespace.key_bytes:

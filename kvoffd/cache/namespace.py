@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -158,9 +158,7 @@ class Namespace:
         self.nodes: dict[int, int | None] = {}
         """By rank, the NUMA node of its slots."""
         self._shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
-        self._slot_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
-        self._block_bytes: tuple[int, ...] | None = None
         self._key_type = np.dtype((np.void, key_bytes))
 
     @property
@@ -249,32 +247,11 @@ class Namespace:
         spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, self.description
         return NamespaceRecord(self.number, *spec, tuple(self._shard_bytes), tuple(self._shards), self.generation)
 
-    def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int], slot_size: Callable[[int], int]) -> bool:
-        """Set the sizes of a rank's shards, by group, and of their slots; False where they were set already.
+    def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int]) -> bool:
+        """Set the bytes of a rank's shards, by group; False where they were set already.
 
-        Raises BadGeometry if they are others already, and what ``slot_size`` raises.
+        Raises BadGeometry if they are others already, or do not fit the namespace.
         """
-        self.check_shard_bytes(rank, shard_bytes)
-        if self._shard_bytes[rank] is not None:
-            return False
-        self._slot_bytes[rank] = tuple(map(slot_size, shard_bytes))
-        self._shard_bytes[rank] = tuple(shard_bytes)
-        self._block_bytes = None
-        return True
-
-    def block_bytes(self, group: int) -> int:
-        """Pool bytes of a block of the group: of the slots of all ranks that have registered, 0 before the first."""
-        if self._block_bytes is None:
-            known = [sizes for sizes in self._slot_bytes if sizes is not None]
-            self._block_bytes = tuple(map(sum, zip(*known, strict=True))) or (0,) * len(self.groups)
-        return self._block_bytes[group]
-
-    def slot_sizes(self, group: int) -> list[int]:
-        """Bytes of the slots of a block of the group, of all ranks that have registered."""
-        return [sizes[group] for sizes in self._slot_bytes if sizes is not None]
-
-    def check_shard_bytes(self, rank: int, shard_bytes: Sequence[int]) -> None:
-        """Raise BadGeometry unless a worker of this rank may register with these sizes."""
         if not 0 <= rank < self.world_size:
             raise BadGeometry(f"There is no rank {rank} in a world of {self.world_size}; register the right rank.")
         if len(shard_bytes) != len(self.groups):
@@ -288,16 +265,15 @@ class Namespace:
                 f"Rank {rank} of the namespace {self.label!r} was registered with shards of {list(known)} bytes by "
                 f"group, not {list(shard_bytes)}; engines whose shards differ need different fingerprints."
             )
+        self._shard_bytes[rank] = tuple(shard_bytes)
+        return known is None
 
-    def slot_bytes(self, rank: int, group: int) -> int:
-        """Bytes of the slot of one shard. Raises BadGeometry while no worker of the rank has registered."""
-        sizes = self._slot_bytes[rank] if 0 <= rank < self.world_size else None
-        if sizes is None:
+    def check_rank(self, rank: int) -> None:
+        """Raise BadGeometry while no worker of the rank has registered."""
+        if not 0 <= rank < self.world_size or self._shard_bytes[rank] is None:
             raise BadGeometry(
                 f"No worker of rank {rank} has registered in the namespace {self.label!r}; register it first."
             )
-        self.check_group(group)
-        return sizes[group]
 
 
 def nbytes_of(label: str, description: str, world_size: int, groups: int) -> int:

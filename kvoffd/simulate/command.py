@@ -1,24 +1,18 @@
-"""``kvoffd-cli trace replay`` runs this: replays a trace with several policies and pool sizes, on all cores."""
+"""``kvoffd-cli trace replay`` runs this: replays a trace with several policies and pool sizes."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.errors import KvoffdError
-from kvoffd.simulate.optimum import Uses, optimum_percent, uses_of
+from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import Replayed, replay
 from kvoffd.simulate.trace import BadTrace, Trace, read_trace
 from kvoffd_proto.units import format_size, parse_size
@@ -27,8 +21,6 @@ ALL = "all"
 PARTS = (8, 4, 2, 1)
 """Sizes of the pool unless others are given: these parts of all blocks of the trace."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
-PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
 
 
 class Result(NamedTuple):
@@ -92,11 +84,11 @@ def _replay_file(given: argparse.Namespace) -> None:
         print(_unequal(trace), file=sys.stderr)
     block_bytes, uses = _block_bytes(given, trace), uses_of(trace)
     sizes = _sizes(given, trace, block_bytes, uses.distinct)
-    try:
-        results = _run(trace, uses, policies, [size.blocks for size in sizes])
-    except BrokenProcessPool as error:
-        why = "A process that replays the trace was killed, mostly for want of memory; smaller pools take less."
-        raise ValueError(why) from error
+    results = [
+        Result(replay(trace, policy, blocks), best)
+        for blocks, best in [(size.blocks, optimum_percent(uses, size.blocks)) for size in sizes]
+        for policy in policies
+    ]
     if given.json:
         print(json.dumps(_as_json(trace, sizes, results)))
     else:
@@ -159,55 +151,6 @@ def _bytes_of(option: str, text: str) -> int:
         raise ValueError(f"{option}: {error}.") from None
 
 
-def _run(trace: Trace, uses: Uses, policies: Sequence[str], sizes: Sequence[int]) -> list[Result]:
-    """Replay all combinations on as many processes as there are cores."""
-    others = set(active_children())
-    cores = len(os.sched_getaffinity(0))
-    pool = ProcessPoolExecutor(cores, get_context("fork"), _begin_worker, (trace, uses))
-    try:
-        # What Ctrl-C raises in a fork would be lost.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        runs = [pool.submit(_replay, policy, blocks) for blocks in reversed(sizes) for policy in policies]
-        best = {blocks: pool.submit(_optimum, blocks) for blocks in sizes}
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        every: list[Future[Any]] = [*runs, *best.values()]
-        for one in wait(every, return_when=FIRST_EXCEPTION).done:
-            one.result()
-    except BaseException:  # the pool would wait for what runs and for what is to run
-        for process in set(active_children()) - others:
-            process.kill()
-        raise
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-    replayed = {(run.result().blocks, run.result().policy): run.result() for run in runs}
-    return [Result(replayed[blocks, name], best[blocks].result()) for blocks in sizes for name in policies]
-
-
-class _Worker:
-    """What a process replays."""
-
-    trace: Trace
-    uses: Uses
-
-
-def _begin_worker(trace: Trace, uses: Uses) -> None:
-    _Worker.trace, _Worker.uses = trace, uses
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Else it would wait for work without end.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if (parent := parent_process()) is None or parent.pid != os.getppid():
-        os._exit(1)  # it ended before that
-    gc.disable()  # blocks are many and have no cycles
-
-
-def _replay(policy: str, blocks: int) -> Replayed:
-    return replay(_Worker.trace, policy, blocks)
-
-
-def _optimum(blocks: int) -> float:
-    return optimum_percent(_Worker.uses, blocks)
-
-
 def _as_json(trace: Trace, sizes: Sequence[Size], results: Sequence[Result]) -> dict[str, object]:
     return {
         "trace": trace.name,
@@ -239,28 +182,8 @@ def _as_table(trace: Trace, sizes: Sequence[Size], results: Sequence[Result], bl
     for one, best in results:
         percents = f"{one.hit_percent:>8.2f}{one.written_percent:>11.2f}{best:>12.2f}"
         lines.append(f"{texts[one.blocks]:>{width}}  {one.policy:<12}{percents}")
-    return "\n".join([*lines, "", _conclusion(texts, results)])
-
-
-def _conclusion(texts: dict[int, str], results: Sequence[Result]) -> str:
-    """What follows for the choice of a policy, at the size at which it matters most."""
-    by_size: dict[int, list[Result]] = {}
-    for result in results:
-        by_size.setdefault(result.replayed.blocks, []).append(result)
-
-    def lead(some: Sequence[Result]) -> float:
-        hits = {result.replayed.policy: result.replayed.hit_percent for result in some}
-        return max(hits.values()) - hits.get("lru", min(hits.values()))
-
-    some = max(by_size.values(), key=lambda some: (lead(some), some[0].replayed.blocks))
-    first, *others = sorted(some, key=lambda result: -result.replayed.hit_percent)
-    beside = "".join(f", {one.replayed.policy} {one.replayed.hit_percent:.1f} %" for one in others)
-    return (
-        f"For this traffic {first.replayed.policy} saves {first.replayed.hit_percent:.1f} % of the tokens in a pool of "
-        f"{texts[first.replayed.blocks]}{beside}; {first.optimum_percent:.1f} % were possible."
-    )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    # Not sys.exit: threads of a pool whose processes were killed may never end (CPython's gh-94777).
-    os._exit(main())
+    sys.exit(main())

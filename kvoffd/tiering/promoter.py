@@ -126,7 +126,7 @@ class Promoter:
         tokens = count * namespace.groups[group].tokens_per_block
         if not (tokens and prefill and speed):
             return False
-        nbytes = len(namespace.groups) * count * namespace.block_bytes(group)
+        nbytes = len(namespace.groups) * count * self._cache.group(namespace, group).block_bytes
         now = self._clock()
         if self.wait_s + nbytes / speed <= tokens / prefill or now >= self._read_again_at:
             self._read_again_at = max(self._read_again_at, now + READ_AGAIN_S)
@@ -139,7 +139,7 @@ class Promoter:
 
     def request(self, session: int, namespace: Namespace, space: Space, key: bytes, tier: Tier) -> Fill | None:
         """Queue a block that a tier has; None where too much is asked for."""
-        nbytes, held = namespace.block_bytes(space.group), self.queued_bytes + self.under_way_bytes
+        nbytes, held = self._cache.group(namespace, space.group).block_bytes, self.queued_bytes + self.under_way_bytes
         if held and held + nbytes + self._held[session] // 3 > self._requested_limit:
             return None
         fill = Fill(session, namespace, space, key, tier, self, nbytes, self._clock() + self._deadline_s)

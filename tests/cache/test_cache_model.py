@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -96,7 +96,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def notice_what_went(self, job: set[Name]) -> None:
         partial = [name for name in self.index if self.state(name) == WRITING and self.peek(name) == FREE]
-        writing_bytes = sum(self.spaces[space].block_bytes(group) for space, group, _ in partial)
+        writing_bytes = sum(self.cache.group(self.spaces[space], group).block_bytes for space, group, _ in partial)
         crowded = 4 * (self.rig.cache.usage.writing + writing_bytes) > self.rig.slots.pool_bytes
         for name, model in list(self.index.items()):
             if name in job:
@@ -114,7 +114,7 @@ class CacheMachine(RuleBasedStateMachine):
     def peek(self, name: Name) -> int:
         """The state of a block, without a lookup."""
         space, number, key = name
-        group = self.cache._group(self.spaces[space], number)
+        group = self.cache.group(self.spaces[space], number)
         return self.cache.blocks.find(group.number, keys_of(key), 8)[0][0]
 
     # --- stores and fills -----------------------------------------------------------------------
@@ -164,9 +164,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.stores.append((ticket, taken))
 
     def assert_there_was_no_space(self, taker: Namespace, group: int, job: set[Name]) -> None:
-        sizes = set(taker.slot_sizes(group))
+        sizes = set(self.cache.group(taker, group).sizes)
         quota = self.cache.quotas.get(taker.fingerprint)
-        if quota is not None and taker.held_bytes + taker.block_bytes(group) > quota:
+        if quota is not None and taker.held_bytes + self.cache.group(taker, group).block_bytes > quota:
             return
         slots = self.rig.slots
         for size in sizes:
@@ -181,7 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
         for name, model in self.index.items():
             if name in job or model.pins or not model.ready:
                 continue
-            other = self.spaces[name[0]].slot_sizes(name[1])
+            other = self.cache.group(self.spaces[name[0]], name[1]).sizes
             assert not sizes <= set(other) or len(sizes) > 1, "keys found no space beside a block that could go"
 
     @precondition(lambda self: self.stores)
@@ -267,15 +267,22 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.note_requests()
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), session=sessions, group=groups, chain=chains)
-    def look_up_again(self, data: st.DataObject, session: int, group: int, chain: list[int]) -> None:
+    @rule(data=st.data(), group=groups, chain=chains)
+    def look_up_again(self, data: st.DataObject, group: int, chain: list[int]) -> None:
         lease_id = data.draw(st.sampled_from(sorted(self.leases)))
-        lease = self.leases[lease_id]
-        if session != lease.session:
+        self.ask(self.leases[lease_id].space, group, self.leases[lease_id].session, lease_id, chain, [])
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), space=spaces, session=sessions, chain=chains)
+    def use_a_lease_of_others(self, data: st.DataObject, space: int, session: int, chain: list[int]) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.leases)))
+        lease, namespace, keys = self.leases[lease_id], self.spaces[space], keys_of(*chain)
+        if (space, session) != (lease.space, lease.session):
             with pytest.raises(UnknownLease):
-                self.cache.lookup(self.spaces[lease.space], session, lease_id, [(0, keys_of(*chain))])
-            return
-        self.ask(lease.space, group, session, lease_id, chain, [])
+                self.cache.lookup(namespace, session, lease_id, [(0, keys)])
+        if space != lease.space:
+            with pytest.raises(UnknownLease):
+                self.cache.begin_load(namespace, 0, lease_id, 0, keys)
 
     def ask(self, space: int, group: int, session: int, lease_id: int, chain: list[int], more: list[int]) -> None:
         namespace, _, group = self.geometry(space, 0, group)
@@ -304,7 +311,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert leased == len(lease.pinned)
         if cut:  # leases have what they may
             pinned = [model for one in self.leases.values() for model in one.pinned]
-            assert sum(self.spaces[m.name[0]].block_bytes(m.name[1]) for m in pinned) > 32 * UNIT // 8
+            assert sum(self.cache.group(self.spaces[m.name[0]], m.name[1]).block_bytes for m in pinned) > 32 * UNIT // 8
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), rank=ranks, group=groups, chain=chains, first_block=first_blocks, ready=st.booleans())
@@ -375,7 +382,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not models:
             return
         keys = keys_of(*(model.name[2] for model in models))
-        known = self.cache._group(self.spaces[space], group)
+        known = self.cache.group(self.spaces[space], group)
         _, blocks = self.cache.blocks.find(known.number, keys, 8)
         self.cache.pin(blocks)
         for model in models:
@@ -434,6 +441,19 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.invalidate(namespace, [(group, keys_of(*chain))]) == len(there)
         for name in there:
             del self.index[name]
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data())
+    def invalidate_what_is_being_written(self, data: st.DataObject) -> None:
+        _, taken = data.draw(st.sampled_from(self.stores))
+        for model, _ in taken:
+            self.invalidate(*model.name[:2], [model.name[2]])
+
+    @rule(space=spaces, chain=chains, session=sessions)
+    def a_namespace_has_more_than_its_quota(self, space: int, chain: list[int], session: int) -> None:
+        self.request_as_engines_do(space, 0, list(range(6)), session)
+        self.limit(space, 8)
+        self.request_as_engines_do(space, 0, chain, session)
 
     @rule(space=spaces)
     def reset(self, space: int) -> None:
@@ -565,7 +585,7 @@ class CacheMachine(RuleBasedStateMachine):
         for space, group, key in self.index:
             name = self.spaces[space].fingerprint, group, keys_of(key)
             if self.index[space, group, key].ready and name not in found:
-                known = self.cache._group(self.spaces[space], group)
+                known = self.cache.group(self.spaces[space], group)
                 _, blocks = self.cache.blocks.find(known.number, keys_of(key), 8)
                 slots = self.cache.blocks.slots(blocks, len(known.sizes))
                 assert not self.rig.table.records["checksum"][slots].all(), "a whole block is lost"
@@ -601,7 +621,12 @@ class ArcMachine(CacheMachine):
 
 
 _SETTINGS = settings(
-    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=80,
+    stateful_step_count=50,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink what fails takes minutes
+    suppress_health_check=[HealthCheck.too_slow],
 )
 TestCache, TestLearned, TestArc = CacheMachine.TestCase, LearnedMachine.TestCase, ArcMachine.TestCase
-TestCache.settings = TestLearned.settings = TestArc.settings = _SETTINGS
+TestCache.settings = _SETTINGS
+TestLearned.settings = TestArc.settings = settings(_SETTINGS, max_examples=20)

@@ -126,7 +126,7 @@ class CacheRig:
 
     def blocks(self, namespace: Namespace, keys: bytes, group: int = 0) -> BlockIds:
         """The blocks of keys that have one."""
-        states, blocks = self.cache.blocks.find(self.cache._group(namespace, group).number, keys, 8)
+        states, blocks = self.cache.blocks.find(self.cache.group(namespace, group).number, keys, 8)
         return blocks[np.frombuffer(states, np.uint8) != FREE]
 
     def begin(
@@ -175,7 +175,7 @@ class CacheRig:
 
     def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
         """What a lookup would find in the pool."""
-        return list(self.cache.blocks.find(self.cache._group(namespace, group).number, keys, 8)[0])
+        return list(self.cache.blocks.find(self.cache.group(namespace, group).number, keys, 8)[0])
 
     def successor(self) -> tuple[BlockFinder, RecoveredBlocks]:
         """What one would find that comes after this process's death."""

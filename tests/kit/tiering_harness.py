@@ -118,7 +118,7 @@ class TieringHarness(CacheRig):
 
     def index(self, namespace: Namespace, group: int = 0) -> dict[bytes, int]:
         """The blocks that are WRITING or READY, by key."""
-        known = self.cache._group(namespace, group)
+        known = self.cache.group(namespace, group)
         blocks = self.cache.blocks
         there = np.isin(blocks.state, (WRITING, READY)) & (blocks.group == known.number)
         heads = np.flatnonzero(there).astype(np.uint32)
@@ -164,7 +164,7 @@ class TieringHarness(CacheRig):
 
     def write_down(self, namespace: Namespace, keys: bytes, group: int = 0, tier: FakeTier | None = None) -> None:
         """Have the tier be given blocks that are READY."""
-        known = self.cache._group(namespace, group)
+        known = self.cache.group(namespace, group)
         space = self.tiering.space(namespace, group)
         writes = writes_of(self.cache, known, space, self.blocks_of(namespace, keys, group))
         assert len(writes) == len(namespace.split(group, keys))

@@ -415,7 +415,7 @@ class SimDaemon:
         cache = self.service.cache
         if spaces := [space for space in cache.namespaces.values() if space.shard_bytes(0) is not None]:
             space = self._rng.choice(spaces)
-            count = self.pool.pool_bytes // space.slot_bytes(0, 0)
+            count = self.pool.pool_bytes // cache.slots.slot_size(space.shard_length(0, 0))
             keys = b"".join(number.to_bytes(space.key_bytes, "big") for number in range(count))
             cache.abort_store(cache.begin_store(space, 0, [Part(0, keys)]))
         loose = [block for batch in cache.policy.candidates() for block in batch if not cache.blocks.pins[block]]

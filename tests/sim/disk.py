@@ -284,7 +284,7 @@ class SimDisk:
         self._stale.discard(read)
         cache = self._service.cache
         namespace = cache.namespaces.get(name.fingerprint)
-        group = namespace and cache._group(namespace, name.group)
+        group = namespace and cache.group(namespace, name.group)
         if not group:
             return
         (state,), blocks = cache.blocks.find(group.number, name.key, group.key_bytes)

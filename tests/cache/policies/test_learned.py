@@ -41,7 +41,7 @@ def bytes_of(policy: Learned) -> int:
 
 
 def group_of(rig: CacheRig, namespace: Namespace) -> Group:
-    return rig.cache._group(namespace, 0)
+    return rig.cache.group(namespace, 0)
 
 
 def check(rig: CacheRig) -> None:
