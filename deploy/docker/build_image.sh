@@ -16,6 +16,6 @@ fi
 if ! "$tool" build --file deploy/docker/Dockerfile \
     --build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "CREATED=$created" --tag "kvoffd:$version" "$@" .; then
     echo "The image was not built. Where no registry is in reach, name a base that is here:" \
-        "make image IMAGE_ARGS='--build-arg BASE=NAME'; \`make delivery\` makes one with mmdebstrap." >&2
+        "make image ARGS='--build-arg BASE=NAME'; \`make delivery\` makes one with mmdebstrap." >&2
     exit 1
 fi

@@ -4,7 +4,7 @@ Nothing here is on the wire. It lies in this package because the daemon, the cli
 driver, neither daemon nor client may import the other, and both import this package. It imports the standard library
 only, and makes no call of the driver before it is asked to.
 
-Declarations are those of NVIDIA's CUDA driver API, 12.0 to 13.x; ``make abi`` compares all of them with its headers.
+Declarations are those of NVIDIA's CUDA driver API, 12.0 to 13.x; ``tests/abi`` compares all of them with its headers.
 Every call releases the GIL.
 """
 

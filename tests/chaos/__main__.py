@@ -1,4 +1,4 @@
-"""The long chaos run: ``python -m tests.chaos`` or ``make chaos``.
+"""The long chaos run: ``python -m tests.chaos``.
 
 Rounds of signals at random to a daemon and its engines under traffic, half of them with the pool in a file, half with
 the pool kept by systemd's protocol; then clients that connect and are killed. Prints the figures; status 1 when one is

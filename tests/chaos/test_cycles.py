@@ -1,4 +1,4 @@
-"""Clients that connect and are killed leave nothing behind. ``make chaos`` does it ten thousand times."""
+"""Clients that connect and are killed leave nothing behind. ``python -m tests.chaos`` does it ten thousand times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Daemon and engines are killed and stopped at random under traffic. ``make chaos`` does it 500 times."""
+"""Daemon and engines are killed and stopped at random under traffic. ``python -m tests.chaos`` does it 500 times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where NVIDIA's headers and assemblers and Debian's driver library are, which `make abi` and `make test` fetch."""
+"""Where NVIDIA's headers and assemblers and Debian's driver library are, which `make test` fetches."""
 
 from __future__ import annotations
 

