@@ -104,11 +104,10 @@ class FakeTier(Tier):
         """Answer all questions."""
         questions, self.questions = self.questions, []
         for space in dict.fromkeys(space for space, _ in questions):
-            keys = [key for one, key in questions if one == space and self.known.get((one.tag, key), True) is None]
+            keys = [key for one, key in questions if one == space]
             found = [(space.tag, key) in self.blocks for key in keys]
             self.known.update(((space.tag, key), there) for key, there in zip(keys, found, strict=True))
-            if keys:
-                self.listener.answered(self, space, keys, found)
+            self.listener.answered(self, space, keys, found)
 
     def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
         writing = {(job.space.tag, job.key) for job in self.jobs if job.block is not None and not job.removed}

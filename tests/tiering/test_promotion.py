@@ -8,7 +8,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promoter import BEGUN_PER_END, MAX_BEGUN
 from kvoffd.tiers.tier import Result
-from kvoffd_proto.messages import ABSENT, PENDING, READY, WRITING, GroupSpec
+from kvoffd_proto.messages import ABSENT, PENDING, READY
 from tests.kit.slot_cache import UNIT, check_invariants, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
@@ -32,35 +32,6 @@ def test_a_key_in_a_tier_is_pending_and_then_ready(rig: TieringHarness) -> None:
     assert rig.states(space, keys_of(1, 2, 3)) == [READY, READY, ABSENT]
     assert rig.tiering.disks.promoter.promoted_blocks == 2
     rig.check()
-
-
-def test_only_what_continues_the_run_of_ready_keys_is_brought_up(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(2, 3, 5))
-    rig.put(space, keys_of(1))
-    assert rig.states(space, keys_of(1, 2, 3, 4, 5)) == [READY, PENDING, PENDING, ABSENT, ABSENT]
-    assert rig.states(space, keys_of(9, 5)) == [ABSENT, ABSENT]
-
-
-def test_of_a_sliding_window_its_last_whole_window_comes_up_within_what_the_others_have(rig: TieringHarness) -> None:
-    groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 32)]
-    space = rig.new_namespace("w", groups=groups)
-    rig.cache.register_rank(space, 0, [UNIT, UNIT], None)
-    rig.put_in_tier(space, keys_of(1, 2, 3, 4))
-    rig.put_in_tier(space, keys_of(1, 2, 3, 4, 5, 6), group=1)
-    asked = keys_of(1, 2, 3, 4, 5, 6)
-    states, _ = rig.cache.lookup(space, 1, 1, [(0, asked), (1, asked)])
-    assert list(states[0]) == [PENDING] * 4 + [ABSENT] * 2
-    assert list(states[1]) == [ABSENT, ABSENT, PENDING, PENDING, ABSENT, ABSENT]
-
-
-def test_a_lookup_that_is_repeated_is_counted_once(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1, 2))
-    rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2))])
-    rig.finish_promotions()
-    assert rig.cache.lookup(space, 2, 1, [(0, keys_of(1, 2))], again=True)[1] == 2
-    assert (space.counters.lookups, space.counters.keys_asked, space.counters.found_disk) == (1, 2, 2)
 
 
 @pytest.mark.parametrize("fault", [None, Result.FAILED])
@@ -106,68 +77,6 @@ def test_what_fails_is_absent(rig: TieringHarness, fault: Result, miss: MissReas
     rig.check()
 
 
-def test_wrong_bytes_are_never_ready(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1))
-    rig.tier.spoil(rig.space(space), keys_of(1))
-    rig.states(space, keys_of(1))
-    rig.finish_promotions()
-    assert rig.states(space, keys_of(1)) == [ABSENT]
-    rig.check()
-
-
-def test_invalidated_while_it_comes_up_it_is_gone_for_good(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1, 2))
-    rig.states(space, keys_of(1, 2))
-    rig.tiering.pump()
-    assert rig.cache.invalidate(space, [(0, keys_of(1))]) == 1
-    assert rig.states(space, keys_of(1, 2)) == [ABSENT, WRITING]
-    assert rig.states(space, keys_of(2)) == [PENDING]
-    rig.tier.end_all()
-    assert rig.states(space, keys_of(1)) == [ABSENT]
-    assert rig.states(space, keys_of(2)) == [READY]
-    rig.check()
-
-
-def test_a_reset_forgets_what_is_queued_under_way_and_in_the_tier(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1, 2))
-    rig.states(space, keys_of(1))
-    rig.tiering.pump()
-    rig.states(space, keys_of(1, 2))  # the second waits in the queue
-    assert rig.cache.reset(space) == 3, "one of them in both"
-    rig.tier_events.index.clear()  # as the event of the cache says
-    rig.finish_promotions()
-    assert rig.states(space, keys_of(1, 2)) == [ABSENT, ABSENT]
-    assert not rig.tier.blocks
-    assert not rig.tiering.disks.promoter.busy
-    rig.check()
-
-
-@pytest.mark.parametrize("fault", [None, Result.FAILED])
-@pytest.mark.parametrize("late", [False, True])
-def test_a_namespace_may_be_forgotten_while_a_block_of_it_comes_up(
-    rig: TieringHarness, fault: Result | None, late: bool
-) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1))
-    rig.states(space, keys_of(1))
-    rig.tiering.pump()
-    rig.cache.reset(space)
-    rig.cache.forget_namespace(space)
-    rig.tiering.namespace_forgotten(space)
-    rig.tier_events.index.clear()  # as the event of the cache says
-    rig.clock.now += 6.0 * late
-    rig.tiering.tick()
-    while rig.cache.background():
-        pass
-    rig.tier.end_all(rig.clock(), fault)
-    assert not rig.tiering.disks.promoter.busy
-    assert rig.slots.used_bytes == 0
-    rig.check()
-
-
 def test_pinned_blocks_are_never_evicted_for_what_comes_up(rig: TieringHarness) -> None:
     space = rig.open(sizes=(4 * UNIT,))
     rig.put_in_tier(space, keys_of(1))
@@ -183,20 +92,6 @@ def test_pinned_blocks_are_never_evicted_for_what_comes_up(rig: TieringHarness) 
     rig.cache.unpin(pinned)
     rig.finish_promotions()
     assert rig.states(space, keys_of(1)) == [READY]
-    rig.check()
-
-
-def test_no_more_than_a_share_of_the_pool_is_under_way() -> None:
-    rig = TieringHarness(settings=QUIET, regions=8)
-    space = rig.open()
-    for key in range(24):
-        rig.put_in_tier(space, keys_of(key))
-    states = rig.states(space, keys_of(*range(24)))
-    assert states == [PENDING] * 16 + [ABSENT] * 8, "half of the pool's 32 slots may be wanted"
-    rig.tiering.pump()
-    assert rig.tiering.disks.promoter.under_way_bytes == 4 * UNIT == rig.slots.pool_bytes // 8
-    rig.tier.end_all()
-    assert rig.states(space, keys_of(*range(16))) == [READY] * 16
     rig.check()
 
 
@@ -235,33 +130,6 @@ def test_of_very_much_that_is_asked_for_a_part_is_begun_at_once_and_more_with_ea
     assert len(rig.tier.jobs) == MAX_BEGUN - 1 + BEGUN_PER_END
     rig.tier.end_all(rig.clock())
     assert rig.states(space, keys_of(*range(most))) == [READY] * most
-
-
-def test_a_tier_that_takes_no_more_now_is_asked_again_later() -> None:
-    rig = TieringHarness(settings=QUIET, regions=8, most_jobs=1)
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1))
-    rig.put_in_tier(space, keys_of(2))
-    rig.put_in_tier(space, keys_of(3))
-    rig.states(space, keys_of(1, 2, 3))
-    rig.tiering.pump()
-    for number in (1, 2, 3):
-        (job,) = rig.tier.jobs
-        assert job.key == keys_of(number), "in their order"
-        rig.tier.end(job)
-    assert rig.states(space, keys_of(1, 2, 3)) == [READY] * 3
-    rig.check()
-
-
-def test_what_an_engine_stores_meanwhile_is_not_brought_up(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1))
-    rig.states(space, keys_of(1))
-    rig.put(space, keys_of(1))
-    rig.tiering.pump()
-    assert not rig.tier.jobs
-    assert rig.states(space, keys_of(1)) == [READY]
-    assert not rig.tiering.disks.promoter.busy
 
 
 def test_a_store_of_what_comes_up_joins_and_copies_nothing(rig: TieringHarness) -> None:
@@ -357,21 +225,6 @@ def test_of_a_generation_that_is_over_nothing_is_told_nor_found(rig: TieringHarn
     assert rig.space(space).tag != before.tag
     assert rig.states(space, keys_of(1)) == [ABSENT]
     assert rig.tier_events.index == {(space.fingerprint, 0, keys_of(1))}
-
-
-def test_neighbours_that_lie_on_two_disks_come_up_together(rig: TieringHarness) -> None:
-    space, other = rig.open(), rig.add_disk()
-    for number in range(6):
-        rig.put(space, keys_of(number))
-        rig.write_down(space, keys_of(number), tier=other if number % 2 else rig.tier)
-        rig.evict(space, keys_of(number))
-    assert rig.states(space, keys_of(*range(7))) == [PENDING] * 6 + [ABSENT]
-    for _ in range(3):
-        rig.finish_promotions()
-        other.end_all()
-    assert rig.states(space, keys_of(*range(7))) == [READY] * 6 + [ABSENT]
-    rig.cache.invalidate(space, [(0, keys_of(0, 1))])
-    assert rig.in_tier(space, keys_of(0, 1)) == 0
 
 
 def test_a_quarantined_block_leaves_the_tier_too(rig: TieringHarness) -> None:

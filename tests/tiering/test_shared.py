@@ -10,7 +10,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.server.traffic import pending_keys
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promoter import READ_AGAIN_S, Promoter
-from kvoffd.tiering.tiering import ANSWER_S, DUE_S, MOST_KEYS, last_window
+from kvoffd.tiering.tiering import ANSWER_S, MOST_KEYS, last_window
 from kvoffd.tiers.tier import Block, Result, TierStats
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, WRITING, GroupSpec
 from tests.kit.fake_tier import FakeTier, checksum
@@ -88,19 +88,6 @@ def test_what_is_asked_for_is_a_hit_or_a_miss_once_it_is_answered(rig: TieringHa
     assert (counters.found_shared, pending_keys(space)) == (4, 0)
 
 
-def test_what_is_found_and_never_asked_for_again_is_counted_as_found(rig: TieringHarness, shared: FakeTier) -> None:
-    space = rig.open()
-    give(rig, shared, space, 1)
-    rig.states(space, keys_of(1))
-    shared.answer()
-    rig.clock.now += DUE_S - 1
-    rig.tiering.tick()
-    assert (space.counters.found_shared, pending_keys(space)) == (0, 1)
-    rig.clock.now += 1
-    rig.tiering.tick()
-    assert (space.counters.found_shared, pending_keys(space)) == (1, 0)
-
-
 @pytest.mark.parametrize("result", [Result.FAILED, Result.DEADLINE])
 def test_what_does_not_come_up_is_a_miss_for_each_that_asked(
     rig: TieringHarness, shared: FakeTier, result: Result
@@ -132,42 +119,6 @@ def test_what_comes_after_a_request_was_given_up_is_late(rig: TieringHarness, sh
         assert (space.counters.found_shared, +space.counters.misses) == (0, {MissReason.TIER_LATE: 1})
     else:
         assert (space.counters.found_shared, +space.counters.misses) == (1, {MissReason.LATE: 1})
-    assert pending_keys(space) == 0
-
-
-def test_what_a_lookup_asks_for_that_comes_again_is_not_counted(rig: TieringHarness, shared: FakeTier) -> None:
-    space = rig.open()
-    rig.states(space, keys_of(1))
-    shared.answer()
-    shared.known.clear()  # as an absence is after a second
-    rig.cache.lookup(space, 999, 1, [(0, keys_of(1))], again=True)
-    shared.answer()
-    assert +space.counters.misses == {MissReason.UNKNOWN: 1}
-    assert space.counters.found_shared == 0
-
-
-def test_what_a_reset_made_stale_is_a_miss_though_the_store_has_it(rig: TieringHarness, shared: FakeTier) -> None:
-    space = rig.open()
-    give(rig, shared, space, 1)
-    rig.states(space, keys_of(1))
-    questions = list(shared.questions)
-    rig.cache.reset(space, generation=1)
-    for before, key in questions:
-        rig.tiering.reports.answered(shared, before, [key], [True])
-    assert (+space.counters.misses, pending_keys(space)) == ({MissReason.UNKNOWN: 1}, 0)
-
-
-def test_what_waits_to_come_up_is_forgotten_by_a_reset(rig: TieringHarness, shared: FakeTier) -> None:
-    """It would come from the store, which knows of no reset here, into the namespace as it is now."""
-    space = rig.open()
-    give(rig, shared, space, 1)
-    rig.states(space, keys_of(1))
-    shared.answer()
-    assert rig.states(space, keys_of(1)) == [SHARED]
-    rig.cache.reset(space, generation=1)
-    rig.tiering.pump()
-    assert not rig.tiering.stores[0].promoter.busy
-    assert rig.tiering.stores[0].promoter.failures == {}
     assert pending_keys(space) == 0
 
 
@@ -214,16 +165,6 @@ def test_gaps_of_the_disks_are_filled_from_the_stores_in_their_order(rig: Tierin
     assert [level.promoter.promoted_blocks for level in rig.tiering.levels] == [2, 2, 1]
 
 
-def test_behind_a_key_that_nobody_has_nothing_comes_up(rig: TieringHarness, shared: FakeTier) -> None:
-    space = rig.open()
-    give(rig, shared, space, 1, 3)
-    rig.states(space, keys_of(1, 2, 3))
-    shared.answer()
-    assert rig.states(space, keys_of(1, 2, 3)) == [SHARED, ABSENT, ABSENT]
-    rig.tiering.pump()
-    assert len(shared.jobs) == 1
-
-
 def test_behind_what_an_engine_is_storing_nothing_is_asked_for(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.begin(space, 0, 0, keys_of(1))
@@ -240,18 +181,6 @@ def test_a_lookup_of_many_groups_asks_for_no_more_keys_than_one_of_one_group(
     each = MOST_KEYS // 4
     assert [list(one) for one in states] == [[SHARED] * each + [ABSENT] * (MOST_KEYS - each)] * 4
     assert len(shared.asked) == MOST_KEYS
-
-
-def test_what_cannot_be_reached_and_what_an_engine_reset_is_not_asked(rig: TieringHarness, shared: FakeTier) -> None:
-    space = rig.open()
-    shared.hangs = True
-    assert rig.states(space, keys_of(1)) == [ABSENT]
-    shared.hangs = False
-    rig.tiering.unshare(space.fingerprint)
-    assert rig.states(space, keys_of(1)) == [ABSENT]
-    assert not shared.asked
-    rig.tiering.reshare(space.fingerprint)
-    assert rig.states(space, keys_of(1)) == [SHARED]
 
 
 # --- windows ---------------------------------------------------------------------------------------
@@ -409,24 +338,6 @@ def test_where_nobody_says_how_many_tokens_a_block_has_nothing_is_slower(rig: Ti
         assert rig.states(space, keys_of(number)) == [SHARED]
 
 
-@pytest.mark.parametrize("result", [Result.GONE, Result.CORRUPT, Result.FAILED, Result.DEADLINE])
-def test_what_does_not_come_is_absent(rig: TieringHarness, shared: FakeTier, result: Result) -> None:
-    space = rig.open()
-    give(rig, shared, space, 1)
-    rig.states(space, keys_of(1))
-    shared.answer()
-    rig.states(space, keys_of(1))
-    rig.tiering.pump()
-    shared.blocks.clear()
-    shared.end_all(fault=result)
-    shared.answer()
-    rig.states(space, keys_of(1))
-    shared.answer()
-    assert rig.states(space, keys_of(1)) == [ABSENT]
-    assert rig.tiering.stores[0].promoter.failures == {result.value: 1}
-    rig.check()
-
-
 def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     give(rig, shared, space, 1)
@@ -460,18 +371,6 @@ def test_what_is_remembered_of_namespaces_and_servers_that_come_and_go_is_bounde
 
 
 # --- what is written there, and what goes ----------------------------------------------------------
-
-
-def test_a_namespace_that_was_reset_is_not_written(rig: TieringHarness) -> None:
-    tier = rig.share(ALWAYS)
-    space = rig.open()
-    rig.put(space, keys_of(1))
-    rig.tiering.pump()
-    assert [job.key for job in tier.jobs] == split(keys_of(1))
-    rig.tiering.unshare(space.fingerprint)
-    rig.put(space, keys_of(2))
-    rig.tiering.tick()
-    assert len(tier.jobs) == 1
 
 
 def test_what_others_use_stays_there_whatever_this_node_drops(rig: TieringHarness, shared: FakeTier) -> None:

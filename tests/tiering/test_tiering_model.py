@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffd.cache.block_table import READY, WRITING
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.promoter import Fill
 from kvoffd.tiers.tier import Result
-from kvoffd_proto.messages import PENDING, SHARED
+from kvoffd_proto.messages import ABSENT, PENDING, SHARED
 from tests.kit.fake_tier import FakeTier, Job
 from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
-chains = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
+chains = st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True)
 faults = st.sampled_from([None, None, None, *Result])
 
 
@@ -27,21 +29,31 @@ class TieringMachine(RuleBasedStateMachine):
     @initialize(
         mode=st.sampled_from(WriteMode),
         tier_blocks=st.sampled_from([3, 99]),
-        jobs=st.sampled_from([2, 99]),
+        jobs=st.sampled_from([1, 2, 99]),
+        regions=st.sampled_from([2, 4]),
         disks=st.integers(1, 2),
         stores=st.integers(0, 2),
+        per_day_blocks=st.sampled_from([0, 16]),
     )
-    def begin(self, mode: WriteMode, tier_blocks: int, jobs: int, disks: int, stores: int) -> None:
-        self.rig = TieringHarness(settings=TieringSettings(mode), tier_blocks=tier_blocks, most_jobs=jobs)
+    def begin(
+        self, mode: WriteMode, tier_blocks: int, jobs: int, regions: int, disks: int, stores: int, per_day_blocks: int
+    ) -> None:
+        settings = TieringSettings(mode, per_day_blocks * UNIT)
+        self.rig = TieringHarness(settings, regions, tier_blocks, jobs)
         self.tiers = [self.rig.tier, *(self.rig.add_disk(tier_blocks, jobs) for _ in range(1, disks))]
-        self.stores_of_nodes = [self.rig.share(TieringSettings(mode), f"redis://{number}") for number in range(stores)]
+        self.stores_of_nodes = [self.rig.share(settings, f"redis://{number}") for number in range(stores)]
         self.tiers += self.stores_of_nodes
         self.generation = 0
         self.spaces = [self.rig.open("a"), self.rig.open("b", world_size=2)]
         self.stores: list[StoreTicket] = []
         self.stored: set[tuple[bytes, bytes]] = set()
-        """What was stored since it was dropped last: only that may be ready."""
+        """What was stored since it was dropped last: only that may be ready, or in a tier."""
         self.leases = 0
+        self.spent = dict.fromkeys(map(id, self.rig.tiering.levels), 0)
+        """By level, bytes of writes that ended otherwise than with PRESENT."""
+        self.forgotten: set[str] = set()
+        self.unshared: dict[bytes, set[Job]] = {}
+        """By fingerprint, the writes to stores that had begun by then."""
 
     @rule(space=st.integers(0, 1), chain=chains)
     def begin_store(self, space: int, chain: list[int]) -> None:
@@ -66,16 +78,26 @@ class TieringMachine(RuleBasedStateMachine):
     def note_stored(self, namespace: Namespace, keys: bytes) -> None:
         self.stored |= {(namespace.fingerprint, key) for key in namespace.split(0, keys)}
 
-    @rule(space=st.integers(0, 1), chain=chains, keep=st.booleans())
-    def look_up(self, space: int, chain: list[int], keep: bool) -> None:
-        self.leases += 1
-        namespace = self.spaces[space]
-        ((states,), _) = self.rig.cache.lookup(namespace, 1, self.leases, [(0, keys_of(*chain))])
-        for key, state in zip(chain, states, strict=True):
-            assert state != READY or (namespace.fingerprint, keys_of(key)) in self.stored
+    @rule(
+        space=st.integers(0, 1),
+        chain=chains | st.just(list(range(6))),
+        again=st.booleans(),
+        end=st.sampled_from(["keep", "end", "late"]),
+    )
+    def look_up(self, space: int, chain: list[int], again: bool, end: str) -> None:
+        self.leases += not again
+        namespace, keys = self.spaces[space], keys_of(*chain)
+        if again and ((lease := self.rig.cache.leases.get(self.leases)) is None or lease.namespace is not namespace):
+            return
+        asked = [len(store.asked) for store in self.stores_of_nodes]
+        ((states,), _) = self.rig.cache.lookup(namespace, 1, self.leases, [(0, keys)], again=again)
+        if ABSENT in states:
+            assert PENDING not in states[states.index(ABSENT) :], "behind a gap"
+        if namespace.fingerprint in self.unshared:
+            assert asked == [len(store.asked) for store in self.stores_of_nodes]
         self.rig.cache.note_requests()
-        if not keep:
-            self.rig.cache.release(1, [self.leases])
+        if end != "keep":
+            self.rig.cache.release(1, [self.leases], MissReason.LATE if end == "late" else None)
         if PENDING in states or SHARED in states:
             self.rig.tiering.pump()
 
@@ -98,6 +120,19 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.cache._evict(np.flatnonzero((table.state == READY) & (table.pins == 0)).astype(np.uint32))
 
     @rule()
+    def pin_all(self) -> None:
+        """Nothing comes up while all of the pool is in use."""
+        namespace, keys = self.spaces[0], keys_of(*range(8, 8 + len(self.rig.slots.in_use)))
+        self.rig.put(namespace, keys)
+        self.note_stored(namespace, keys)
+        self.leases += 1
+        self.rig.cache.lookup(namespace, 1, self.leases, [(0, keys)])
+
+    @rule(data=st.data(), hangs=st.booleans())
+    def hang(self, data: st.DataObject, hangs: bool) -> None:
+        data.draw(st.sampled_from(self.tiers)).hangs = hangs
+
+    @rule()
     def sweep(self) -> None:
         """Free some of what was reset."""
         self.rig.cache.background()
@@ -116,9 +151,18 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.clock.now += seconds
         self.rig.cache.tick()
         self.rig.tiering.tick()
+        assert all(fill.deadline > self.rig.clock() for fill in self.coming), "nobody waits for what is late"
+        for fill in [fill for level in self.rig.tiering.levels for fill in level.promoter.under_way if fill.given_up]:
+            assert fill.ticket is not None
+            is_written = self.rig.cache.blocks.state[fill.ticket.blocks] == WRITING
+            assert fill.ticket.group.dead or not is_written.any(), "its key is free"
 
-    @rule(space=st.integers(0, 1), chain=chains, ask=st.booleans())
-    def put_down(self, space: int, chain: list[int], ask: bool) -> None:
+    @property
+    def coming(self) -> list[Fill]:
+        return [fill for keys in self.rig.tiering._coming.values() for fill in keys.values()]
+
+    @rule(space=st.integers(0, 1), chain=chains, then=st.sampled_from(["", "ask", "wait in vain"]))
+    def put_down(self, space: int, chain: list[int], then: str) -> None:
         """A quick way into the tier, out of the pool, and perhaps up again."""
         namespace = self.spaces[space]
         self.rig.put(namespace, keys_of(*chain))
@@ -128,16 +172,24 @@ class TieringMachine(RuleBasedStateMachine):
         for level in self.rig.tiering.levels:
             level.writer._wait(np.array(list(ready.values()), np.uint32))
             level.writer.pump()
-        for tier in self.tiers:
-            tier.end_all(self.rig.clock())
+        while self.jobs:
+            self.end(*self.jobs[0], None)
         self.evict_all()
-        if ask:
-            self.look_up(space, chain, keep=False)
+        if then:
+            self.look_up(space, chain, again=False, end="end")
+        if then == "wait in vain":
+            self.tick(6.0)
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), fault=faults)
     def end_job(self, data: st.DataObject, fault: Result | None) -> None:
         tier, job = self.jobs[data.draw(st.integers(0, len(self.jobs) - 1))]
+        self.end(tier, job, fault)
+
+    def end(self, tier: FakeTier, job: Job, fault: Result | None) -> None:
+        if job.block is not None and fault is not Result.PRESENT:
+            (level,) = [level for level in self.rig.tiering.levels if tier in level.tiers]
+            self.spent[id(level)] += job.space.nbytes
         tier.end(job, self.rig.clock(), None if fault is Result.DONE else fault)
 
     @precondition(lambda self: self.rig.tier.blocks)
@@ -151,29 +203,67 @@ class TieringMachine(RuleBasedStateMachine):
     def invalidate(self, space: int, chain: list[int]) -> None:
         namespace = self.spaces[space]
         self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))])
+        assert not self.rig.tiering._coming.get(self.rig.space(namespace).tag, {}).keys() & set(map(keys_of, chain))
         self.stored -= {(namespace.fingerprint, keys_of(key)) for key in chain}
 
-    @rule(space=st.integers(0, 1), forgotten=st.booleans())
-    def reset(self, space: int, forgotten: bool) -> None:
+    @rule(space=st.integers(0, 1), forgotten=st.booleans(), put=st.booleans())
+    def reset(self, space: int, forgotten: bool, put: bool) -> None:
         namespace = self.spaces[space]
+        if put:  # what is not written yet
+            self.rig.put(namespace, keys_of(0, 1))
         self.generation += 1
         self.rig.cache.reset(namespace, generation=self.generation)
+        assert all(fill.namespace is not namespace for fill in self.coming)
         self.stored = {name for name in self.stored if name[0] != namespace.fingerprint}
         self.rig.tier_events.index = {name for name in self.rig.tier_events.index if name[0] != namespace.fingerprint}
         if forgotten:
+            self.forgotten.add(namespace.label)  # an answer for it is counted for the one that comes after
             self.rig.cache.forget_namespace(namespace)
             self.rig.tiering.namespace_forgotten(namespace)
             self.spaces[space] = self.rig.open(namespace.label, namespace.world_size)
             self.spaces[space].generation = self.generation
 
+    @rule(space=st.integers(0, 1), back=st.booleans())
+    def share(self, space: int, back: bool) -> None:
+        """An engine reset a namespace; or all nodes did."""
+        fingerprint = self.spaces[space].fingerprint
+        if back:
+            self.rig.tiering.reshare(fingerprint)
+            self.unshared.pop(fingerprint, None)
+        else:
+            self.rig.tiering.unshare(fingerprint)
+            self.unshared.setdefault(fingerprint, {job for store in self.stores_of_nodes for job in store.jobs})
+
     @invariant()
     def all_is_right(self) -> None:
-        if hasattr(self, "rig"):
-            self.rig.check()
-            most = max(self.rig.slots.pool_bytes // 8, 2 * UNIT)
-            for promoter in [level.promoter for level in self.rig.tiering.levels]:
-                assert promoter.under_way_bytes - promoter._given_up_bytes <= most
-                assert promoter.under_way_bytes <= 2 * most, "what was given up and hangs may hold as much again"
+        if not hasattr(self, "rig"):
+            return
+        self.rig.check()
+        pool, table = self.rig.slots.pool_bytes, self.rig.cache.blocks
+        for namespace in self.spaces:
+            space = self.rig.space(namespace)
+            assert space.generation == namespace.generation
+            ready = {key for key, block in self.rig.index(namespace).items() if table.state[block] == READY}
+            there = {key for tier in self.tiers for tag, key in tier.blocks if tag == space.tag}
+            written = {job.key for _, job in self.jobs if job.block and not job.removed and job.space == space}
+            assert {(namespace.fingerprint, key) for key in ready | there | written} <= self.stored
+        for store in self.stores_of_nodes:
+            for job in store.jobs:
+                begun = self.unshared.get(job.space.fingerprint)
+                assert begun is None or job.block is None or job in begun, "an engine reset it"
+        for level in self.rig.tiering.levels:
+            promoter, writer, budget = level.promoter, level.writer, level.writer.budget
+            most = max(pool // 8, 2 * UNIT)
+            assert promoter.under_way_bytes - promoter._given_up_bytes <= most
+            assert promoter.under_way_bytes <= 2 * most, "what was given up and hangs may hold as much again"
+            fills = [*promoter.under_way, *promoter._queue]
+            names = [(fill.space.tag, fill.key) for fill in fills if not fill.withdrawn]
+            assert len(names) == len(set(names)), "two fills of one key"
+            assert promoter.queued_bytes + promoter.under_way_bytes <= max(pool * 2 // 3, 2 * UNIT)
+            assert writer.under_way_bytes <= pool // 16 + 2 * UNIT
+            spent = self.spent[id(level)] + writer.under_way_bytes
+            assert budget.spent_bytes <= spent, "what was not written is given back"
+            assert not budget._bound or spent <= budget._bound + budget._rate * (self.rig.clock() - 1000.0) + 2 * UNIT
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
@@ -183,8 +273,13 @@ class TieringMachine(RuleBasedStateMachine):
             rig.cache.abort_store(ticket)
         rig.cache.end_session(1)
         for tier in self.tiers:
+            tier.hangs = False
             tier.write = lambda block, offsets, on_end: False  # type: ignore[method-assign]
+        for store in self.stores_of_nodes:
+            store.answer()
+        goes = 0
         while self.jobs or any(level.promoter.busy for level in rig.tiering.levels):
+            assert (goes := goes + 1) < 100, "something waits for ever"
             rig.tiering.pump()
             for tier in self.tiers:
                 tier.end_all(rig.clock())
@@ -195,14 +290,19 @@ class TieringMachine(RuleBasedStateMachine):
         assert not any(level.promoter._held or level.promoter._given_up_bytes for level in rig.tiering.levels)
         rig.clock.now += 1000.0
         rig.cache.tick()
+        rig.tiering.tick()
         while rig.cache.background():
             pass
+        for counters in [namespace.counters for namespace in self.spaces if namespace.label not in self.forgotten]:
+            found = counters.keys_ready + counters.found_disk + counters.found_shared
+            late = counters.misses[MissReason.LATE]  # they were found
+            assert counters.keys_asked == found + counters.misses.total() - late, "each key is counted once"
         usage = rig.cache.usage
         assert (usage.writing, usage.dropped, usage.pinned) == (0, 0, 0)
         rig.check()
 
 
 TestTiering = TieringMachine.TestCase
-TestTiering.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+TestTiering.settings = hypothesis_settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -9,10 +9,9 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.writer import DAY_S, MAX_LOOKED_AT, MIN_SWEPT_BLOCKS, WriteBudget
-from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import BENCH_LABEL
 from tests.kit.clock import Clock
-from tests.kit.slot_cache import UNIT, check_invariants, keys_of
+from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
 
@@ -104,19 +103,6 @@ def test_never_writes_nothing() -> None:
     assert not rig.tier.blocks
 
 
-def test_a_block_that_is_being_written_is_not_evicted_and_is_no_ones_lease() -> None:
-    rig = rig_of(WriteMode.ALWAYS)
-    space = rig.open()
-    rig.put(space, keys_of(1))
-    rig.tiering.pump()
-    assert rig.cache.pinned_blocks == 1
-    rig.put(space, keys_of(*range(2, 40)))
-    check_invariants(rig.cache)
-    assert keys_of(1) in rig.index(space)
-    rig.tier.end_all()
-    rig.check()
-
-
 def test_stored_anew_while_its_predecessor_is_written_only_the_new_one_stays() -> None:
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()
@@ -128,60 +114,6 @@ def test_stored_anew_while_its_predecessor_is_written_only_the_new_one_stays() -
     go_on(rig)
     go_on(rig)
     assert rig.cache.usage.dropped == 0
-    rig.check()
-
-
-def test_a_number_that_is_another_blocks_by_its_turn_is_not_written() -> None:
-    rig = rig_of(WriteMode.REUSE)
-    space = rig.open()
-    rig.put(space, keys_of(1))
-    (before,) = rig.blocks_of(space, keys_of(1))
-    rig.use(space, keys_of(1))
-    rig.cache.release(1, [1])
-    rig.evict(space, keys_of(1))
-    rig.put(space, keys_of(2))
-    assert rig.blocks_of(space, keys_of(2)).tolist() == [before]
-    assert rig.tiering.disks.writer.waiting_blocks == 1
-    go_on(rig)
-    assert not rig.tier.blocks, "nobody has used it"
-
-
-@pytest.mark.parametrize("mode", [WriteMode.ALWAYS, WriteMode.EVICT])
-def test_what_a_reset_made_stale_is_not_written_though_it_is_in_the_pool_yet(mode: WriteMode) -> None:
-    rig = rig_of(mode, trickle_bytes=0)
-    space = rig.open(world_size=2)
-    rig.engines_busy = True
-    rig.put(space, keys_of(*range(16)))
-    rig.tiering.tick()
-    rig.cache.reset(space)
-    rig.tier_events.index.clear()  # as the event of the cache says
-    rig.engines_busy = False
-    go_on(rig)
-    assert rig.tiering.disks.writer.written_blocks == 0
-    assert rig.cache.usage.dropped
-    rig.check()
-
-
-def test_reset_while_it_is_written_it_does_not_come_back() -> None:
-    rig = rig_of(WriteMode.ALWAYS)
-    space = rig.open()
-    rig.put(space, keys_of(1, 2))
-    rig.tiering.pump()
-    rig.cache.reset(space)
-    rig.put(space, keys_of(1))
-    rig.tier.end_all()
-    assert rig.in_tier(space, keys_of(2)) == 0
-    rig.check()
-
-
-def test_a_write_that_fails_is_let_go() -> None:
-    rig = rig_of(WriteMode.ALWAYS)
-    space = rig.open()
-    rig.put(space, keys_of(1))
-    rig.tiering.pump()
-    rig.tier.end_all(fault=Result.FAILED)
-    assert rig.cache.pinned_blocks == 0
-    assert rig.tiering.disks.writer.written_blocks == 0
     rig.check()
 
 
@@ -271,17 +203,6 @@ def test_blocks_without_a_checksum_stay_and_take_nothing_of_the_budget() -> None
     go_on(rig)
     assert not rig.tier.blocks
     assert rig.tiering.disks.writer.budget.left_bytes == budget
-
-
-def test_no_more_than_a_sixteenth_of_the_pool_is_pinned_for_writing() -> None:
-    rig = rig_of(WriteMode.ALWAYS)
-    space = rig.open()
-    rig.put(space, keys_of(*range(16)))
-    rig.tiering.pump()
-    assert len(rig.tier.jobs) == 2
-    rig.tier.end_all()
-    assert len(rig.tier.blocks) == 16
-    rig.check()
 
 
 def test_beyond_the_days_bytes_nothing_is_written_and_that_is_counted() -> None:
