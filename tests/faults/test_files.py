@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from contextlib import closing
 from pathlib import Path
 
 from tests.faults.checked import CheckedEngine, Truth
@@ -25,46 +24,23 @@ NOTICED_S = 4.0
 
 
 def test_a_daemon_serves_on_without_its_files(lasting: DaemonProcess, pool_file: Path) -> None:
-    """The pool's file was removed: bytes stay right, and the next daemon starts with an empty pool."""
+    """The pool's file was removed: health says so, bytes stay right, and the next daemon says why its pool is empty."""
     truth = Truth()
     with CheckedEngine(lasting, truth) as engine:
         engine.put(ALL)
         for path in pool_file.parent.iterdir():
             path.unlink()
         assert engine.get(ALL) == list(ALL)
-    lasting.kill()
-    lasting.start()
-    with CheckedEngine(lasting, truth) as engine:
-        assert engine.get(ALL) == []
-        engine.put(range(4))
-        assert engine.get(range(4)) == list(range(4))
-
-
-def test_a_removed_pool_file_is_a_reason_in_health(lasting: DaemonProcess, pool_file: Path) -> None:
-    for path in pool_file.parent.iterdir():
-        path.unlink()
     wait_until(lambda: books(lasting.directory).health == "degraded", NOTICED_S)
     assert any("pool" in name for name in books(lasting.directory).problems)
-
-
-def test_a_removed_pool_file_is_a_line_at_the_next_start(lasting: DaemonProcess, pool_file: Path) -> None:
-    with CheckedEngine(lasting, Truth()) as engine:
-        engine.put(ALL)
-    for path in pool_file.parent.iterdir():
-        path.unlink()
     lasting.kill()
     before = len(lasting.log)
     lasting.start()
     assert any("WARNING" in line and "empty" in line for line in lasting.log[before:].splitlines())
-
-
-def test_a_removed_disk_file_is_a_reason_in_health(tmp_path: Path) -> None:
-    with over_disk(tmp_path) as daemon:
-        wait_serving(daemon)
-        for path in tmp_path.iterdir():
-            path.unlink()
-        wait_until(lambda: books(daemon.directory).health == "degraded", NOTICED_S)
-        assert any("disk" in name for name in books(daemon.directory).problems)
+    with CheckedEngine(lasting, truth) as engine:
+        assert engine.get(ALL) == []
+        engine.put(range(4))
+        assert engine.get(range(4)) == list(range(4))
 
 
 def test_a_disk_without_its_file_serves_right_bytes(tmp_path: Path) -> None:
@@ -77,6 +53,8 @@ def test_a_disk_without_its_file_serves_right_bytes(tmp_path: Path) -> None:
                 path.unlink()
             engine.put(range(BLOCKS, 2 * BLOCKS))
             assert engine.get(range(2 * BLOCKS))
+        wait_until(lambda: books(daemon.directory).health == "degraded", NOTICED_S)
+        assert any("disk" in name for name in books(daemon.directory).problems)
         daemon.kill()
         daemon.start()
         wait_serving(daemon)
@@ -110,9 +88,12 @@ def http_status(port: int, path: str) -> tuple[int, str]:
 
 
 def test_removed_sockets_are_told_wherever_it_is_asked(command: Command) -> None:
-    """Engines that are connected are served; no other can connect."""
-    (port,) = free_ports(1)
-    with DaemonProcess("16MiB", http_address=f"127.0.0.1:{port}") as daemon:
+    """A cleaner of /tmp removed them: engines that are connected are served, and a restart mends the rest."""
+    (port,), truth = free_ports(1), Truth()
+    with (
+        DaemonProcess("16MiB", http_address=f"127.0.0.1:{port}") as daemon,
+        CheckedEngine(daemon, truth) as engine,
+    ):
         for name in SOCKETS:
             (daemon.directory / name).unlink()
         status, text = command(daemon, "health")
@@ -122,6 +103,14 @@ def test_removed_sockets_are_told_wherever_it_is_asked(command: Command) -> None
         code, text = http_status(port, "/healthz")
         assert code != 200
         assert "socket" in text, text
+        engine.put(ALL)
+        assert engine.get(ALL) == list(ALL)
+        assert daemon.stop() == 0
+        truth.drop()  # the pool dies with this daemon
+        daemon.start()
+        assert engine.wait_ready(30.0)
+        engine.put(ALL)
+        assert engine.get(ALL) == list(ALL)
 
 
 def test_one_removed_socket_is_a_reason_in_health(command: Command) -> None:
@@ -139,22 +128,6 @@ def test_one_removed_socket_is_a_reason_in_health(command: Command) -> None:
         assert "were removed" in text, text
 
 
-def test_engines_that_are_connected_need_no_sockets() -> None:
-    """A cleaner of /tmp removed them: who is connected is served, and a restart mends the rest."""
-    truth = Truth()
-    with DaemonProcess("16MiB") as daemon, CheckedEngine(daemon, truth) as engine:
-        for name in SOCKETS:
-            (daemon.directory / name).unlink()
-        engine.put(ALL)
-        assert engine.get(ALL) == list(ALL)
-        assert daemon.stop() == 0
-        truth.drop()  # the pool dies with this daemon
-        daemon.start()
-        assert engine.wait_ready(30.0)
-        engine.put(ALL)
-        assert engine.get(ALL) == list(ALL)
-
-
 def test_a_stopping_daemon_leaves_its_successors_sockets() -> None:
     """Its lock file and sockets were cleaned away, so that a second daemon could start there."""
     with DaemonProcess("16MiB") as first:
@@ -164,21 +137,3 @@ def test_a_stopping_daemon_leaves_its_successors_sockets() -> None:
             assert first.stop() == 0
             assert second.running
             assert {path.name for path in first.directory.iterdir()} >= set(SOCKETS)
-
-
-def test_a_second_daemon_is_refused(lasting: DaemonProcess) -> None:
-    """On the same directory, and on the same pool's file. The first one goes on."""
-    truth = Truth()
-    with CheckedEngine(lasting, truth) as engine:
-        engine.put(ALL)
-        for other in (
-            DaemonProcess("16MiB", lasting.directory, log_format="text"),
-            DaemonProcess("16MiB", pool_file=lasting.flags["pool-file"]),
-        ):
-            with closing(other):
-                before = len(other.log)
-                assert other.start(wait=False).process.wait(60) != 0
-                said = other.log[before:]
-                assert str(lasting.pid) in said or lasting.flags["pool-file"] in said, said
-        assert engine.get(ALL) == list(ALL)
-    assert books(lasting.directory).health == "ok"

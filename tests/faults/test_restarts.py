@@ -10,7 +10,6 @@ import random
 import re
 import time
 import zlib
-from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -20,9 +19,9 @@ from kvoffd_client import AdminClient, GroupKeys, SharedMemory
 from kvoffd_client.testing import FakeEngine
 from tests.faults.checked import CheckedEngine, Truth
 from tests.faults.daemons import Command
+from tests.kit.cases import case
 from tests.kit.daemon import DaemonProcess
 from tests.kit.linux import tmpfs
-from tests.kit.waiting import wait_until
 from tests.kit.wire import WireClient, books, keys
 
 BLOCKS = 128
@@ -79,34 +78,6 @@ def test_a_kill_right_after_a_drop_brings_nothing_back(lasting: DaemonProcess, r
     assert books(lasting.directory).health == "ok"
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])])
-def test_kills_in_the_middle_of_starts_lose_nothing(lasting: DaemonProcess, rounds: int) -> None:
-    truth, chance = Truth(), random.Random(1)
-    with CheckedEngine(lasting, truth) as engine:
-        engine.put(ALL)
-    lasting.kill()
-    for _ in range(rounds):
-        lasting.start(wait=False)
-        time.sleep(chance.uniform(0.2, 0.9))
-        lasting.kill()
-    lasting.start()
-    with CheckedEngine(lasting, truth) as engine:
-        assert engine.get(ALL) == list(ALL)
-
-
-def test_a_stop_in_the_middle_of_a_start_loses_nothing(lasting: DaemonProcess) -> None:
-    """Its status is 0 once it handles signals."""
-    truth = Truth()
-    with CheckedEngine(lasting, truth) as engine:
-        engine.put(ALL)
-    for wait_s in (0.0, 0.1):
-        assert lasting.stop() == 0
-        lasting.start()
-        time.sleep(wait_s)
-    with CheckedEngine(lasting, truth) as engine:
-        assert engine.get(ALL) == list(ALL)
-
-
 def test_a_stop_while_blocks_are_recovered_ends_in_good_order(pool_file: Path) -> None:
     """Status 0, no error behind the end, and all blocks for the next daemon."""
     page, at_once, blocks = 8192, 1024, 56 * 1024  # so many that a stop comes before the last of them
@@ -117,14 +88,10 @@ def test_a_stop_while_blocks_are_recovered_ends_in_good_order(pool_file: Path) -
             for first in range(0, blocks, at_once):
                 assert engine.store(keys(*range(first, first + at_once)), range(at_once), 60.0).ok
         daemon.kill()
-        errors: list[str] = []
         for _ in range(10):
             daemon.start()
-            if daemon.stop() != 0:
-                raise RuntimeError(daemon.log)
-            errors = errors or errors_in(daemon.log)
-            if errors:
-                break
+            assert daemon.stop() == 0, daemon.log
+            assert errors_in(daemon.log) == []
         daemon.start()
         with FakeEngine(daemon.directory, layers=1, blocks=at_once, page_bytes=page) as engine:
             for first in range(0, blocks, at_once):
@@ -132,12 +99,9 @@ def test_a_stop_while_blocks_are_recovered_ends_in_good_order(pool_file: Path) -
                 end = time.monotonic() + 30.0
                 while engine.lookup(wanted) != at_once and time.monotonic() < end:
                     pass  # the last ones are recovered while engines are served
-                if not engine.load(wanted, range(at_once), 60.0).ok:
-                    raise RuntimeError("blocks were lost")
-                if engine.checksums(range(at_once)) != sums:
-                    raise RuntimeError("wrong bytes")
+                assert engine.load(wanted, range(at_once), 60.0).ok
+                assert engine.checksums(range(at_once)) == sums
                 engine.fill(range(8), 2)
-        assert errors == []
 
 
 # --- the pool's bytes and its table ----------------------------------------------------------------
@@ -149,8 +113,11 @@ def blocks_at(pool_file: Path, truth: Truth) -> list[int]:
     return [at for at in range(0, len(data) - PAGE + 1, SLOT) if zlib.crc32(data[at : at + PAGE]) in sums]
 
 
-def holes(lasting: DaemonProcess, pool_file: Path) -> tuple[CheckedEngine, int]:
-    """Of 192 blocks in a pool every other one lost its bytes over a kill; an engine, and how many it got."""
+def test_bytes_that_are_gone_are_noticed(lasting: DaemonProcess, pool_file: Path, command: Command) -> None:
+    """Of 192 blocks every other one loses its bytes over a kill: no load has them, and health names the pool.
+
+    They are summed up in the log, and the engine stores on.
+    """
     truth = Truth()
     with CheckedEngine(lasting, truth) as engine:
         engine.put(range(192))
@@ -163,28 +130,16 @@ def holes(lasting: DaemonProcess, pool_file: Path) -> tuple[CheckedEngine, int]:
             file.write(bytes(PAGE))
     lasting.start()
     with CheckedEngine(lasting, truth) as engine:
-        return engine, len(engine.get(range(192)))
-
-
-def test_bytes_that_are_gone_are_noticed(lasting: DaemonProcess, pool_file: Path, command: Command) -> None:
-    """No load has them; health names the pool, and the engine stores on."""
-    engine, right = holes(lasting, pool_file)
-    assert right == 96
-    found = books(lasting.directory)
-    assert found.integrity.mismatches == 96
-    assert (found.health, list(found.problems)) == ("degraded", ["pool_corrupt"])
-    status, text = command(lasting, "health")
-    assert status != 0
-    assert "checksum" in text
-    with CheckedEngine(lasting, engine.truth) as again:
-        again.put(range(192, 208))
-        assert again.get(range(192, 208)) == list(range(192, 208))
-
-
-def test_bytes_that_are_gone_are_summed_up(lasting: DaemonProcess, pool_file: Path) -> None:
-    holes(lasting, pool_file)
-    assert books(lasting.directory).integrity.mismatches == 96
-    assert len(errors_in(lasting.log)) <= 20
+        assert len(engine.get(range(192))) == 96
+        found = books(lasting.directory)
+        assert found.integrity.mismatches == 96
+        assert (found.health, list(found.problems)) == ("degraded", ["pool_corrupt"])
+        status, text = command(lasting, "health")
+        assert status != 0
+        assert "checksum" in text
+        assert len(errors_in(lasting.log)) <= 20
+        engine.put(range(192, 208))
+        assert engine.get(range(192, 208)) == list(range(192, 208))
 
 
 def flip(chance: random.Random, data: bytearray) -> None:
@@ -197,80 +152,30 @@ def shuffle(chance: random.Random, data: bytearray) -> None:
     data[4096:half], data[half : 2 * half - 4096] = data[half : 2 * half - 4096], data[4096:half]
 
 
-def blank(chance: random.Random, data: bytearray) -> None:
-    data[len(data) // 4 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 4)
-
-
-def fill_with_ones(chance: random.Random, data: bytearray) -> None:
-    data[4096 : len(data) // 2] = b"\xff" * (len(data) // 2 - 4096)
-
-
-def header(chance: random.Random, data: bytearray) -> None:
-    data[8] ^= 1
-
-
-def cut(chance: random.Random, data: bytearray) -> None:
-    del data[len(data) // 2 :]
-
-
-def grow(chance: random.Random, data: bytearray) -> None:
-    data += bytes(4096)
-
-
 def noise(chance: random.Random, data: bytearray) -> None:
     data[4096:] = chance.randbytes(len(data) - 4096)
 
 
-DAMAGE = [flip, header]
-MORE_DAMAGE = [shuffle, blank, fill_with_ones, cut, grow, noise]
-
-
-@pytest.mark.parametrize(
-    "damage", [*DAMAGE, *(pytest.param(one, marks=pytest.mark.nightly, id=one.__name__) for one in MORE_DAMAGE)]
-)
-def test_a_damaged_slot_table_costs_blocks_and_nothing_else(
-    lasting: DaemonProcess, pool_file: Path, damage: Callable[[random.Random, bytearray], None]
-) -> None:
+def test_a_damaged_slot_table_costs_blocks_and_nothing_else(lasting: DaemonProcess, pool_file: Path) -> None:
     """Never a wrong byte. Where all of it is lost, a line says why the pool starts empty."""
     truth = Truth()
-    with CheckedEngine(lasting, truth) as engine:
-        engine.put(ALL)
-    lasting.kill()
-    begin = min(blocks_at(pool_file, truth))
-    data = pool_file.read_bytes()
-    table = bytearray(data[:begin])
-    damage(random.Random(3), table)
-    pool_file.write_bytes(table + data[begin:])
-    before = len(lasting.log)
-    lasting.start()
-    with CheckedEngine(lasting, truth) as engine:
-        right = engine.get(ALL)
-        if not right:
-            assert "starts empty" in lasting.log[before:] or "0 are ready" in lasting.log[before:]
-        engine.put(range(BLOCKS, BLOCKS + 16))
-        assert engine.get(range(BLOCKS, BLOCKS + 16)) == list(range(BLOCKS, BLOCKS + 16))
-    assert books(lasting.directory).balanced
-
-
-def test_blocks_of_a_pool_of_another_size_come_from_disk(lasting: DaemonProcess, tmp_path: Path) -> None:
-    """The pool starts empty, and says so; half as large, then four times."""
-    truth = Truth()
-    lasting.stop()
-    lasting.flags |= {"disk": f"{tmp_path}=64MiB", "disk-write": "always"}
-    lasting.start()
-    wait_until(lambda: books(lasting.directory).disks[0].state == "serving")
-    with CheckedEngine(lasting, truth) as engine:
-        engine.put(ALL)
-        wait_until(lambda: books(lasting.directory).tiers.demoted_blocks == BLOCKS)
-    for size in ("8MiB", "32MiB"):
-        lasting.stop()
-        lasting.flags["pool-size"] = size
+    for damage in (flip, shuffle, noise):
+        with CheckedEngine(lasting, truth) as engine:
+            engine.put(ALL)
+        lasting.kill()
+        begin = min(blocks_at(pool_file, truth))
+        data = pool_file.read_bytes()
+        table = bytearray(data[:begin])
+        damage(random.Random(3), table)
+        pool_file.write_bytes(table + data[begin:])
         before = len(lasting.log)
         lasting.start()
-        assert "starts empty" in lasting.log[before:]
-        wait_until(lambda: books(lasting.directory).disks[0].state == "serving")
-        with CheckedEngine(lasting, truth) as engine:
-            assert sum(len(engine.get(range(at, at + 16))) for at in range(0, BLOCKS, 16)) == BLOCKS
+        with case(damage.__name__), CheckedEngine(lasting, truth) as engine:
+            if not engine.get(ALL):
+                assert "starts empty" in lasting.log[before:] or "0 are ready" in lasting.log[before:]
+            engine.put(range(BLOCKS, BLOCKS + 16))
+            assert engine.get(range(BLOCKS, BLOCKS + 16)) == list(range(BLOCKS, BLOCKS + 16))
+            assert books(lasting.directory).balanced
 
 
 def fill(place: Path) -> None:
