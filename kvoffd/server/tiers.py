@@ -20,7 +20,7 @@ from kvoffd.server.persistence import State
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiers.disk import DiskTier, open_disk
+from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, Store, open_store
@@ -262,7 +262,7 @@ class Tiers:
 
     def open_disk(self, size: DiskSize, listener: TierListener) -> DiskTier:
         """Open a directory, or stop when the daemon does. For any thread. Raises KvoffdError."""
-        return open_disk(
+        return DiskTier(
             Path(size.directory),
             size.size_bytes,
             pool=self._pool.buffer,

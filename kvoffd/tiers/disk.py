@@ -19,7 +19,7 @@ from kvoffd.errors import ShardTooLarge
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, page_up
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
-from kvoffd.system.files import FileCalls, ShortRead, aligned_buffer, read_all, write_all
+from kvoffd.system.files import FileCalls, OnError, ShortRead, aligned_buffer, read_all, write_all
 from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header, fits_header, parse_header
 from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
 from kvoffd.tiers.tier import ABSENT, PRESENT, Block, Result, Space, Tier, TierListener, TierStats
@@ -140,27 +140,40 @@ class _Region:
 
 
 class DiskTier(Tier):
-    """Keeps blocks in the slots of a ``DiskFile``. Made by ``open_disk``.
+    """Keeps blocks in the slots of the files in a directory, with what an earlier daemon has left in them.
 
-    What the index and memory say is where to look: a block's header and checksums decide whether it is there.
+    What the index and memory say is where to look: a block's header and checksums decide whether it is there. To make
+    one may take long, and is for any thread.
+
+    Args:
+        pool: the pool's memory.
+        clock: ``time.monotonic``, by which the threads measure deadlines too.
+        post: has a call made in the daemon's thread.
+        generation: that of a namespace now: blocks of lower ones are void. For any thread.
+
+    Raises:
+        DiskError: the directory cannot be used.
+        OpeningStopped: ``should_stop`` returned True.
     """
 
     def __init__(
         self,
-        file: DiskFile,
+        directory: Path,
+        size_bytes: int,
         *,
         pool: memoryview,
         clock: Callable[[], float],
         post: Callable[[Callable[[], None]], None],
         listener: TierListener,
+        generation: Callable[[bytes], int],
+        should_stop: Callable[[], bool] = lambda: False,
         options: DiskOptions = DiskOptions(),  # noqa: B008
+        calls: FileCalls | None = None,
         wall_clock: Callable[[], float] = time.time,
         make_workers: Callable[..., Workers[Any, Any]] = Workers,
-        generation: Callable[[bytes], int] = lambda fingerprint: 0,
-        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        begun = clock()
-        self.name = f"disk:{file.directory}"
+        file, begun = DiskFile(directory, size_bytes, options.region_bytes, calls, should_stop), clock()
+        self.name = f"disk:{directory}"
         self.direct = file.direct
         self.hangs = False
         """Whether a call does not return: until it does, nothing is taken."""
@@ -200,19 +213,19 @@ class DiskTier(Tier):
         self._write_at = float("-inf")
         self._news: deque[Callable[[], None]] = deque()
         self._closed = False
-        self.found_generations = self._find_blocks(generation, should_stop)
-        """By fingerprint, the highest generations of which blocks were found."""
+        name, readers, writers = f"kvoffd-disk-{directory.name}", range(options.readers), range(options.writers)
+        with OnError(file.close):
+            self.found_generations = self._find_blocks(generation, should_stop)
+            """By fingerprint, the highest generations of which blocks were found."""
+            self._reads = make_workers(
+                *(name, [self._works(self._read) for _ in readers], self._read_ended, post, clock, self._neighbours)
+            )
+            self._writes = make_workers(
+                *(f"{name}-w", [self._works(self._write) for _ in writers], self._write_ended, post, clock),
+                self._next_write,
+            )
+            self._notes = make_workers(f"{name}-n", [self._note], self._note_ended, post, clock)
         self.found_blocks = self._blocks
-        name = f"kvoffd-disk-{file.directory.name}"
-        self._reads = make_workers(
-            *(name, [self._works(self._read) for _ in range(options.readers)], self._read_ended, post, clock),
-            self._neighbours,
-        )
-        self._writes = make_workers(
-            *(f"{name}-w", [self._works(self._write) for _ in range(options.writers)], self._write_ended, post, clock),
-            self._next_write,
-        )
-        self._notes = make_workers(f"{name}-n", [self._note], self._note_ended, post, clock)
         self.open_seconds = clock() - begun
         for kind, sentence in file.errors:
             self._error(kind, sentence)
@@ -229,19 +242,20 @@ class DiskTier(Tier):
             if (space := self._space_of(tag, slots[some][:HEADERS_TRIED].tolist())) is not None:
                 self._spaces[tag] = space
                 newest[space.fingerprint] = max(space.generation, newest.get(space.fingerprint, 0))
-        kept = np.zeros(len(slots), np.bool_)
+        kept, names = np.zeros(len(slots), np.bool_), np.full(len(slots), None, object)
         for tag, some in zip(tags.tolist(), by_tag, strict=False):
             space = self._spaces.get(tag)
             if space is None or space.generation < max(generation(space.fingerprint), newest[space.fingerprint]):
                 self._spaces.pop(tag, None)
                 continue
-            there = self._there[tag] = dict(zip(_keys(records[some]), slots[some].tolist(), strict=True))
+            names[some] = keys = np.fromiter(_keys(records[some]), object, len(some))
+            there = self._there[tag] = dict(zip(keys.tolist(), slots[some].tolist(), strict=True))
             kept[some] = True
             if len(there) < len(some):  # of two of one key the later one counts
                 kept[some] = np.isin(slots[some], np.fromiter(there.values(), np.int64, len(there)))
         for first, count in runs_of(slots[~kept].tolist()):  # whatever is known later, these do not come back
             self._file.write_records(first, np.zeros(count, RECORD))
-        self._take_over(slots[kept], records[kept])
+        self._take_over(slots[kept], records[kept], names[kept])
         return newest
 
     def _read_index(self, should_stop: Callable[[], bool]) -> tuple[Any, Any]:
@@ -275,13 +289,12 @@ class DiskTier(Tier):
                 return block.space
         return None
 
-    def _take_over(self, slots: Any, records: Any) -> None:
+    def _take_over(self, slots: Any, records: Any, names: Any) -> None:
         sizes = np.zeros(self._slots.regions, np.int64)
         for number, region in self._regions.items():
             sizes[number] = region.slot_bytes
         self._slots.restore(slots.astype(np.uint32), sizes)
         self._blocks, self._bytes = len(slots), int(records["nbytes"].sum(dtype=np.int64))
-        names = {slot: key for there in self._there.values() for key, slot in there.items()}
         for number, region in list(self._regions.items()):
             first = number * self._slots.slots_per_region
             begin, end = np.searchsorted(slots, (first, first + len(region.keys)))
@@ -292,8 +305,9 @@ class DiskTier(Tier):
             np.frombuffer(region.tags, np.uint64)[places] = records["tag"][begin:end]
             np.frombuffer(region.hours, np.uint32)[places] = records["written_at"][begin:end]
             np.frombuffer(region.found, np.uint8)[places] = 1
-            for place in places.tolist():
-                region.keys[place] = names[place + first]
+            keys = np.full(len(region.keys), None, object)
+            keys[places] = names[begin:end]
+            region.keys = keys.tolist()
 
     # --- what is there ---------------------------------------------------------------------------
 
@@ -918,11 +932,6 @@ class DiskTier(Tier):
             except Exception:
                 logger.exception("The listener of %s raised: a bug; the disk goes on.", self.name)
 
-    @property
-    def has_news(self) -> bool:
-        """Whether there is news that the listener has not been given yet. For simulations."""
-        return bool(self._news)
-
     def names(self) -> Iterator[tuple[Space, bytes]]:
         """All blocks that can be read. For tests."""
         for tag, there in self._there.items():
@@ -947,49 +956,3 @@ def most_blocks(size_bytes: int) -> int:
 def index_bytes(size_bytes: int) -> int:
     """Memory for what is known of the blocks of a disk of this size, at most."""
     return most_blocks(size_bytes) * BLOCK_MEMORY_BYTES
-
-
-def open_disk(
-    directory: Path,
-    size_bytes: int,
-    *,
-    pool: memoryview,
-    clock: Callable[[], float],
-    post: Callable[[Callable[[], None]], None],
-    listener: TierListener,
-    generation: Callable[[bytes], int],
-    should_stop: Callable[[], bool] = lambda: False,
-    options: DiskOptions = DiskOptions(),  # noqa: B008
-    calls: FileCalls | None = None,
-    wall_clock: Callable[[], float] = time.time,
-    make_workers: Callable[..., Workers[Any, Any]] = Workers,
-) -> DiskTier:
-    """Open a directory, with what an earlier daemon has left in it. For any thread; it may take long.
-
-    Args:
-        pool: the pool's memory.
-        clock: ``time.monotonic``, by which the threads measure deadlines too.
-        post: has a call made in the daemon's thread.
-        generation: that of a namespace now: blocks of lower ones are void. For any thread.
-
-    Raises:
-        DiskError: the directory cannot be used.
-        OpeningStopped: ``should_stop`` returned True.
-    """
-    file = DiskFile(directory, size_bytes, options.region_bytes, calls, should_stop)
-    try:
-        return DiskTier(
-            file,
-            pool=pool,
-            clock=clock,
-            post=post,
-            listener=listener,
-            options=options,
-            wall_clock=wall_clock,
-            make_workers=make_workers,
-            generation=generation,
-            should_stop=should_stop,
-        )
-    except BaseException:
-        file.close()
-        raise

@@ -473,31 +473,9 @@ class SharedTier(Tier):
         self._probing = True
         self._asking.put(Probe())
 
-    @property
-    def queued_reads(self) -> int:
-        """Reads that wait or run."""
-        return self._reading.waiting + self._reading.running
-
-    @property
-    def queued_writes(self) -> int:
-        """Writes that wait or run."""
-        return len(self._writes)
-
     def stats(self) -> TierStats:
-        counters, workers = self.counters, (self._asking, self._reading, self._writing)
-        return TierStats(
-            read_blocks=counters.read_blocks,
-            read_bytes=counters.read_bytes,
-            written_blocks=counters.written_blocks,
-            written_bytes=counters.written_bytes,
-            refused_writes=counters.dropped_writes,
-            queued_reads=self._reading.waiting,
-            queued_writes=self._writing.waiting,
-            running_reads=self._reading.running,
-            running_writes=self._writing.running,
-            busy_seconds=sum(one.busy_seconds for one in workers),
-            errors=dict(counters.errors),
-        )
+        """What waits or runs; ``counters`` has the rest."""
+        return TierStats(queued_reads=self._reading.waiting + self._reading.running, queued_writes=len(self._writes))
 
     def close(self, deadline_s: float) -> bool:
         until = time.monotonic() + deadline_s

@@ -17,7 +17,7 @@ from kvoffd.pool.allocator import page_up
 from kvoffd.pool.checksums import digest
 from kvoffd.server.service import Service
 from kvoffd.tiers.block_format import decode_header
-from kvoffd.tiers.disk import DiskOptions, DiskTier, Job, open_disk
+from kvoffd.tiers.disk import DiskOptions, DiskTier, Job
 from kvoffd.tiers.tier import Block, Result, Space, TierListener
 from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads
 from tests.sim.clock import Broken, Clock, Process
@@ -121,7 +121,7 @@ class SimDisk:
         listener: TierListener,
         make_workers: Callable[..., WorkersWithoutThreads],
     ) -> DiskTier:
-        return open_disk(
+        return DiskTier(
             Path("/"),
             size,
             pool=memoryview(self._pool.data),
@@ -232,7 +232,7 @@ class SimDisk:
     @property
     def has_news(self) -> bool:
         """Whether there is news that the listener has not been given yet."""
-        return self.tier.has_news
+        return bool(self.tier._news)
 
     @property
     def busy(self) -> bool:

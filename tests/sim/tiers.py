@@ -45,7 +45,9 @@ class SimTiers(Tiers):
     @property
     def busy(self) -> bool:
         """Whether anything is being read or written."""
-        return self.disk.busy or any(tier.queued_reads + tier.queued_writes for tier in self.shared)
+        return self.disk.busy or any(
+            one.queued_reads + one.queued_writes for one in (tier.stats() for tier in self.shared)
+        )
 
     def dropped(self, request: m.AnyRequest, before: int) -> Callable[[], None]:
         """Check what a request has dropped, before anybody else is served: as ``SimDisk.dropped``."""

@@ -29,7 +29,7 @@ class TieringMachine(RuleBasedStateMachine):
     @initialize(
         mode=st.sampled_from(WriteMode),
         tier_blocks=st.sampled_from([3, 99]),
-        jobs=st.sampled_from([1, 2, 99]),
+        jobs=st.sampled_from([1, 99]),
         regions=st.sampled_from([2, 4]),
         disks=st.integers(1, 2),
         stores=st.integers(0, 2),
@@ -161,8 +161,13 @@ class TieringMachine(RuleBasedStateMachine):
     def coming(self) -> list[Fill]:
         return [fill for keys in self.rig.tiering._coming.values() for fill in keys.values()]
 
-    @rule(space=st.integers(0, 1), chain=chains, then=st.sampled_from(["", "ask", "wait in vain"]))
-    def put_down(self, space: int, chain: list[int], then: str) -> None:
+    @rule(
+        space=st.integers(0, 1),
+        chain=chains,
+        fault=st.sampled_from([None, None, Result.PRESENT]),
+        then=st.sampled_from(["", "ask", "ask twice", "wait in vain", "no space"]),
+    )
+    def put_down(self, space: int, chain: list[int], fault: Result | None, then: str) -> None:
         """A quick way into the tier, out of the pool, and perhaps up again."""
         namespace = self.spaces[space]
         self.rig.put(namespace, keys_of(*chain))
@@ -173,9 +178,11 @@ class TieringMachine(RuleBasedStateMachine):
             level.writer._wait(np.array(list(ready.values()), np.uint32))
             level.writer.pump()
         while self.jobs:
-            self.end(*self.jobs[0], None)
+            self.end(*self.jobs[0], fault)
         self.evict_all()
-        if then:
+        if then == "no space":
+            self.pin_all()
+        for _ in range({"": 0, "ask twice": 2}.get(then, 1)):
             self.look_up(space, chain, again=False, end="end")
         if then == "wait in vain":
             self.tick(6.0)
@@ -206,11 +213,13 @@ class TieringMachine(RuleBasedStateMachine):
         assert not self.rig.tiering._coming.get(self.rig.space(namespace).tag, {}).keys() & set(map(keys_of, chain))
         self.stored -= {(namespace.fingerprint, keys_of(key)) for key in chain}
 
-    @rule(space=st.integers(0, 1), forgotten=st.booleans(), put=st.booleans())
-    def reset(self, space: int, forgotten: bool, put: bool) -> None:
+    @rule(space=st.integers(0, 1), forgotten=st.booleans(), before=st.sampled_from(["", "to be written", "coming"]))
+    def reset(self, space: int, forgotten: bool, before: str) -> None:
         namespace = self.spaces[space]
-        if put:  # what is not written yet
+        if before == "to be written":
             self.rig.put(namespace, keys_of(0, 1))
+        elif before:
+            self.put_down(space, [0, 1], None, "ask")
         self.generation += 1
         self.rig.cache.reset(namespace, generation=self.generation)
         assert all(fill.namespace is not namespace for fill in self.coming)
@@ -304,5 +313,5 @@ class TieringMachine(RuleBasedStateMachine):
 
 TestTiering = TieringMachine.TestCase
 TestTiering.settings = hypothesis_settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.disk import DiskOptions, DiskTier, open_disk
+from kvoffd.tiers.disk import DiskOptions, DiskTier
 from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
 from tests.kit.clock import Clock
 from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads
@@ -76,7 +76,7 @@ class DiskRig:
     def open(self) -> None:
         """A daemon begins. What the last one has left lies in the files."""
         self.told = Told()
-        self.tier: DiskTier = open_disk(
+        self.tier = DiskTier(
             Path("/"),
             self.size_bytes,
             pool=self.pool,

@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from kvoffd.tiers import disk as module
-from kvoffd.tiers.disk import EVICTED_AT_ONCE, HANG_TIMEOUT_S, DiskOptions, open_disk
+from kvoffd.tiers.disk import EVICTED_AT_ONCE, HANG_TIMEOUT_S, DiskOptions, DiskTier
 from kvoffd.tiers.disk_file import INDEX_NAME
 from kvoffd.tiers.tier import Block, Result, make_space
 from tests.kit.cases import case
@@ -760,7 +760,7 @@ class Node:
         self.posted: deque[Callable[[], None]] = deque()
         self.ends: list[Result] = []
         self.told = Told()
-        self.tier = open_disk(
+        self.tier = DiskTier(
             directory,
             4 << 20,
             pool=self.pool,
