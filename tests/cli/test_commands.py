@@ -61,7 +61,6 @@ def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
         ("bench", "nonsense"),
         ("clear",),
         ("clear", "--all", LABEL),
-        ("clear", "--namespace", LABEL, LABEL),
         LIST_BLOCKS,
     ):
         assert main(arguments) == 2, arguments

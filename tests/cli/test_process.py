@@ -175,7 +175,7 @@ def test_clear_asks_and_takes_no_for_an_answer(shared_daemon: DaemonProcess) -> 
     with FakeEngine(shared_daemon.directory, "tiny") as engine:
         assert engine.store(keys(1), [0]).ok
         for answer, status, left in (("n", 1, 1), ("", 1, 1), ("y", 0, 0)):
-            with Terminal("clear", "--namespace", "tiny", *where) as terminal:
+            with Terminal("clear", "tiny", *where) as terminal:
                 terminal.read_until(lambda seen: "[y/N]" in seen)
                 assert "1 block (64.0 KiB)" in terminal.seen
                 assert "tiny" in terminal.seen

@@ -35,7 +35,6 @@ WIDE_CELLS = 120
 
 def clear(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help=NAMESPACE_HELP)] = None,
-    namespace: Annotated[str | None, typer.Option("--namespace", hidden=True)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Clear every namespace.")] = False,
     all_nodes: Annotated[bool, typer.Option("--all-nodes", help="Also on all nodes that share its store.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
@@ -48,10 +47,10 @@ def clear(
 
     Exit status: 0 done, 1 no, 2 an error, 3 done, but a kill may undo it.
     """
-    if [name, namespace, everything or None].count(None) != 2:
+    if (name is None) is not everything:
         raise CliError("Choose what to clear: either the label or fingerprint of one namespace, or --all.")
     with open_admin(directory) as admin:
-        one = None if everything else admin.namespace(name or namespace or "")
+        one = None if everything else admin.namespace(name or "")
         chosen = admin.namespaces().namespaces if one is None else [one]
         where = "all namespaces" if one is None else f"namespace {namespace_name(one.label, one.namespace)}"
         where += " on all nodes" * all_nodes

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvoffd_client.cli.format import (
+    PIPE_TABLE_CELLS,
     count_blocks,
+    make_console,
     namespace_name,
     print_json,
     print_line,
@@ -56,8 +58,9 @@ def ls(
     elif not found:
         say("There is no such block.")
     else:
+        digits = max(12, make_console(pipe_cells=PIPE_TABLE_CELLS).width - 25)  # show takes the first ones
         rows = [
-            (info.key.hex(), info.state.name.lower(), format_size(info.slot_bytes), format_count(info.pins))
+            (info.key.hex()[:digits], info.state.name.lower(), format_size(info.slot_bytes), format_count(info.pins))
             for info in found
         ]
         print_table(("key", "state", ">size", ">pins"), rows)
@@ -232,7 +235,7 @@ def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:
         print_json({"file": str(file), **facts, **about})
         return
     say(f"{count_blocks(len(entries))} ({format_size(source.data_bytes)})")
-    say(f"of {printable(geometry.label)}, fingerprint {geometry.fingerprint.hex()}")
+    say(f"of {namespace_name(geometry.label, geometry.fingerprint)}")
     say(f"{geometry.world_size} rank{plural(geometry.world_size)}, keys of {geometry.key_bytes} bytes", "")
     rows = [
         (

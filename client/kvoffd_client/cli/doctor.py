@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvoffd_client.admin_client import AdminClient, read_stats
 from kvoffd_client.cli.findings import FEWEST_LOOKUPS, Engine, Facts, Finding, Value, find, value_of
-from kvoffd_client.cli.format import TEXT_CELLS, Line, percent, print_json, print_line, print_lines
+from kvoffd_client.cli.format import TEXT_CELLS, Line, percent, print_json, print_line, print_lines, print_status
 from kvoffd_client.cli.machine import Machine, look_at
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, local_directory, open_admin
 from kvoffd_client.errors import KvoffdClientError
@@ -107,7 +107,11 @@ def gather(read: Callable[[], DaemonStats], urls: Sequence[str], admin: AdminCli
     ``admin``: the daemon is on this machine, which is looked at too.
     """
     earlier, begun = read(), time.monotonic()
-    engines = {url: read_engine(url) for url in urls}
+    engines = {}
+    for url in urls:
+        print_status(f"Asking {url} ...")
+        engines[url] = read_engine(url)
+    print_status()
     machine = look_at(admin.pid, [one.directory for one in earlier.disks]) if admin is not None else Machine()
     time.sleep(max(0.0, begun + APART_S - time.monotonic()))
     if admin is None:

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, get_kv_cache_spe
 from kvoffd_client.namespace import NamespaceSpec, canonical_json, fingerprint_of
 from kvoffd_client.vllm.compat import release_of, untested
 from kvoffd_client.vllm.log import logger
-from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.messages import BENCH_LABEL, GroupSpec
 
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig, ModelConfig, VllmConfig
@@ -199,7 +199,8 @@ def label_of(vllm_config: VllmConfig) -> str:
     """Return the name for operators: the served name, else the model's; of a path only the directory's name."""
     served = vllm_config.model_config.served_model_name
     name = str((served[0] if isinstance(served, list) else served) or vllm_config.model_config.model)
-    return Path(name).name if Path(name).is_dir() else name
+    name = Path(name).name if Path(name).is_dir() else name
+    return name.replace(" ", "_") if name.startswith(BENCH_LABEL) else name
 
 
 def hash_probe(algorithm: str) -> bytes:
