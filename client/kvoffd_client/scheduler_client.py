@@ -159,7 +159,7 @@ class SchedulerClient(Session):
     def release(self, lease_id: int, unused: str = "") -> None:
         """End a lease. Harmless when it has ended, or its lookup is not answered yet or was never sent.
 
-        ``unused``: why what was found is not loaded, ``late`` or ``skipped``; operators see it among the misses.
+        ``unused``: why what was found is not loaded, as of ``Release``; operators see it among the misses.
         """
         with self._transport.lock:
             self._release(lease_id, unused)

@@ -544,14 +544,20 @@ class Cache:
             for tell in self.watchers:
                 tell(chains)
 
-    def release(self, session: int, lease_ids: Iterable[int], unused: MissReason | None = None) -> int:
+    def release(
+        self,
+        session: int,
+        lease_ids: Iterable[int],
+        unused: MissReason | None = None,
+        not_awaited: MissReason | None = None,
+    ) -> int:
         """End leases of a session; those that are not alive are no error. Returns how many ended.
 
-        ``unused``: why what they hold, or wait for, was not loaded, which makes it a miss.
+        ``unused``: why what they hold was not loaded, a miss then; ``not_awaited``: the same of what comes up.
         """
         ids = dict.fromkeys(lease_ids)
         if self.tiers is not None:
-            self.tiers.released(session, ids, unused)
+            self.tiers.released(session, ids, not_awaited)
         found = [self.leases.get(lease_id) for lease_id in ids]
         leases = [lease for lease in found if lease is not None and lease.session == session]
         if unused is not None:

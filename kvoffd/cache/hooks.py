@@ -60,8 +60,8 @@ class TierHooks(Protocol):
     ) -> list[bytes]:
         """The states that a lookup answers with: PENDING or SHARED for FREE keys that come from a tier."""
 
-    def released(self, session: int, lease_ids: Iterable[int], unused: MissReason | None) -> None:
-        """A session ends leases, whose lookups may wait for blocks. ``unused``: as of ``Cache.release``."""
+    def released(self, session: int, lease_ids: Iterable[int], not_awaited: MissReason | None) -> None:
+        """A session ends leases, whose lookups may wait for blocks. ``not_awaited``: as of ``Cache.release``."""
 
     def used(self, blocks: BlockIds) -> None:
         """A lookup found these blocks READY."""

@@ -208,7 +208,9 @@ def _asked(
 @answers(m.Release)
 def release(service: Service, session: Session, message: m.Release) -> m.Done:
     unused = UNUSED.get(message.unused)
-    return m.Done(message.request_id, service.cache.release(session.id, message.lease_ids, unused))
+    not_awaited = MissReason.LATE if message.unused == "coming" else unused
+    count = service.cache.release(session.id, message.lease_ids, unused, not_awaited)
+    return m.Done(message.request_id, count)
 
 
 @answers(m.Invalidate)

@@ -312,19 +312,19 @@ class Tiering:
                 namespace.counters.misses[MissReason.SKIPPED] += self._take_due(some.space, some.keys[at])
         return slower
 
-    def released(self, session: int, lease_ids: Iterable[int], unused: MissReason | None) -> None:
+    def released(self, session: int, lease_ids: Iterable[int], not_awaited: MissReason | None) -> None:
         for lease_id in lease_ids:
             if (waits := self._waiting.get(lease_id)) is None or waits.session != session:
                 continue
             del self._waiting[lease_id]
-            if unused is None:
+            if not_awaited is None:
                 continue
             for fill in waits.fills:
-                fill.promoter.not_awaited(fill, unused)
+                fill.promoter.not_awaited(fill, not_awaited)
             for name in waits.asked:
-                self._not_awaited(waits.namespace, name, unused)
+                self._not_awaited(waits.namespace, name, not_awaited)
 
-    def _not_awaited(self, namespace: Namespace, name: tuple[int, bytes], unused: MissReason) -> None:
+    def _not_awaited(self, namespace: Namespace, name: tuple[int, bytes], why: MissReason) -> None:
         """One of the lookups that count a key for which stores were asked waits no longer."""
         if count := self._uncounted.get(name, 0):
             self._uncounted[name] = count - 1
@@ -332,9 +332,9 @@ class Tiering:
         elif (due := self._due.get(name)) is not None and due[1]:
             self._due[name] = namespace, due[1] - 1, due[2]
             namespace.counters.found_shared += 1
-            namespace.counters.misses[unused] += 1
+            namespace.counters.misses[why] += 1
         elif (fill := self._coming.get(name[0], {}).get(name[1])) is not None:
-            fill.promoter.not_awaited(fill, unused)
+            fill.promoter.not_awaited(fill, why)
 
     def used(self, blocks: BlockIds) -> None:
         for group, alike in self._cache.by_group(blocks):

@@ -473,7 +473,8 @@ class Release(Request[Done], frozen=True):
         str,
         doc(
             "Why what was found was not loaded, to be counted as a miss: ``late``, the answer was not waited for; "
-            "``skipped``, computing was faster. Empty where it was loaded or not needed.",
+            "``skipped``, computing was faster; ``coming``, what comes from a tier was not waited for, and of nothing "
+            "else. Empty where it was loaded or not needed.",
             max_length=32,
         ),
     ] = ""

@@ -129,7 +129,7 @@ MISS_REASONS = {
     "tier_late": "on a disk or in a shared store, and not read in time",
     "tier_failed": "on a disk or in a shared store that failed",
     "lease_limit": "in the pool, but the session may lease no more",
-    "late": "found, but the engine did not wait for the answer",
+    "late": "found, but the engine did not wait for it",
     "skipped": "found, but computing was faster than loading",
 }
 """Why a key that was asked for was not brought, and what it means."""

@@ -123,12 +123,12 @@ def test_a_disk_that_failed_is_status_1(cli: Cli, tmp_path: Path) -> None:
 
 def test_clear_drops_what_is_named(engine: FakeEngine, cli: Cli, shared_daemon: DaemonProcess) -> None:
     fingerprint = engine.namespace.fingerprint.hex()
-    for name in ((LABEL,), (fingerprint[:8],), ("--namespace", LABEL), ("--all",)):
+    for name in ((LABEL,), (fingerprint[:8],), ("--all",)):
         status, out, err = cli("clear", *name, "--yes", "--json")
         assert (status, json.loads(out)["cleared_blocks"], err) == (0, 8, "")
         assert books(shared_daemon.directory).ready_blocks == 0
         assert engine.store(KEYS, range(8)).ok
-    for wrong in (("--namespace", "nobody", "--yes"), ("--all",)):
+    for wrong in (("nobody", "--yes"), ("--all",)):
         status, out, err = cli("clear", *wrong)
         assert (status, out, err.count("\n")) == (2, "", 1)
     assert books(shared_daemon.directory).ready_blocks == 8

@@ -108,7 +108,7 @@ def test_what_does_not_come_up_is_a_miss_for_each_that_asked(
 def test_what_comes_after_a_request_was_given_up_is_late(rig: TieringHarness, shared: FakeTier, given_up: str) -> None:
     space = rig.open()
     give(rig, shared, space, 1)
-    steps = [lambda: rig.cache.release(999, [2], MissReason.LATE)]
+    steps = [lambda: rig.cache.release(999, [2], MissReason.LATE, MissReason.LATE)]
     progress = [shared.answer, lambda: rig.cache.lookup(space, 999, 2, [(0, keys_of(1))], again=True)]
     progress += [rig.tiering.pump, shared.end_all]
     before = {"before the answer": 0, "before it is up": 2, "when it is up": 4}[given_up]
@@ -120,6 +120,17 @@ def test_what_comes_after_a_request_was_given_up_is_late(rig: TieringHarness, sh
     else:
         assert (space.counters.found_shared, +space.counters.misses) == (1, {MissReason.LATE: 1})
     assert pending_keys(space) == 0
+
+
+def test_what_is_not_awaited_is_late_and_what_is_there_is_not_needed(rig: TieringHarness) -> None:
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(2))
+    rig.put(space, keys_of(1))
+    rig.cache.lookup(space, 999, 1, [(0, keys_of(1, 2))])
+    rig.cache.release(999, [1], None, MissReason.LATE)
+    rig.finish_promotions()
+    assert (space.counters.keys_ready, space.counters.found_disk) == (1, 1)
+    assert (+space.counters.misses, pending_keys(space)) == ({MissReason.LATE: 1}, 0)
 
 
 def test_an_answer_for_keys_of_an_earlier_geometry_is_not_counted(rig: TieringHarness, shared: FakeTier) -> None:

@@ -200,6 +200,8 @@ def test_the_limit_ends_the_waiting_for_good() -> None:
     harness.clock.now += 2.0
     harness.ask(coming=1)
     assert harness.statuses(3) == [MISS]
+    harness.manager.on_request_finished(harness.context)
+    assert harness.client.unused[-1] == "coming", "what comes up now is late"
 
 
 def test_wait_does_not_wait_for_a_daemon_that_does_not_answer() -> None:

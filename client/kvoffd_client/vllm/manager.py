@@ -540,7 +540,8 @@ class KvoffdManager(OffloadingManager):
         )
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._release(self._loading.pop(req_context.req_id, None))
+        lookup = self._loading.pop(req_context.req_id, None)
+        self._release(lookup, "coming" if lookup is not None and lookup.coming else "")
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """As vLLM's. None, after which vLLM offers the keys again in the next step, where it is too early to say."""
@@ -660,11 +661,12 @@ class KvoffdManager(OffloadingManager):
 
     def _end_leases(self, state: RequestState) -> None:
         """The request runs without a load, or is gone. What its last lookup said, or will say, is still known."""
-        self._release(state.answer, "skipped" if state.skip_counted else "")
+        not_awaited = state.answer is not None and state.answer.coming and not state.waits_for_disk
+        self._release(state.answer, "skipped" if state.skip_counted else "coming" if not_awaited else "")
         self._release(state.pending, "late" if state.pending is not None and state.pending.given_up else "")
         state.answer = state.pending = None
 
     def _release(self, lookup: KeyedLookup | None, unused: str = "") -> None:
         """End a lookup's lease, if there is one, or may be one since no answer told. ``unused``: as of the client."""
-        if lookup is not None and (lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done):
+        if lookup is not None and (unused or lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done):
             self.namespace.client.release(lookup.ticket.lease_id, unused)
