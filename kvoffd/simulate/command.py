@@ -84,16 +84,24 @@ def _replay_file(given: argparse.Namespace) -> None:
         print(_unequal(trace), file=sys.stderr)
     block_bytes, uses = _block_bytes(given, trace), uses_of(trace)
     sizes = _sizes(given, trace, block_bytes, uses.distinct)
-    results = [
-        Result(replay(trace, policy, blocks), best)
-        for blocks, best in [(size.blocks, optimum_percent(uses, size.blocks)) for size in sizes]
-        for policy in policies
-    ]
+    results = []
+    for size in sizes:
+        best = optimum_percent(uses, size.blocks)
+        for policy in policies:
+            _show_progress(f"replaying: {policy}, {size.text}")
+            results.append(Result(replay(trace, policy, size.blocks), best))
+    _show_progress("")
     if given.json:
         print(json.dumps(_as_json(trace, sizes, results)))
     else:
         print(_as_table(trace, sizes, results, block_bytes))
     sys.stdout.flush()
+
+
+def _show_progress(text: str) -> None:
+    """On a terminal's stderr, in place of what was shown before."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _unequal(trace: Trace) -> str:
