@@ -275,6 +275,7 @@ class Promoter:
                 self._failed(fill, Result.CORRUPT if result is Result.DONE else result)
         finally:
             self._withdraw(fill)  # whatever went wrong, no lookup waits for it
+            fill.ticket = None  # a lookup may know the fill for some seconds more
         if result is Result.DONE:
             self._measure_speed(fill.space.nbytes)
         elif result in (Result.DEADLINE, Result.FAILED):  # no more than this came since the last one did

@@ -33,8 +33,8 @@ DUE_S = 10.0
 """Within which a lookup that was told of keys being asked for comes again, or never."""
 LOGGED_S = 600.0
 """An error of a tier is logged again after so long."""
-MOST_WAITING = 65_536
-"""Lookups of which it is known what they wait for, for ``DUE_S``."""
+WAITING_S, MOST_WAITING_KEYS = 3.0, 2**18
+"""How long, and of how many keys, it is known which lookups wait for them: by then their requests wait no longer."""
 MOST_LOGGED = 1024
 """Kinds of errors of tiers, each of every server, of which it is known when they were logged."""
 MOST_UNSHARED = 32_768
@@ -155,6 +155,7 @@ class Tiering:
         """The same of keys that were found, until they are asked for again, or nobody does: since when."""
         self._waiting: dict[int, _Waits] = {}
         """By lease."""
+        self._waiting_keys = 0
         self._evicted: list[tuple[Space, list[bytes]]] = []
         self.reports = Reports(self, events, clock)
 
@@ -207,7 +208,7 @@ class Tiering:
             levels = [level for level in levels if not level.shared]
         if not levels or not groups or not self.space(namespace, groups[0][0]).lengths:
             return list(states)
-        waits = self._waiting.get(lease_id) or _Waits(session, namespace, self._clock(), [], [])
+        waits = self._end_waiting(lease_id) or _Waits(session, namespace, self._clock(), [], [])
         lookup = _Lookup(namespace, session, again, levels, waits)
         answer, most, asking = list(map(bytearray, states)), MOST_KEYS // len(groups), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
@@ -221,8 +222,11 @@ class Tiering:
                 asking |= self._find_run(lookup, some)
             else:
                 self._find_window(lookup, some, wait=asking)
-        if waits.fills or waits.asked:
-            put_newest(self._waiting, lease_id, waits, MOST_WAITING)
+        if more := len(waits.fills) + len(waits.asked):
+            self._waiting[lease_id] = waits
+            self._waiting_keys += more
+            while self._waiting_keys > MOST_WAITING_KEYS:
+                self._end_waiting(next(iter(self._waiting)))
         return list(map(bytes, answer))
 
     def _find_run(self, lookup: _Lookup, some: _Range) -> bool:
@@ -316,13 +320,19 @@ class Tiering:
         for lease_id in lease_ids:
             if (waits := self._waiting.get(lease_id)) is None or waits.session != session:
                 continue
-            del self._waiting[lease_id]
+            self._end_waiting(lease_id)
             if not_awaited is None:
                 continue
             for fill in waits.fills:
                 fill.promoter.not_awaited(fill, not_awaited)
             for name in waits.asked:
                 self._not_awaited(waits.namespace, name, not_awaited)
+
+    def _end_waiting(self, lease_id: int) -> _Waits | None:
+        """Forget what the lookups under a lease wait for, and return it."""
+        if (waits := self._waiting.pop(lease_id, None)) is not None:
+            self._waiting_keys -= len(waits.fills) + len(waits.asked)
+        return waits
 
     def _not_awaited(self, namespace: Namespace, name: tuple[int, bytes], why: MissReason) -> None:
         """One of the lookups that count a key for which stores were asked waits no longer."""
@@ -439,9 +449,10 @@ class Tiering:
 
     def _settle_due(self) -> None:
         """Count what was found and nobody asked for again: a key before it was not there, or the request went away."""
-        late = self._clock() - DUE_S
+        late = self._clock() - WAITING_S
         for lease_id in [one for one, _ in takewhile(lambda item: item[1].since <= late, self._waiting.items())]:
-            del self._waiting[lease_id]
+            self._end_waiting(lease_id)
+        late = self._clock() - DUE_S
         for name in [name for name, _ in takewhile(lambda item: item[1][2] <= late, self._due.items())]:
             namespace, count, _ = self._due.pop(name)
             namespace.counters.found_shared += count
