@@ -34,13 +34,13 @@ from kvoffd_client.cli.target import (
     check_names_one,
     local_directory,
     open_admin,
-    size_of,
+    value_of,
 )
 from kvoffd_client.namespace_differences import differences, explain
 from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo, SetQuota
 from kvoffd_proto.messages import Outcome, RequestReport, Role
 from kvoffd_proto.stats import MISS_REASONS, namespace_id
-from kvoffd_proto.units import format_count, format_duration, format_size, printable
+from kvoffd_proto.units import format_count, format_duration, format_size, parse_size, printable
 
 NO_QUOTA = "none"
 
@@ -359,7 +359,7 @@ def quota(
 
     Exit status: 0 done, 2 an error, 3 done, but a kill may undo it.
     """
-    quota_bytes = None if most == NO_QUOTA else size_of("--max", most)
+    quota_bytes = None if most == NO_QUOTA else value_of("--max", most, parse_size)
     with open_admin(directory) as admin:
         admin.ask(SetQuota, admin.namespace(name).namespace, quota_bytes)
         now = admin.namespace(name)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, read_stats
 from kvoffd_proto.paths import default_directory
 from kvoffd_proto.stats import DaemonStats
-from kvoffd_proto.units import UnitError, parse_duration, parse_size
+from kvoffd_proto.units import UnitError
+
+T = TypeVar("T")
 
 OPERATOR_WAIT_S = 10.0
 """The machine may be busy, and an operator would rather wait than ask again."""
@@ -34,18 +37,10 @@ class CliError(Exception):
     """The command cannot be done. The message is a sentence that says what to do next."""
 
 
-def size_of(option: str, text: str) -> int:
-    """Bytes that an option was given. Raises CliError."""
+def value_of(option: str, text: str, parse: Callable[[str], T]) -> T:
+    """What an option was given, such as ``20GiB`` or ``1h``. Raises CliError."""
     try:
-        return parse_size(text)
-    except UnitError as error:
-        raise CliError(f"{option}: {error}.") from None
-
-
-def duration_of(option: str, text: str) -> float:
-    """Seconds that an option was given. Raises CliError."""
-    try:
-        return parse_duration(text)
+        return parse(text)
     except UnitError as error:
         raise CliError(f"{option}: {error}.") from None
 

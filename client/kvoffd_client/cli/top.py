@@ -27,7 +27,7 @@ from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, wrapped
 from kvoffd_client.cli.show import Engine, engine_table, engines_of
 from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_lines
-from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, duration_of, open_admin
+from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin, value_of
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window
@@ -37,6 +37,7 @@ from kvoffd_proto.units import (
     format_duration,
     format_rate,
     format_size,
+    parse_duration,
     plural,
     printable,
 )
@@ -405,7 +406,7 @@ def top(
     1 to 4 choose what is shown, h shows the keys and what the words mean, q ends. Into a pipe it writes the page of
     stats every interval.
     """
-    interval_s = duration_of("--interval", interval)
+    interval_s = value_of("--interval", interval, parse_duration)
     if interval_s < MIN_INTERVAL_S:
         raise CliError(f"--interval {interval!r} is too short; the least is {format_duration(MIN_INTERVAL_S)}.")
     check_names_one(directory, url)
