@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,23 +47,17 @@ class RequestRun:
 
     Attributes:
         scheduler_s: seconds in add_request(), schedule() and update_from_output(), all steps together.
-        step_s: seconds of the longest step.
-        calls_s: of these, in the connector, by call.
+        connector_s: of these, in the connector.
         steps: scheduler steps until the request was gone and nothing was left to do.
         loaded_tokens: prompt tokens that the connector brought.
         stored_blocks: blocks that the connector was to store.
     """
 
     scheduler_s: float = 0.0
-    step_s: float = 0.0
-    calls_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CALLS, 0.0))
+    connector_s: float = 0.0
     steps: int = 0
     loaded_tokens: int = 0
     stored_blocks: int = 0
-
-    @property
-    def connector_s(self) -> float:
-        return sum(self.calls_s.values())
 
 
 class SchedulerHarness:
@@ -118,7 +112,7 @@ class SchedulerHarness:
         self._report = report
         self._run = RequestRun()
         for name in CALLS:
-            setattr(self.connector, name, partial(self._timed, name, getattr(self.connector, name)))
+            setattr(self.connector, name, partial(self._timed, getattr(self.connector, name)))
 
     def request(self, name: str, tokens: list[int]) -> Request:
         """A request that wants one token, its block hashes computed as vLLM's front end has them computed."""
@@ -126,7 +120,6 @@ class SchedulerHarness:
         return Request(name, tokens, sampling, None, block_hasher=self._hasher)
 
     def clear_prefix_cache(self) -> None:
-        """Clear the engine's own prefix cache."""
         assert self._scheduler.reset_prefix_cache(), "blocks are still in use"
 
     def run(self, request: Request) -> RequestRun:
@@ -158,13 +151,12 @@ class SchedulerHarness:
         ran = self._model(list(output.num_scheduled_tokens), ended)
         resumed = time.perf_counter()
         self._scheduler.update_from_output(output, ran)
-        seconds = scheduled - began + time.perf_counter() - resumed
-        run.scheduler_s += seconds
-        run.step_s = max(run.step_s, seconds)
+        run.scheduler_s += scheduled - began + time.perf_counter() - resumed
         run.steps += 1
         for new in output.scheduled_new_reqs:
             run.loaded_tokens = max(run.loaded_tokens, new.num_computed_tokens)
-        run.stored_blocks += _stored_blocks(output.kv_connector_metadata)
+        stores = getattr(output.kv_connector_metadata, "store_jobs", {})
+        run.stored_blocks += sum(len(job.src_spec.block_ids) for job in stores.values())
         return given, output.total_num_scheduled_tokens > 0
 
     def _model(self, names: list[str], ended: dict[int, str | None]) -> ModelRunnerOutput:
@@ -178,22 +170,18 @@ class SchedulerHarness:
             kv_connector_output=KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=report),
         )
 
-    def _timed(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _timed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         try:
             return call(*args, **kwargs)
         finally:
-            self._run.calls_s[name] += time.perf_counter() - began
+            self._run.connector_s += time.perf_counter() - began
 
 
 def _jobs(metadata: Any) -> dict[int, str | None]:
     """Job ids, with the request where it is a load."""
     loads = {job_id: job.req_id for job_id, job in getattr(metadata, "load_jobs", {}).items()}
     return loads | dict.fromkeys(getattr(metadata, "store_jobs", {}))
-
-
-def _stored_blocks(metadata: Any) -> int:
-    return sum(len(job.src_spec.block_ids) for job in getattr(metadata, "store_jobs", {}).values())
 
 
 def _cache(num_blocks: int) -> KVCacheConfig:

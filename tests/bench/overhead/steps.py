@@ -4,86 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-
-from vllm.v1.request import Request
 
 from kvoffd_client.session import Closing
 from kvoffd_client.testing import FakeEngine
 from kvoffd_client.vllm.connector_metadata import WorkerReport
 from tests.bench.overhead.scheduler_harness import BLOCK_TOKENS, RequestRun, SchedulerHarness
+from tests.bench.report_file import markdown_table, spread
 
 PAGE_BYTES = 8192
 """One block of one layer; the bytes are the daemon's business and not the scheduler's."""
 CREDIT_BYTES = 1 << 30
-IDLE, NATIVE, KVOFFD = "idle", "native", "kvoffd"
+IDLE, NATIVE, KVOFFD = "does nothing", "vLLM's OffloadingConnector", "KvoffdConnector"
 CASES = ("miss", "hit")
-Say = Callable[[str], None]
-
-
-@dataclass
-class Steps:
-    """Runs of all rounds: by case, by connector.
-
-    Attributes:
-        blocks: of each prompt.
-        runs: ``runs[case][connector]``, one a round; rounds correspond.
-    """
-
-    blocks: int
-    runs: dict[str, dict[str, list[RequestRun]]] = field(
-        default_factory=lambda: {case: {name: [] for name in (IDLE, NATIVE, KVOFFD)} for case in CASES}
-    )
-
-    def added_ms(self, case: str, name: str) -> list[float]:
-        """Milliseconds in the connector for one request, all steps together."""
-        return [run.connector_s * 1e3 for run in self.runs[case][name]]
-
-    def scheduler_ms(self, case: str, name: str) -> list[float]:
-        """Milliseconds of scheduler steps for one request, connector included."""
-        return [run.scheduler_s * 1e3 for run in self.runs[case][name]]
-
-    def step_ms(self, case: str, name: str) -> list[float]:
-        """Milliseconds of the longest step."""
-        return [run.step_s * 1e3 for run in self.runs[case][name]]
-
-    def ratios(self, case: str) -> list[float]:
-        """What kvoffd's connector adds over what the in-process manager's adds, round by round."""
-        pairs = zip(self.added_ms(case, KVOFFD), self.added_ms(case, NATIVE), strict=True)
-        return [own / other for own, other in pairs]
-
-    def growth(self, case: str) -> float:
-        """As the ratio, from whole steps: their medians less those with a connector that does nothing."""
-        own, other, bare = (median(self.scheduler_ms(case, name)) for name in (KVOFFD, NATIVE, IDLE))
-        return (own - bare) / (other - bare)
-
-    def calls_us(self, case: str, name: str) -> dict[str, float]:
-        """Median microseconds of a request by call of the connector."""
-        runs = self.runs[case][name]
-        return {call: median(run.calls_s[call] for run in runs) * 1e6 for call in runs[0].calls_s}
-
-    def to_object(self) -> dict[str, object]:
-        return {
-            case: {
-                "ratio": median(self.ratios(case)),
-                "ratios": self.ratios(case),
-                "growth": self.growth(case),
-                "connectors": {
-                    name: {
-                        "connector_ms": self.added_ms(case, name),
-                        "scheduler_ms": self.scheduler_ms(case, name),
-                        "longest_step_ms": self.step_ms(case, name),
-                        "steps": [run.steps for run in self.runs[case][name]],
-                        "calls_us": self.calls_us(case, name),
-                    }
-                    for name in self.runs[case]
-                },
-            }
-            for case in CASES
-        }
+TARGET = 1.2
+Runs = dict[str, dict[str, list[RequestRun]]]
+"""By case, by connector, one a round; rounds correspond."""
 
 
 class StepsBench(Closing):
@@ -111,9 +49,9 @@ class StepsBench(Closing):
         manager.namespace.join(self._workers.namespace)  # there are no workers to report it
         assert manager.namespace.client.wait_ready(10.0), "the connector did not reach the daemon"
 
-    def measure(self, rounds: int, say: Say) -> Steps:
+    def measure(self, rounds: int, say: Callable[[str], None]) -> Runs:
         """One uncounted round, then ``rounds``; in each every connector takes its turn, in changing order."""
-        steps = Steps(self._blocks)
+        runs: Runs = {case: {name: [] for name in self._harnesses} for case in CASES}
         order = list(self._harnesses)
         for number in range(rounds + 1):
             if number % 10 == 0:
@@ -121,11 +59,10 @@ class StepsBench(Closing):
             tokens = random.choices(range(3, 1000), k=self._blocks * BLOCK_TOKENS + 1)
             random.shuffle(order)
             for name in order:
-                miss, hit = self._turn(name, number, tokens)
-                if number > 0:
-                    steps.runs["miss"][name].append(miss)
-                    steps.runs["hit"][name].append(hit)
-        return steps
+                for case, run in zip(CASES, self._turn(name, number, tokens), strict=True):
+                    if number > 0:
+                        runs[case][name].append(run)
+        return runs
 
     def _turn(self, name: str, number: int, tokens: list[int]) -> tuple[RequestRun, RequestRun]:
         harness = self._harnesses[name]
@@ -133,19 +70,46 @@ class StepsBench(Closing):
         harness.clear_prefix_cache()
         miss = harness.run(first)
         harness.clear_prefix_cache()
-        if name == KVOFFD:
-            self._store(second)
+        if name == KVOFFD:  # as the engine's workers would have done
+            assert self._workers.store(second.block_hashes, range(self._blocks)).ok
         hit = harness.run(second)
         found = 0 if name == IDLE else self._blocks
         assert (miss.loaded_tokens, miss.stored_blocks) == (0, found), (name, miss)
         assert (hit.loaded_tokens, hit.stored_blocks) == (found * BLOCK_TOKENS, 0), (name, hit)
         return miss, hit
 
-    def _store(self, request: Request) -> None:
-        """Bring the prompt's blocks into the daemon, as the engine's workers would have done."""
-        assert self._workers.store(request.block_hashes, range(self._blocks)).ok
-
     def close(self) -> None:
         self._workers.close()
         for harness in self._harnesses.values():
             harness.close()
+
+
+def ratios(runs: Runs, case: str) -> list[float]:
+    """What kvoffd's connector adds over what the in-process manager's adds, round by round."""
+    pairs = zip(runs[case][KVOFFD], runs[case][NATIVE], strict=True)
+    return [own.connector_s / other.connector_s for own, other in pairs]
+
+
+def steps_table(runs: Runs, blocks: int) -> str:
+    """The scheduler's part as Markdown."""
+    rows = [["prompt", "connector", "in the connector, ms", "all steps, ms", "steps"]]
+    for case in CASES:
+        for name, found in runs[case].items():
+            cells = (spread([1e3 * of(run) for run in found]) for of in (_connector_s, _scheduler_s))
+            rows.append([case, name, *cells, f"{median(run.steps for run in found):g}"])
+    verdicts = []
+    for case in CASES:
+        met = "met" if median(ratios(runs, case)) <= TARGET else "MISSED"
+        times = spread(ratios(runs, case))
+        verdicts.append(f"* {case}: {KVOFFD} adds {times} times what vLLM's adds; {met} (target at most {TARGET}).")
+    rounds = len(runs[CASES[0]][KVOFFD])
+    title = f"## Scheduler, one request of {blocks:,} blocks, {rounds} rounds, median (quartiles)"
+    return "\n\n".join([title, markdown_table(rows), "\n".join(verdicts)])
+
+
+def _connector_s(run: RequestRun) -> float:
+    return run.connector_s
+
+
+def _scheduler_s(run: RequestRun) -> float:
+    return run.scheduler_s
