@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from kvoffd_client.testing import FakeEngine
+from tests.cli.tmux import PROMPT, Tmux
 from tests.kit.closing import Starting
 from tests.kit.command import CLI, LABEL, start_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
-from tests.kit.tmux import PROMPT, Tmux
 from tests.kit.waiting import wait_until
 from tests.kit.wire import keys
 

@@ -14,10 +14,10 @@ import pytest
 
 from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
+from tests.daemon.slow_proxy import SlowProxy
 from tests.kit.daemon import DaemonProcess
 from tests.kit.redis_server import RedisCluster, RedisServer
 from tests.kit.s3_server import S3Server
-from tests.kit.slow_proxy import SlowProxy
 from tests.kit.waiting import wait_until
 from tests.kit.wire import NamespaceStats, SharedStats, books, keys
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient, SharedMemory
-from tests.kit import refused_calls
+from tests.daemon import refused_calls
 from tests.kit.daemon import START_DEADLINE_S, STOP_DEADLINE_S, DaemonProcess
 from tests.kit.service_manager import ServiceManager
 from tests.kit.waiting import wait_until

@@ -14,11 +14,11 @@ import pytest
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupSpec
-from tests.kit.chromium import PROGRAM, Chromium
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
+from tests.observe.chromium import PROGRAM, Chromium
 
 EVIL = '<img src=x onerror="document.title=`hit`">'
 SCREENSHOTS = os.environ.get("TESTS_SCREENSHOTS", "")

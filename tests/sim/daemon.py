@@ -25,7 +25,6 @@ from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from tests.kit.quota_oracle import QuotaOracle
 from tests.kit.slot_cache import Part
 from tests.sim.audit import Audit, Readable, readable_in
 from tests.sim.clock import Broken, Injected, Process
@@ -44,6 +43,7 @@ from tests.sim.parts import (
     with_tiers,
 )
 from tests.sim.pool import WatchedPool, as_bytes, records_of
+from tests.sim.quota_oracle import QuotaOracle
 from tests.sim.shared import SimShared
 from tests.sim.tiers import SimTiers
 from tests.sim.transfer_engine import SimTransferEngine

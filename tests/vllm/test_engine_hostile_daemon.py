@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.kit import hostile_daemon as ways
 from tests.kit.engine import completions, prompt, tokens
 from tests.kit.engine_home import EngineHome
-from tests.kit.hostile_daemon import HostileDaemon
 from tests.kit.waiting import wait_until
+from tests.vllm import hostile_daemon as ways
+from tests.vllm.hostile_daemon import HostileDaemon
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

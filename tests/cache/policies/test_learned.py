@@ -21,7 +21,7 @@ from kvoffd.cache.policy import Group
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import READY
-from tests.kit.learned_check import check_learned, policy_of
+from tests.cache.policies.learned_check import check_learned, policy_of
 from tests.kit.made_up_loads import LOADS, Traffic, chat_among_single_requests
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from tests.kit.fake_daemon import Answer, FakeDaemon, Peer
 from tests.kit.submitted import jobs_in
-
-from .fake_daemon import Answer, FakeDaemon, Peer
-from .waiting import wait_until
+from tests.kit.waiting import wait_until
 
 RANDOM = random.Random(7)
 

@@ -9,8 +9,7 @@ import msgspec
 import zmq
 
 from kvoffd_client.session import Closing
-
-from .engine import BLOCK_TOKENS
+from tests.kit.engine import BLOCK_TOKENS
 
 
 class EngineEvents(Closing):

@@ -7,7 +7,7 @@ import socketserver
 import threading
 import time
 
-from .closing import ServerThread, ThreadsServer
+from tests.kit.closing import ServerThread, ThreadsServer
 
 PART_BYTES = 16_384
 SHORT_BYTES = 4096

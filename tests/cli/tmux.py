@@ -9,10 +9,10 @@ import tempfile
 from collections.abc import Callable
 from typing import Self
 
-from .closing import Starting
-from .command import environ
-from .require import require
-from .waiting import wait_until
+from tests.kit.closing import Starting
+from tests.kit.command import environ
+from tests.kit.require import require
+from tests.kit.waiting import wait_until
 
 PROMPT = "ready> "
 SIZE_ASKED = "-u LINES -u COLUMNS"
