@@ -296,7 +296,7 @@ def test_a_step_of_very_many_jobs_and_groups(desk: Desk) -> None:
     loads = [Load(job, desk.lease, [Part(keys(job), [1], group=job % groups)]) for job in range(jobs)]
     bad = [*loads[:-1], Load(jobs, desk.lease, [Part(keys(1), [BLOCKS], group=groups - 1)])]
     before = cpu_s(books(desk.directory).pid)
-    assert {result.error for result in desk.worker.step(cache, (), loads).results.values()} == {"unknown_lease"}
+    assert {result.error for result in desk.worker.step(cache, (), loads).values()} == {"unknown_lease"}
     assert refused(desk.worker.step, cache, (), bad) == "bad_block_ids"
     assert cpu_s(books(desk.directory).pid) - before < 0.4
 
@@ -320,8 +320,7 @@ def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:
         "max_segments": 3,
     }
     with DaemonProcess(limits={**limits, "max_namespaces": 8}) as daemon, WireClient(daemon.directory) as worker:
-        assert worker.welcome is not None
-        assert worker.welcome.limits == limits
+        assert worker.limits == limits
         with WireClient(daemon.directory, "scheduler") as scheduler:
             for client in (worker, scheduler):
                 client.open_namespace()

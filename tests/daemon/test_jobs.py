@@ -102,7 +102,7 @@ def test_a_key_in_two_stores_of_a_step_is_copied_once(
 ) -> None:
     cache = worker.register(memory)
     stores = [store_of(1, keys(1, 2), [1, 2]), store_of(2, keys(2, 3), [2, 3]), store_of(3, keys(1), [1])]
-    results = worker.step(cache, stores).results
+    results = worker.step(cache, stores)
     assert all(result.ok for result in results.values())
     assert sum(result.nbytes for result in results.values()) == 3 * PAGE_BYTES
     assert scheduler.lookup(1, keys(1, 2, 3)).states == "RRR"
@@ -198,7 +198,7 @@ def test_groups_of_many_shapes_keep_every_byte(shared_daemon: DaemonProcess) -> 
                 for at, name in enumerate(names):
                     begin = max(0, 2 * at - first)
                     stored[group, name] = (first if at == 0 else 0, data[begin : 2 * at + 2 - first])
-            result = worker.step(cache, [Store(number + 1, parts)]).results[number + 1]
+            result = worker.step(cache, [Store(number + 1, parts)])[number + 1]
             assert (result.ok, result.nbytes) == (True, sum(len(p.blocks) * (p.group + 1) * size for p in parts))
         for lease, ((group, name), (first, data)) in enumerate(sorted(stored.items()), 1):
             memory.view[:] = 0
@@ -347,7 +347,7 @@ def test_a_pool_of_pinned_blocks_has_no_room_and_says_so() -> None:
                 store_of(4, keys(100, 103), [70, 73]),
                 store_of(5, keys(6), [6]),
             ]
-            results = worker.step(cache, stores).results
+            results = worker.step(cache, stores)
             assert {job: (result.error, result.failed) for job, result in results.items()} == {
                 2: (None, []),
                 3: ("no_room", keys(102)),
@@ -441,7 +441,7 @@ def test_results_of_a_step_come_in_one_batch(worker: WireClient, memory: SharedM
 
 def test_an_ended_jobs_number_may_be_used_again(worker: WireClient, memory: SharedMemory) -> None:
     cache = worker.register(memory)
-    assert worker.step(cache, []).results == {}, "a step without a job has no answer"
+    assert worker.step(cache, []) == {}, "a step without a job has no answer"
     for number in range(2):
         assert worker.store(cache, keys(number), [0], job=1).nbytes == PAGE_BYTES
 
@@ -520,7 +520,7 @@ def test_a_store_whose_end_fails_inside_has_a_result(faulty: DaemonProcess, memo
         cache = worker.register(memory, namespace=bytes(32))
         with faulty.fault("commit fails"):
             stores = [store_of(number, keys(100 + number), [number]) for number in (1, 2)]
-            results = worker.step(cache, stores).results
+            results = worker.step(cache, stores)
         assert [(results[number].ok, results[number].error) for number in (1, 2)] == [(False, "internal")] * 2
         assert worker.store(cache, keys(103), [3]).ok
         worker.unregister(cache)  # nothing touches its memory any more
@@ -569,7 +569,7 @@ def test_a_step_with_a_bad_job_is_refused_and_changes_nothing(
     assert refused(worker.step, cache, [good, store_of(11, keys(30), [32])], loads) == "bad_block_ids"
     assert refused(worker.step, cache, [good, store_of(12, keys(31, 31), [4, 5])], loads) == "bad_keys"
     assert memory.view.tobytes() == before
-    results = worker.step(cache, [good], loads).results
+    results = worker.step(cache, [good], loads)
     errors = {job: result.error for job, result in results.items()}
     assert errors == {10: None, 20: None, 21: "unknown_lease", 22: "not_ready"}
     changed = np.flatnonzero(memory.view != np.frombuffer(before, np.uint8)) // PAGE_BYTES

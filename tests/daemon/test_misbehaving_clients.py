@@ -27,15 +27,14 @@ import pytest
 
 from kvoffd_client import AdminClient, KvoffdClientError, SharedMemory
 from kvoffd_client.testing import FakeEngine
+from tests.daemon.zmtp import FRAME_GARBAGE, STREAM_GARBAGE, numbered_routing_ids, shake_hands
 from tests.kit.daemon import DaemonProcess
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
 from tests.kit.wire import (
-    FRAME_GARBAGE,
     GARBAGE,
     LIFELINE_GARBAGE,
     PAGE_BYTES,
-    STREAM_GARBAGE,
     Eavesdropper,
     Page,
     Refused,
@@ -48,10 +47,8 @@ from tests.kit.wire import (
     key,
     keys,
     load_of,
-    numbered_routing_ids,
     refused,
     request_streams,
-    shake_hands,
     store_of,
 )
 
@@ -420,8 +417,7 @@ def test_made_up_routing_ids(daemon: DaemonProcess) -> None:
 
 def test_a_connection_that_breaks(client: WireClient, memory: SharedMemory) -> None:
     """ZeroMQ ends that of a client which sends far too much. The client's ZeroMQ connects again without a word."""
-    assert client.welcome is not None
-    cache, limit = client.register(memory), client.welcome.limits["max_frame_bytes"]
+    cache, limit = client.register(memory), client.limits["max_frame_bytes"]
     for number in range(3):
         assert refused(client.raw, bytes(limit + 1)) == "too_large"
         client.send_raw(bytes(2 * limit + 1))

@@ -15,13 +15,12 @@ this file. When the protocol changes, this file changes, and no test.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec
@@ -37,7 +36,10 @@ from kvoffd_proto import admin as a
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
-from kvoffd_proto.messages import CudaIpcHandle, MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.messages import CudaIpcHandle
+from kvoffd_proto.messages import MemfdHandle as Segment
+from kvoffd_proto.messages import PageRef as Page
+from kvoffd_proto.messages import TensorLayout as Tensor
 from kvoffd_proto.paths import SocketPaths
 from kvoffd_proto.stats import DiskStats as DiskStats
 from kvoffd_proto.stats import NamespaceStats as NamespaceStats
@@ -107,29 +109,6 @@ def load_of(job: int, lease: int, keys: Sequence[bytes], blocks: Sequence[int] |
     return Load(job, lease, [Part(keys, blocks, **part)])
 
 
-class Segment(NamedTuple):
-    """Attached memory in a registration."""
-
-    number: int
-    size_bytes: int
-
-
-class Tensor(NamedTuple):
-    """One KV tensor of a registration: so many pages at a constant stride inside a segment."""
-
-    segment: int
-    offset_bytes: int
-    stride_bytes: int
-    blocks: int
-
-
-class Page(NamedTuple):
-    """One layer's part of a block: the first bytes of a page of a tensor."""
-
-    tensor: int
-    nbytes: int
-
-
 # --- what comes back -------------------------------------------------------------------------------
 
 
@@ -168,19 +147,6 @@ def answer(call: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> 
 
 
 @dataclass(frozen=True)
-class Welcome:
-    """What the daemon says when it takes a session."""
-
-    version: str
-    capabilities: frozenset[str]
-    limits: Mapping[str, int]
-    store_window_bytes: int
-    """Bytes of stores that the session may have outstanding."""
-    lease_ttl_s: float
-    job_deadline_s: float
-
-
-@dataclass(frozen=True)
 class Found:
     """What a lookup found: a letter of ``STATES`` for each key."""
 
@@ -215,12 +181,6 @@ class Batch:
     @property
     def jobs(self) -> list[int]:
         return [result.job for result in self.results]
-
-
-class Outcome(NamedTuple):
-    """What became of a step: how each job ended."""
-
-    results: dict[int, Result]
 
 
 class Unacknowledged(NamedTuple):
@@ -262,7 +222,7 @@ class WireClient(Closing):
         daemon_id: number of this run of the daemon.
         token: the session's secret.
         routing_id: as given or made.
-        welcome: what the daemon said to Hello.
+        limits: of the session, by name, as the daemon said to Hello.
     """
 
     def __init__(
@@ -283,7 +243,7 @@ class WireClient(Closing):
         self.session, self.daemon_id, self.token = 0, 0, bytes(m.TOKEN_BYTES)
         self._seen = 0
         self.rejected: Refused | None = None
-        self.welcome: Welcome | None = None
+        self.limits: Mapping[str, int] = {}
         try:
             self._connect(paths)
             if role is not None:
@@ -376,17 +336,9 @@ class WireClient(Closing):
         request = self._send(a.Health)
         return bool(self._jobs.poll(timeout_s * 1000)) and self._receive().request_id == request.request_id
 
-    def hello(self, role: str, *, version: int = VERSION, name: str = "test", software: str = "wire") -> Welcome:
+    def hello(self, role: str, *, version: int = VERSION, name: str = "test", software: str = "wire") -> None:
         answer = self.ask(m.Hello, version, role, name, software)
-        self.welcome = Welcome(
-            answer.daemon_version,
-            frozenset(answer.capabilities),
-            msgspec.structs.asdict(answer.limits),
-            answer.credit_bytes,
-            answer.lease_ttl_ms / 1000,
-            answer.job_deadline_ms / 1000,
-        )
-        return self.welcome
+        self.limits = structs.asdict(answer.limits)
 
     def health(self) -> str:
         """``ok``, ``degraded`` or ``down``: a round trip through the loop that serves engines."""
@@ -439,10 +391,7 @@ class WireClient(Closing):
     ) -> bytes:
         """Register attached memory of any layout; the registration's id."""
         registration = os.urandom(16)
-        handles = [
-            CudaIpcHandle(bytes(64), PAGE_BYTES, bytes(16)) if isinstance(one, str) else MemfdHandle(*one)
-            for one in segments
-        ]
+        handles = [CudaIpcHandle(bytes(64), PAGE_BYTES, bytes(16)) if isinstance(one, str) else one for one in segments]
         self.ask(
             m.Register,
             namespace,
@@ -450,8 +399,8 @@ class WireClient(Closing):
             rank,
             blocks_per_key,
             handles,
-            [TensorLayout(*one) for one in tensors],
-            [[PageRef(*page) for page in group] for group in groups],
+            list(tensors),
+            list(map(list, groups)),
         )
         return registration
 
@@ -500,7 +449,7 @@ class WireClient(Closing):
     ) -> Result:
         """Store keys from blocks, and wait for the result. The rest is as in ``Part``."""
         store = store_of(job or self.next_number(), keys, blocks, **part)
-        return self._one(self.step(registration, [store]), store.job)
+        return self.step(registration, [store])[store.job]
 
     def load(
         self,
@@ -515,18 +464,14 @@ class WireClient(Closing):
     ) -> Result:
         """Load keys into blocks under a lease's id, and wait for the result. The rest is as in ``Part``."""
         load = Load(job or self.next_number(), lease, [Part(keys, blocks, **part)], keep_lease)
-        return self._one(self.step(registration, [], [load]), load.job)
-
-    @staticmethod
-    def _one(outcome: Outcome, job: int) -> Result:
-        return outcome.results[job]
+        return self.step(registration, [], [load])[load.job]
 
     def submit(self, registration: bytes, stores: Sequence[Store] = (), loads: Sequence[Load] = ()) -> None:
         """Send the jobs of one step and wait for nothing."""
         self._jobs.send(codec.encode(self._submission(registration, stores, loads)))
 
-    def step(self, registration: bytes, stores: Sequence[Store] = (), loads: Sequence[Load] = ()) -> Outcome:
-        """Send the jobs of one step, and wait until each has ended.
+    def step(self, registration: bytes, stores: Sequence[Store] = (), loads: Sequence[Load] = ()) -> dict[int, Result]:
+        """Send the jobs of one step, and wait until each has ended; how, by job.
 
         Results are asked for: a subscription just made may miss the first publication. Raises Refused where the step is
         refused.
@@ -536,8 +481,8 @@ class WireClient(Closing):
         self.submit(registration, stores, loads)
         return self.outcome(wanted, before)
 
-    def outcome(self, jobs: Iterable[int], after: int = 0) -> Outcome:
-        """Wait until each job has ended; that acknowledges batches up to number ``after``."""
+    def outcome(self, jobs: Iterable[int], after: int = 0) -> dict[int, Result]:
+        """Wait until each job has ended, and say how; that acknowledges batches up to number ``after``."""
         wanted = set(jobs)
         results: list[Result] = []
 
@@ -554,11 +499,11 @@ class WireClient(Closing):
             wait_until(ended, TIMEOUT_S, interval_s=0.001, explain=lambda: results)
         found = {result.job: result for result in results}
         assert len(found) == len(results), "a job ended twice"
-        return Outcome(found)
+        return found
 
     def wait_ended(self, *jobs: int) -> dict[int, Result]:
         """Wait until jobs that were submitted have ended; their results."""
-        return self.outcome(jobs).results
+        return self.outcome(jobs)
 
     def cancel(self, *jobs: int, unsent: int = 0) -> Cancelled:
         """Cancel jobs, and say how many stores were dropped before they were sent."""
@@ -702,21 +647,6 @@ def request_streams(directory: Path) -> list[Path]:
     return [paths.jobs, paths.events]
 
 
-def shake_hands(path: Path) -> socket.socket:
-    """Connect to one of ``request_streams`` as ZeroMQ does; what is sent then are frames."""
-    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    stream.settimeout(TIMEOUT_S)
-    stream.connect(str(path))
-    stream.sendall(_GREETING + _ready(b"SUB" if path.name == "events.sock" else b"DEALER"))
-    answer = b""  # before it has come whatever follows ends the connection
-    while len(answer) < len(_GREETING) + 2 or len(answer) < len(_GREETING) + 2 + answer[len(_GREETING) + 1]:
-        data = stream.recv(4096)
-        assert data, "the daemon closed the connection"
-        answer += data
-    assert b"READY" in answer, answer
-    return stream
-
-
 def _word(code: m.ErrorCode) -> str:
     return code.name.lower()
 
@@ -770,58 +700,6 @@ LIFELINE_GARBAGE: dict[str, bytes] = {
     "an attach without a descriptor": lifeline.encode_frame(lifeline.Attach(1)),
 }
 """Bytes on the lifeline that end a session."""
-
-
-_GREETING = (b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL").ljust(64, b"\0")
-
-
-def _ready(kind: bytes) -> bytes:
-    body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind + b"\x08Identity" + bytes(4)
-    return bytes([4, len(body)]) + body
-
-
-STREAM_GARBAGE: dict[str, bytes] = {
-    "nothing": b"",
-    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
-    "64 KiB of ones": b"\xff" * 65536,
-    "a part of a greeting": _GREETING[:10],
-    "a greeting alone": _GREETING,
-    "another mechanism": _GREETING.replace(b"NULL\0", b"PLAIN"),
-    "a frame without the handshake": _GREETING + b"\0\3abc",
-    "a frame before the handshake's answer": _GREETING + _ready(b"DEALER") + b"\0\3abc",
-    "a socket of the wrong kind": _GREETING + _ready(b"PAIR"),
-    "the first version of the protocol": b"\x05\0abcd" + b"\0\0" * 50,
-}
-"""What a client may send on ``request_streams`` that is no ZeroMQ, by what is wrong with it."""
-
-FRAME_GARBAGE: dict[str, bytes] = {
-    "a part of a frame": b"\0\xffabc",
-    "a frame of a terabyte": b"\2" + (1 << 40).to_bytes(8, "big") + bytes(1000),
-    "a frame of less than nothing": b"\2" + b"\xff" * 8,
-    "a message that never ends": b"\1\0" * 100_000,
-    "a message of very many frames": b"\1\0" * 100_000 + b"\0\0",
-    "an empty command": b"\4\0",
-    "a command that is none": b"\4\6\5HELLO",
-    "a second handshake": _ready(b"DEALER"),
-    "a ping of nothing": b"\4\5\4PING",
-    "a ping of too much": b"\6" + (1000).to_bytes(8, "big") + b"\4PING" + bytes(995),
-    "an error": b"\4\x0c\5ERROR\5hello",
-    "a subscription that is a command": b"\4\x0d\x09SUBSCRIBEkv@",
-    "a subscription that is too long": b"\2" + (5000).to_bytes(8, "big") + b"\1" * 5000,
-}
-"""What a client may send there after ``shake_hands`` that is no message, or too much of it."""
-
-
-def numbered_routing_ids(count: int = 96) -> Iterator[bytes]:
-    """What a libzmq ROUTER would call its next clients that have no id: random numbers of an unseeded ``rand``.
-
-    One that finds such a name taken ends its process with an assertion.
-    """
-    libc = ctypes.CDLL(None)
-    libc.srand(1)
-    firsts = [libc.rand() | libc.rand() << 31 for _ in range(8)]
-    for number in range(count):
-        yield b"\0" + struct.pack(">I", firsts[number % 8] + number // 8 & 0xFFFFFFFF)
 
 
 def broken_request(number: int) -> bytes:
