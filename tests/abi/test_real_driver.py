@@ -138,6 +138,6 @@ def test_a_daemon_without_a_gpu_serves_host_memory_and_says_what_is_missing(libr
         assert "Traceback" not in daemon.log
 
 
-def test_a_worker_without_a_gpu_is_told_what_is_missing(library: str) -> None:
+def test_without_a_gpu_it_says_what_is_missing(library: str) -> None:
     with pytest.raises(CudaError, match=r"CUDA_ERROR_NO_DEVICE \(100\)\. This process sees no GPU"):
         Cuda(library).init()
