@@ -70,10 +70,8 @@ class MemoryMapper:
         """
         return self._engine.hangs_s() >= STUCK_AFTER_S
 
-    def map(
-        self, owner: bytes, uid: int, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped
-    ) -> None:
-        """Map the memory of registration ``owner`` and call ``on_mapped``, now or later, in the service's thread.
+    def map(self, uid: int, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped) -> None:
+        """Map the memory of a registration and call ``on_mapped``, now or later, in the service's thread.
 
         ``uid`` is the user whose process exported it. ``fds`` are the attached descriptors by segment id; they stay the
         caller's, and open until ``on_mapped``. Raises KvoffdError, and then calls nothing, when the handles cannot be
@@ -94,7 +92,7 @@ class MemoryMapper:
             for handle in gpu
         ]
         post = self._host.post
-        self.gpus.map(gpu[0].gpu_uuid, owner, exports, lambda result: post(lambda: on_mapped(self._on_gpu(result))))
+        self.gpus.map(gpu[0].gpu_uuid, exports, lambda result: post(lambda: on_mapped(self._on_gpu(result))))
 
     def tick(self) -> None:
         self._engine.tick()

@@ -98,7 +98,7 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
         answer.bring(reply)
 
     try:
-        service.memory.map(message.registration_id, session.peer.uid, message.segments, descriptors, mapped)
+        service.memory.map(session.peer.uid, message.segments, descriptors, mapped)
     except Exception as error:
         mapped(error)
     return answer

@@ -117,7 +117,7 @@ def test_the_compiler_refuses_a_mistake_in_it() -> None:
     for right, wrong in (
         ("CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t size)", "CUresult cuMemAlloc_v2(CUdeviceptr *out, int size)"),
         ("CUresult cuMemMap(CUdeviceptr", "CUresult cuMemMap_v2(CUdeviceptr"),
-        ("CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:", "14:"),
+        ("CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:", "CU_POINTER_ATTRIBUTE_IPC_CAPABLE:"),
         ("out->requestedHandleTypes", "out->handleTypes"),
     ):
         assert right in text

@@ -72,7 +72,7 @@ def test_what_is_exported_is_what_the_daemon_maps(stub: StubCuda) -> None:
             if exported.handle is None
             else IpcExport(exported.handle, exported.size_bytes)
         )
-        (mapped,) = mappings.open(b"1" * 16, [handle])
+        (mapped,) = mappings.open([handle])
         exported.close()
         view = DeviceBuffer(mapped.address, mapped.size_bytes).view
         assert mapped.address != buffer.address

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvoffd_proto.cuda import LIBRARY_VARIABLE
 from tests.kit.gpu_machine import Machine, real_gpus
 from tests.kit.stub_cuda import fresh_stub
 
@@ -39,7 +41,7 @@ def machine_of(
 ) -> Generator[Machine, None, None]:
     """A running daemon with these flags, over one of DRIVERS."""
     log: Path | None = None
-    library = ""
+    library = os.environ.get(LIBRARY_VARIABLE, "")
     if driver == "stub":
         log = tmp_path / "driver.log"
         monkeypatch.setenv("STUB_LOG", str(log))

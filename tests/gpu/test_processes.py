@@ -30,7 +30,7 @@ def mapped_bytes(admin: AdminClient) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("page_bytes", [512, 4096, 16384 - 8, 65536, 262144, 300 * 1024])
+@pytest.mark.parametrize("page_bytes", [512, 16384 - 8, 300 * 1024])
 def test_blocks_come_back_byte_for_byte(machine: Machine, kind: str, page_bytes: int) -> None:
     with machine.exporter(kind, page_bytes=page_bytes) as worker, machine.scheduler() as scheduler:
         worker.wait_ready()

@@ -9,7 +9,7 @@
    died with, reads as 0xDB.
 
    Every call is counted and logged, can be made to fail (with -1: to do nothing and succeed) and to hang: by the functions stub_*, or in another process by
-   the variables STUB_FAIL and STUB_HANG ("cuMemcpyAsync:2:700"; nth 0 means every one), STUB_VERSION, STUB_LOG, STUB_SEED,
+   the variables STUB_FAIL and STUB_HANG ("cuMemcpyAsync:2:700"; nth 0 means every one), STUB_LOG, STUB_SEED,
    STUB_DEVICES (how many), STUB_FIRST (which of the machine's is this process's first). */
 
 #define _GNU_SOURCE
@@ -98,7 +98,6 @@ static void add_plan(const char *name, int nth, int status, int hang) {
 __attribute__((constructor)) static void start(void) {
     char name[48]; int nth = 0, status = CUDA_ERROR_UNKNOWN;
     const char *value;
-    if ((value = getenv("STUB_VERSION"))) version = atoi(value);
     if ((value = getenv("STUB_DEVICES"))) devices = atoi(value);
     if ((value = getenv("STUB_FIRST"))) first = atoi(value);
     if ((value = getenv("STUB_SEED"))) seed = atoi(value);
@@ -386,11 +385,6 @@ CUresult cuStreamCreateWithPriority(CUstream *out, unsigned flags, int priority)
     *out = (CUstream)stream;
     return leave(0);
 }
-CUresult cuStreamCreate(CUstream *out, unsigned flags) {
-    ENTER("cuStreamCreate") NEED_CONTEXT
-    leave(0);
-    return cuStreamCreateWithPriority(out, flags, 0);
-}
 CUresult cuStreamSynchronize(CUstream handle) {
     ENTER("cuStreamSynchronize") NEED_CONTEXT
     stream_t *stream = stream_of(handle);
@@ -588,7 +582,6 @@ CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdevic
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: *(unsigned *)out = range->kind == DEVICE; break;
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *(address_t *)out = whole->base; break;
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE: *(size_t *)out = whole->size; break;
-    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: *(uint64_t *)out = range->kind == VMM ? allocations[range->allocation].types : 0; break;
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: *(void **)out = range->kind == POOLED ? range : NULL; break;
     default: return leave(CUDA_ERROR_INVALID_VALUE);
     }

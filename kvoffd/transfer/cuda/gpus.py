@@ -229,8 +229,8 @@ class Gpu:
         past, engine = self._past[direction], self.engine
         return past if engine is None else past.plus(engine.stats(direction))
 
-    def map(self, owner: bytes, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
-        self._control.submit(lambda: on_mapped(_outcome(lambda: self._map(owner, exports))))
+    def map(self, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
+        self._control.submit(lambda: on_mapped(_outcome(lambda: self._map(exports))))
 
     def unmap(self, segments: list[MappedSegment], on_unmapped: Callable[[], None]) -> None:
         """Undo a ``map`` that succeeded, then call ``on_unmapped``."""
@@ -246,11 +246,11 @@ class Gpu:
 
     # --- in the control thread --------------------------------------------------------------------
 
-    def _map(self, owner: bytes, exports: Sequence[IpcExport | VmmExport]) -> GpuMemory:
+    def _map(self, exports: Sequence[IpcExport | VmmExport]) -> GpuMemory:
         if not self._registrations:
             self._open_engine()
         try:
-            segments = self._handles.open(owner, exports)
+            segments = self._handles.open(exports)
         except BaseException:
             if not self._registrations:
                 self._close_engine()
@@ -368,8 +368,8 @@ class Gpus:
 
         self._in_finder(pin)
 
-    def map(self, uuid: bytes, owner: bytes, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
-        """Map the memory of registration ``owner`` on the GPU with this UUID, then call ``on_mapped``.
+    def map(self, uuid: bytes, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
+        """Map the memory of a registration on the GPU with this UUID, then call ``on_mapped``.
 
         ``on_mapped`` is called in another thread with the memory, or with why there is none; until then descriptors in
         ``exports`` must stay open. On a GPU that hangs it is never called. Raises KvoffdError when there is no driver
@@ -380,11 +380,11 @@ class Gpus:
         with self._lock:
             gpu = self._gpus.get(uuid)
         if gpu is not None:
-            gpu.map(owner, exports, on_mapped)
+            gpu.map(exports, on_mapped)
             return
 
         def find() -> None:
-            refusal = _outcome(lambda: self._find_gpu(pool, uuid).map(owner, exports, on_mapped))
+            refusal = _outcome(lambda: self._find_gpu(pool, uuid).map(exports, on_mapped))
             if refusal is not None:
                 if refusal.message != self._refusal:  # engines try again and again
                     _log.warning("Engines on a GPU cannot register: %s", refusal.message)

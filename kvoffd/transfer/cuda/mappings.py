@@ -73,16 +73,8 @@ class MappedSegment:
         self._undo.close()
 
 
-@dataclass
-class _OpenHandle:
-    owner: bytes
-    address: int
-    segments: int = 0
-    """None is left where the driver would not close it."""
-
-
 class HandleCache:
-    """Maps handles on one device. A handle is open once, and for one registration at a time.
+    """Maps handles on one device, each once.
 
     The driver maps a handle once and answers every further opening with the same address, and memory that is freed and
     allocated again can get the very same handle. So nothing tells whether an open handle still is the right memory: a
@@ -92,57 +84,53 @@ class HandleCache:
     def __init__(self, driver: Cuda, device: int) -> None:
         self._driver = driver
         self._device = device
-        self._open: dict[bytes, _OpenHandle] = {}
+        self._open: dict[bytes, int] = {}
+        """Address by handle."""
+        self._let_go: set[bytes] = set()
+        """Those of them that the driver would not close."""
 
-    def open(self, owner: bytes, exports: Sequence[IpcExport | VmmExport]) -> list[MappedSegment]:
-        """Map all segments of registration ``owner``, or none.
+    def open(self, exports: Sequence[IpcExport | VmmExport]) -> list[MappedSegment]:
+        """Map all segments of a registration, or none.
 
         Raises UnmappableHandle, OutOfBounds when an allocation is smaller than it was said to be, and KvoffdError when
-        a handle is still open for another registration.
+        a handle is still open.
         """
         with ExitStack() as undo:
             segments = []
             for export in exports:
-                segment = self._open_ipc(owner, export) if isinstance(export, IpcExport) else self._import(export)
+                segment = self._open_ipc(export) if isinstance(export, IpcExport) else self._import(export)
                 undo.callback(segment.close)
                 segments.append(segment)
             undo.pop_all()
         return segments
 
-    def _open_ipc(self, owner: bytes, export: IpcExport) -> MappedSegment:
-        known = self._open.get(export.handle)
+    def _open_ipc(self, export: IpcExport) -> MappedSegment:
+        handle = export.handle
         try:
-            if known is not None and not known.segments:
-                self._close(export.handle)  # which failed before: until it is closed the driver gives the old mapping
-                known = None
-            if known is None:
-                known = _OpenHandle(owner, self._driver.open_ipc(export.handle))
+            if handle in self._let_go:
+                self._close(handle)  # until it is closed the driver gives the old mapping
+            if handle in self._open:
+                raise KvoffdError(
+                    "The memory is mapped already; name it once, and unregister the other registration that has it, or "
+                    "end its session.",
+                    ErrorCode.TOO_MANY,
+                )
+            address = self._open[handle] = self._driver.open_ipc(handle)
         except CudaError as error:
             raise _unmappable(error, export.uid) from error
-        self._open[export.handle] = known
-        if known.owner != owner:
-            raise KvoffdError(
-                "The memory is still mapped for another registration; unregister that one, or end its session, and "
-                "register again.",
-                ErrorCode.TOO_MANY,
-            )
-        known.segments += 1
         with ExitStack() as undo:
-            undo.callback(self._drop_segment, export.handle)
-            size = self._driver.import_size(known.address)
+            undo.callback(self._close, handle)
+            size = self._driver.import_size(address)
             if export.size_bytes > size:
                 raise OutOfBounds(f"The allocation has {size} bytes but was declared with {export.size_bytes}.")
             mapped = undo.pop_all()
-        return MappedSegment(known.address, export.size_bytes, mapped)
-
-    def _drop_segment(self, handle: bytes) -> None:
-        self._open[handle].segments -= 1
-        if not self._open[handle].segments:
-            self._close(handle)
+        return MappedSegment(address, export.size_bytes, mapped)
 
     def _close(self, handle: bytes) -> None:
-        self._driver.close_ipc(self._open[handle].address)
+        self._let_go.add(handle)
+        self._driver.close_ipc(self._open[handle])
         del self._open[handle]
+        self._let_go.remove(handle)
 
     def _import(self, export: VmmExport) -> MappedSegment:
         driver, total = self._driver, sum(export.chunk_bytes)

@@ -50,6 +50,8 @@ OWN_PIDS = ("unshare", "--pid", "--fork", "--kill-child")
 """Runs a command as number 1 of a pid namespace of its own; root may."""
 NVIDIA_SMI_S = 10.0
 """Where no process has the GPU open, it starts the GPU first, which takes seconds."""
+LOW_MEMLOCK = 8 << 20
+"""Docker's and systemd's, for processes that are not root's."""
 MEMORY_SHARE = 0.3
 """Of what is available, the largest pool that is pinned."""
 FAULT_POOL_BYTES = 32 * MIB
@@ -236,22 +238,31 @@ def pin_pools(setup: Setup) -> Found:
     """How fast pools are pinned, what that and the daemon's context take of the GPU's memory, and what chunks stall."""
     with context(setup) as bench:
         found: Found = {f"{size / GIB:g} GiB": tried(partial(_pin, setup, bench, size)) for size in setup.pools}
-        for chunk in (8 * MIB, 32 * MIB) if setup.double else (64 * MIB, 256 * MIB, GIB):
-            found[f"in chunks of {chunk // MIB} MiB"] = tried(partial(_pin_chunks, setup, chunk))
+        small, product, large = (8 * MIB, 16 * MIB, 32 * MIB) if setup.double else (64 * MIB, 256 * MIB, GIB)
+        for chunk, pages in ((small, "4 KiB"), (product, "4 KiB"), (large, "4 KiB"), (product, "huge")):
+            name = f"in chunks of {chunk // MIB} MiB, {pages} pages"
+            found[name] = tried(partial(_pin_chunks, setup, chunk, huge=pages == "huge"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (min(LOW_MEMLOCK, hard) if hard >= 0 else LOW_MEMLOCK, hard))
+        found[f"the same under ulimit -l {LOW_MEMLOCK // KIB}"] = tried(partial(_pin_chunks, setup, product, huge=True))
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
         with Steps() as alone:
             time.sleep(0.2 if setup.double else 2.0)
             found["steps of another process, alone"] = alone.end()
         return found
 
 
-def _pin_chunks(setup: Setup, chunk: int) -> Found:
+def _pin_chunks(setup: Setup, chunk: int, *, huge: bool) -> Found:
     """Pin touched memory of this process chunk by chunk, while another process computes."""
     total, driver = (64 * MIB if setup.double else min(4 * GIB, setup.pools[-1])), cuda.Cuda(setup.library)
-    with mmap.mmap(-1, total) as memory, Steps() as steps:
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with mmap.mmap(-1, total, private) as memory, Steps() as steps:
+        memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
         view = np.frombuffer(memory, dtype=np.uint8)
         view[::4096] = 1
         chunks = range(view.ctypes.data, view.ctypes.data + total, chunk)
         del view
+        in_huge_pages = int(_smaps_rollup()["AnonHugePages"].split()[0]) * KIB
         began = time.perf_counter()
         for address in chunks:
             driver.register_host(address, chunk)
@@ -259,7 +270,12 @@ def _pin_chunks(setup: Setup, chunk: int) -> Found:
         beside = steps.end()
         for address in chunks:
             driver.unregister_host(address)
-        return {"gb_per_s": total / seconds / 1e9, "steps_beside": beside}
+        return {"gb_per_s": total / seconds / 1e9, "bytes_in_huge_pages": in_huge_pages, "steps_beside": beside}
+
+
+def _smaps_rollup() -> dict[str, str]:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    return {name: value for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _pin(setup: Setup, bench: BenchDriver, pool_bytes: int) -> Found:
@@ -289,9 +305,11 @@ def _tried_bytes(admin: AdminClient) -> int:
 
 
 def run_tests(setup: Setup) -> Found:
-    """``pytest -m gpu`` without its engines, which take minutes; on the double these are skipped: they want a GPU."""
+    """``pytest -m gpu`` without its engines, which take minutes; on the double a few of them."""
     plugins = [f"-p{name}" for name in ("no:cacheprovider", "pytest_timeout")]
-    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *plugins, "tests/gpu"]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *plugins]
+    command += ["-k", "byte_for_byte"] if setup.double else []
+    command.append("tests/gpu")
     command += ["--ignore", "tests/gpu/test_engines.py"]
     # This Python may have plugins that were written for another pytest.
     environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

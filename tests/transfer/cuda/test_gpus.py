@@ -21,7 +21,6 @@ from tests.kit.waiting import wait_until
 POOL = 16 << 20
 SIZE = 1 << 20
 FIRST, SECOND = bytes([0x10] * 16), bytes([0x11] * 16)
-ONE, TWO, THREE = (bytes([number] * 16) for number in (1, 2, 3))
 NOTHING = CopyStats()
 
 
@@ -41,9 +40,9 @@ class Engines:
     def export(self) -> IpcExport:
         return IpcExport(self.exporter.allocate(SIZE).handle, SIZE)
 
-    def map(self, uuid: bytes = FIRST, owner: bytes = ONE, *exports: IpcExport) -> Answer:
+    def map(self, uuid: bytes = FIRST, *exports: IpcExport) -> Answer:
         answer = Answer()
-        self.gpus.map(uuid, owner, exports or [self.export()], answer)
+        self.gpus.map(uuid, exports or [self.export()], answer)
         return answer
 
 
@@ -109,7 +108,7 @@ def test_a_machine_without_a_driver_says_so_and_serves_on() -> None:
     gpus = Gpus(0, POOL, library="/nowhere/libcuda.so")
     assert not gpus.available
     with pytest.raises(KvoffdError, match="cannot be used"):
-        gpus.map(FIRST, ONE, [], Answer())
+        gpus.map(FIRST, [], Answer())
     assert gpus.stats(Direction.LOAD) == NOTHING
     assert gpus.problems == []
     gpus.tick()
@@ -122,8 +121,8 @@ def test_a_gpu_is_in_use_from_its_first_registration_to_its_last(engines: Engine
     engines.gpus.tick()
     assert engines.gpus.stats(Direction.STORE) == NOTHING
     assert (engines.stub.log(), engines.stub.calls("cuInit")) == ([], 0)
-    first = engines.map(owner=ONE).memory()
-    second = engines.map(owner=TWO).memory()
+    first = engines.map().memory()
+    second = engines.map().memory()
     assert first.engine is second.engine
     assert engines.stub.contexts(0) >= 1
     outcomes, _ = store(first, engines)
@@ -137,7 +136,7 @@ def test_a_gpu_is_in_use_from_its_first_registration_to_its_last(engines: Engine
     assert engines.stub.ranges(Ranges.HOST) == 0
     before = engines.gpus.stats(Direction.STORE).busy_seconds
     assert before > 0
-    again = engines.map(owner=THREE).memory()
+    again = engines.map().memory()
     outcomes, _ = store(again, engines)
     wait_until(lambda: outcomes == [Outcome.DONE])
     wait_until(lambda: engines.gpus.stats(Direction.STORE).busy_seconds > before)
@@ -149,7 +148,7 @@ def test_a_refused_registration_leaves_no_context(engines: Engines) -> None:
         engines.map(bytes(16)).memory()
     assert engines.stub.made_contexts() == 0
     with pytest.raises(UnmappableHandle):
-        engines.map(FIRST, ONE, IpcExport(bytes(64), SIZE)).memory()
+        engines.map(FIRST, IpcExport(bytes(64), SIZE)).memory()
     wait_until(lambda: engines.stub.contexts(0) == 0)
     unmap(engines.map().memory())
 
@@ -201,7 +200,7 @@ def test_copy_threads_that_hang_at_their_end_are_a_problem_and_keep_nothing_for_
 
 
 def test_a_gpu_that_hangs_hurts_no_other(engines: Engines) -> None:
-    sick, well = engines.map(FIRST).memory(), engines.map(SECOND, TWO).memory()
+    sick, well = engines.map(FIRST).memory(), engines.map(SECOND).memory()
     wait_until(lambda: engines.stub.ranges(Ranges.HOST) > 0)
     engines.stub.hang("cuEventSynchronize")
     outcomes, overdue = store(sick, engines, deadline=5)
@@ -214,7 +213,7 @@ def test_a_gpu_that_hangs_hurts_no_other(engines: Engines) -> None:
     assert "does not answer" in problem
     good, _ = store(well, engines)
     wait_until(lambda: good == [Outcome.DONE])
-    third = engines.map(SECOND, THREE).memory()
+    third = engines.map(SECOND).memory()
     unmap(third)
     unmap(well)
     engines.stub.release()
@@ -224,14 +223,14 @@ def test_a_gpu_that_hangs_hurts_no_other(engines: Engines) -> None:
 
 
 def test_a_registration_that_hangs_hurts_no_other_gpu_and_is_bounded(engines: Engines) -> None:
-    well = engines.map(SECOND, TWO).memory()
+    well = engines.map(SECOND).memory()
     engines.stub.hang("cuIpcOpenMemHandle_v2")
     sick = engines.map(FIRST)
     engines.stub.wait_hanging()
     export = engines.export()
-    waiting = [engines.map(FIRST, bytes([9, number] * 8), export) for number in range(MAX_WAITING_TASKS)]
+    waiting = [engines.map(FIRST, export) for _ in range(MAX_WAITING_TASKS)]
     with pytest.raises(KvoffdError, match="has not answered"):
-        engines.map(FIRST, THREE, export)
+        engines.map(FIRST, export)
     engines.now = 60
     assert [problem for problem in engines.gpus.problems if "Stub 0" in problem]
     good, _ = store(well, engines)
@@ -241,7 +240,7 @@ def test_a_registration_that_hangs_hurts_no_other_gpu_and_is_bounded(engines: En
     engines.stub.release()
     mapped = [sick.memory(), waiting[0].memory()]
     for answer in waiting[1:]:
-        with pytest.raises(KvoffdError, match="another registration"):
+        with pytest.raises(KvoffdError, match="is mapped already"):
             answer.memory()
     for memory in mapped:
         unmap(memory)

@@ -19,7 +19,6 @@ from tests.kit.stub_cuda import DeviceBuffer, Ranges, StubCuda
 
 SIZE = 1 << 20
 CHUNK = 2 << 20
-ONE, OTHER = b"1" * 16, b"2" * 16
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def chunks() -> Iterator[list[int]]:
 
 def test_ordinary_memory_is_mapped_and_let_go(stub: StubCuda, handles: HandleCache) -> None:
     buffer = stub.allocate(SIZE)
-    (segment,) = handles.open(ONE, [IpcExport(buffer.handle, SIZE)])
+    (segment,) = handles.open([IpcExport(buffer.handle, SIZE)])
     assert segment.size_bytes == SIZE
     DeviceBuffer(segment.address, SIZE).view[:] = 7
     assert np.all(buffer.view == 7)
@@ -52,26 +51,15 @@ def test_ordinary_memory_is_mapped_and_let_go(stub: StubCuda, handles: HandleCac
     assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
 
 
-def test_a_handle_is_opened_once_for_all_segments_of_a_registration(stub: StubCuda, handles: HandleCache) -> None:
-    buffer = stub.allocate(SIZE)
-    first, second = handles.open(ONE, [IpcExport(buffer.handle, SIZE), IpcExport(buffer.handle, SIZE // 2)])
-    assert first.address == second.address
-    assert stub.calls("cuIpcOpenMemHandle_v2") == 1
-    first.close()
-    assert stub.ranges(Ranges.IPC) == 1
-    second.close()
-    assert stub.ranges(Ranges.IPC) == 0
-
-
 def test_a_handle_is_not_taken_for_the_memory_of_another_registration(stub: StubCuda, handles: HandleCache) -> None:
     """Memory that was freed and allocated again may have the same handle; the driver would give out the old mapping."""
     buffer = stub.allocate(SIZE)
-    (old,) = handles.open(ONE, [IpcExport(buffer.handle, SIZE)])
-    with pytest.raises(KvoffdError, match="still mapped for another registration") as caught:
-        handles.open(OTHER, [IpcExport(buffer.handle, SIZE)])
+    (old,) = handles.open([IpcExport(buffer.handle, SIZE)])
+    with pytest.raises(KvoffdError, match="is mapped already") as caught:
+        handles.open([IpcExport(buffer.handle, SIZE)])
     assert caught.value.code is ErrorCode.TOO_MANY
     old.close()
-    (new,) = handles.open(OTHER, [IpcExport(buffer.handle, SIZE)])
+    (new,) = handles.open([IpcExport(buffer.handle, SIZE)])
     assert stub.calls("cuIpcOpenMemHandle_v2") == 2
     new.close()
 
@@ -79,15 +67,15 @@ def test_a_handle_is_not_taken_for_the_memory_of_another_registration(stub: Stub
 def test_a_handle_that_could_not_be_closed_is_never_taken_for_new_memory(stub: StubCuda, handles: HandleCache) -> None:
     """It is closed before it is opened again; while that fails too it is refused."""
     buffer = stub.allocate(SIZE)
-    (old,) = handles.open(ONE, [IpcExport(buffer.handle, SIZE)])
+    (old,) = handles.open([IpcExport(buffer.handle, SIZE)])
     for _ in range(2):
         stub.fail("cuIpcCloseMemHandle", status=999)
     with pytest.raises(CudaError):
         old.close()
     with pytest.raises(UnmappableHandle, match="cuIpcCloseMemHandle"):
-        handles.open(OTHER, [IpcExport(buffer.handle, SIZE)])
+        handles.open([IpcExport(buffer.handle, SIZE)])
     assert stub.calls("cuIpcOpenMemHandle_v2") == 1
-    (new,) = handles.open(OTHER, [IpcExport(buffer.handle, SIZE)])
+    (new,) = handles.open([IpcExport(buffer.handle, SIZE)])
     assert stub.calls("cuIpcOpenMemHandle_v2") == 2
     assert stub.ranges(Ranges.IPC) == 1
     new.close()
@@ -98,7 +86,7 @@ def test_the_same_pid_at_both_ends_is_told_apart(stub: StubCuda, handles: Handle
     stub.set("same_pid_allowed", 0)
     buffer = stub.allocate(SIZE)
     with pytest.raises(UnmappableHandle, match=rf"same process id \({os.getpid()}\).*under an init or with hostPID"):
-        handles.open(ONE, [IpcExport(buffer.handle, SIZE)])
+        handles.open([IpcExport(buffer.handle, SIZE)])
 
 
 def test_another_users_memory_is_told_apart(
@@ -111,10 +99,10 @@ def test_another_users_memory_is_told_apart(
         with pytest.raises(
             UnmappableHandle, match=rf"engine runs as user {user} and the daemon as {user + 1}, .*: run both"
         ):
-            handles.open(ONE, [IpcExport(buffer.handle, SIZE, user)])
+            handles.open([IpcExport(buffer.handle, SIZE, user)])
     stub.fail("cuIpcOpenMemHandle_v2", status=205)
     with pytest.raises(UnmappableHandle, match="split GPUs") as caught:
-        handles.open(ONE, [IpcExport(buffer.handle, SIZE, user + 1)])
+        handles.open([IpcExport(buffer.handle, SIZE, user + 1)])
     assert "user" not in caught.value.message
 
 
@@ -125,10 +113,10 @@ def test_a_low_limit_of_descriptors_is_told_apart(stub: StubCuda, handles: Handl
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         with pytest.raises(UnmappableHandle, match=f"Import.*all of the {limit} files.*ulimit"):
-            handles.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+            handles.open([VmmExport(chunks, [CHUNK] * 3)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    (segment,) = handles.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+    (segment,) = handles.open([VmmExport(chunks, [CHUNK] * 3)])
     segment.close()
 
 
@@ -137,11 +125,11 @@ def test_the_size_of_mapped_memory_is_the_drivers_word(stub: StubCuda, handles: 
     """cuMemGetAddressRange is promised for the process's own allocations only."""
     stub.set("import_ranges", told)
     buffer = stub.allocate(SIZE)
-    (segment,) = handles.open(ONE, [IpcExport(buffer.handle, SIZE)])
+    (segment,) = handles.open([IpcExport(buffer.handle, SIZE)])
     assert (stub.calls("cuPointerGetAttribute") > 0) == (not told)
     segment.close()
     with pytest.raises(OutOfBounds, match=f"has {SIZE} bytes but was declared with {SIZE + 1}"):
-        handles.open(ONE, [IpcExport(buffer.handle, SIZE + 1)])
+        handles.open([IpcExport(buffer.handle, SIZE + 1)])
     assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
 
 
@@ -150,7 +138,7 @@ def test_refusals_of_the_driver_are_explained_and_leave_nothing(stub: StubCuda, 
     for status, said in ((217, "cannot reach"), (400, "stale"), (205, "split GPUs"), (801, "sandboxes"), (999, "log")):
         stub.fail("cuIpcOpenMemHandle_v2", 3, status)
         with pytest.raises(UnmappableHandle, match=rf"cuIpcOpenMemHandle_v2 failed.*\({status}\).*{said}"):
-            handles.open(ONE, [IpcExport(buffer.handle, SIZE) for buffer in buffers])
+            handles.open([IpcExport(buffer.handle, SIZE) for buffer in buffers])
         assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
 
 
@@ -158,7 +146,7 @@ def test_chunks_of_virtual_memory_lie_one_after_the_other(
     stub: StubCuda, handles: HandleCache, chunks: list[int]
 ) -> None:
     before = open_descriptors()
-    (segment,) = handles.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+    (segment,) = handles.open([VmmExport(chunks, [CHUNK] * 3)])
     view = DeviceBuffer(segment.address, 3 * CHUNK).view
     assert bytes(view[::CHUNK]) == b"ABC"
     view[CHUNK + 1] = 66
@@ -181,18 +169,18 @@ def test_an_import_that_fails_leaves_nothing_behind(stub: StubCuda, handles: Han
         before = open_descriptors()
         stub.fail(call, nth, 1)
         with case(call, nth), pytest.raises(UnmappableHandle, match=call):
-            handles.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+            handles.open([VmmExport(chunks, [CHUNK] * 3)])
         assert stub.ranges(Ranges.RESERVED) + stub.ranges(Ranges.VMM) == 0
         assert open_descriptors() == before + (call == "cuMemRelease")  # the driver kept what it would not release
     for sizes in ([CHUNK], [CHUNK, CHUNK, 2 * CHUNK], [0, 0, 0], [1 << 62, 1 << 62, 1 << 62]):
         with case(sizes), pytest.raises(UnmappableHandle):
-            handles.open(ONE, [VmmExport(chunks, sizes)])
+            handles.open([VmmExport(chunks, sizes)])
 
 
 def test_a_part_that_cannot_be_unmapped_does_not_keep_the_others(
     stub: StubCuda, handles: HandleCache, chunks: list[int]
 ) -> None:
-    (segment,) = handles.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+    (segment,) = handles.open([VmmExport(chunks, [CHUNK] * 3)])
     stub.fail("cuMemUnmap", 1, 999)
     with pytest.raises(CudaError):
         segment.close()
