@@ -19,7 +19,7 @@ from kvoffd.cache.policy import make_policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.logging import RareWarnings, log_what_python_prints
-from kvoffd.server.descriptors import check_loop_calls, half_of_descriptors, raise_descriptor_limit
+from kvoffd.server.descriptors import check_loop_calls, raise_descriptor_limit
 from kvoffd.server.events import EventLog
 from kvoffd.server.health import health_reply
 from kvoffd.server.http import HttpServer
@@ -38,6 +38,7 @@ from kvoffd.system.native import native
 from kvoffd.system.systemd import Notifier, take_stored_fds
 from kvoffd.transfer.engine import HostEngine
 from kvoffd_proto.admin import Health, HealthLevel, HealthProblem, HealthReply
+from kvoffd_proto.cuda import descriptor_limits
 from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_size
 
@@ -218,7 +219,7 @@ class Daemon:
             pool,
             _ProcessHost(self._sockets, self._page_faulter),
             self._state,
-            max_attached=half_of_descriptors(),
+            max_attached=descriptor_limits()[0] // 2,  # the others are for connections
         )
         self._service.http_problem = self._http_problem
         self._lifelines = LifelineServer(self._service, self._directory, self._sockets, self._page_faulter)

@@ -19,11 +19,6 @@ LEAST_DESCRIPTORS = 1024
 MOST_DESCRIPTORS = 65536
 
 
-def half_of_descriptors() -> int:
-    """For what sessions attach. The others are for connections."""
-    return descriptor_limits()[0] // 2
-
-
 def raise_descriptor_limit() -> None:
     """Each session costs descriptors; take what the hard limit gives. Raises KvoffdError where that is too few."""
     soft, hard = descriptor_limits()

@@ -30,7 +30,6 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
 
     An empty namespace that nobody has open gives its name to whoever comes with another geometry.
     """
-    service.sessions.check_not_stopping()
     cache, fingerprint = service.cache, message.namespace
     geometry = message.world_size, message.key_bytes, message.groups
     _check_places(session, fingerprint)
@@ -120,5 +119,5 @@ def _forget(service: Service, namespace: Namespace) -> None:
     service.cache.forget_namespace(namespace)
     service.traffic.namespace_forgotten(namespace)
     service.curve.namespace_forgotten(namespace)
-    if service.tiering is not None:
-        service.tiering.namespace_forgotten(namespace)
+    if service.tiers.tiering is not None:
+        service.tiers.tiering.namespace_forgotten(namespace)

@@ -78,7 +78,6 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
 
     Takes the attached descriptors over when all of it is sound, none of them otherwise.
     """
-    service.sessions.check_not_stopping()
     namespace = session.namespace(message.namespace)
     _check_registration(service, session, message, namespace)
     descriptors = _claim(session, message.segments)
@@ -262,7 +261,6 @@ def reset(service: Service, session: Session, message: m.Reset) -> Pending:
 def submit(service: Service, session: Session, message: m.Submit) -> None:
     """Accept stores and loads, all or none. Their results are the answer."""
     session.completions.acknowledge(message.acknowledged)
-    service.sessions.check_not_stopping()
     service.jobs.submit(session, message)
 
 

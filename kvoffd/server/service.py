@@ -36,7 +36,6 @@ from kvoffd.server.sessions import Session, Sessions, credit_bytes
 from kvoffd.server.tiers import Tiers
 from kvoffd.server.trace import Tracer
 from kvoffd.server.traffic import TrafficCounts
-from kvoffd.tiering.tiering import Tiering
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import CopyEngine
 from kvoffd_proto import admin as a
@@ -52,6 +51,9 @@ REMOVAL_WAIT_S = 0.5
 """For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
 MAX_PENDING = 64
 """Requests of a session whose replies wait."""
+
+NEW_WORK = m.OpenNamespace, m.Register, m.Submit
+"""Requests that a daemon refuses which is about to end."""
 
 MISTYPED = frozenset(
     {
@@ -125,10 +127,6 @@ class Service:
         state.is_there = lambda fingerprint: fingerprint in cache.namespaces
         cache.watchers.append(self.curve.requested)
 
-    @property
-    def tiering(self) -> Tiering | None:
-        return self.tiers.tiering
-
     # --- called by the sockets ---------------------------------------------------------------------
 
     def handle(self, route: bytes, frame: bytes) -> None:
@@ -151,6 +149,8 @@ class Service:
                 session.last_request_at = self.clock()
                 if session.role not in exchange.roles and (session.role or not isinstance(request, m.Hello)):
                     raise _wrong_role(session, request)
+                if self.sessions.stopping and isinstance(request, NEW_WORK):
+                    raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
                 if self.pending and sum(one.session is session for one in self.pending) >= MAX_PENDING:
                     raise KvoffdError(
                         f"{MAX_PENDING} requests of the session wait for their replies, its limit; wait for some.",
@@ -216,7 +216,8 @@ class Service:
 
     def lifetime(self, total: Mapping[str, float]) -> Lifetime:
         """Totals of this daemon, ``TrafficCounts.total``, and those before it."""
-        return self.traffic.lifetime(total, self.tiering.disks.writer.written_bytes if self.tiering is not None else 0)
+        tiering = self.tiers.tiering
+        return self.traffic.lifetime(total, 0 if tiering is None else tiering.disks.writer.written_bytes)
 
     def save_totals(self) -> None:
         self._totals_due = self.clock() + self.config.limits.totals_every_s

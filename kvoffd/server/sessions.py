@@ -35,8 +35,6 @@ OPERATORS_SESSIONS = 8
 """Sessions beyond max_sessions, which are those of engines: an operator can look when all of these are taken."""
 MAX_DEPARTED = 1024
 """So many routes of clients that left are known: their last messages may come after the end of their lifelines."""
-
-
 MAX_LOGGED_REQUESTS = 1000
 """Of a session: some 300 KB."""
 
@@ -292,14 +290,10 @@ class Sessions:
         """Whether it is the route of a client that ended its session itself, not long ago."""
         return route in self._departed
 
-    def check_not_stopping(self) -> None:
-        """Raise KvoffdError when the daemon takes no new work."""
-        if self.stopping:
-            raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
-
     def open(self, lifeline: Lifeline, peer: Peer) -> Session:
         """Admit a client that has connected to the lifeline. Raises KvoffdError when it may not come in."""
-        self.check_not_stopping()
+        if self.stopping:
+            raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
         if len(self.by_route) >= self._config.max_sessions + OPERATORS_SESSIONS:
             raise self._full()
         self._last_id += 1

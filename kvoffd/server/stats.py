@@ -210,7 +210,7 @@ def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
 
 
 def _tiering_stats(service: Service) -> s.TieringStats | None:
-    if (tiering := service.tiering) is None:
+    if (tiering := service.tiers.tiering) is None:
         return None
     promoter, writer = tiering.disks.promoter, tiering.disks.writer
     return s.TieringStats(
@@ -248,7 +248,7 @@ def _disk_stats(disk: Disk) -> s.DiskStats:
 
 
 def _shared_stats(service: Service) -> list[s.SharedStats]:
-    if (tiering := service.tiering) is None:
+    if (tiering := service.tiers.tiering) is None:
         return []
     return [
         filled(

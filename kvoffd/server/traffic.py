@@ -58,12 +58,12 @@ class TrafficCounts:
         if not namespace.of_bench:
             self._gone.update(counts_of(namespace))
 
-    def total(self) -> dict[str, float]:
+    def total(self) -> Mapping[str, float]:
         """What all namespaces have counted since the start."""
-        total: dict[str, float] = dict(self._gone)
+        total = self._gone.copy()
         for namespace in self._cache.namespaces.values():
             if not namespace.of_bench:
-                add(total, counts_of(namespace))
+                total.update(counts_of(namespace))
         return total
 
     def choose_rows(self) -> tuple[list[Namespace], list[NamespaceStats]]:
@@ -89,9 +89,9 @@ class TrafficCounts:
         largest = sorted(self._shown, key=lambda one: one.ready_bytes, reverse=True)
         if not self._crowded:
             return largest, []
-        total: dict[str, float] = dict(self._others)
+        total = self._others.copy()
         for one in rest:
-            add(total, counts_of(one))
+            total.update(counts_of(one))
         row = NamespaceStats(
             id=OTHERS,
             ready_blocks=sum(one.ready_blocks for one in rest),
@@ -138,11 +138,6 @@ def pending_keys(namespace: Namespace) -> int:
     counters, misses = namespace.counters, namespace.counters.misses
     known = counters.keys_ready + counters.found_disk + counters.found_shared + misses.total()
     return max(0, counters.keys_asked - known + misses[MissReason.LATE] + misses[MissReason.SKIPPED])
-
-
-def add(total: dict[str, float], counts: Mapping[str, float]) -> None:
-    for name, count in counts.items():
-        total[name] = total.get(name, 0) + count
 
 
 def figures(counts: Mapping[str, float]) -> dict[str, Any]:

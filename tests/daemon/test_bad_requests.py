@@ -241,6 +241,7 @@ def test_block_ids_leases_and_registrations_that_do_not_fit(desk: Desk) -> None:
             "a registration of nobody": ("unknown_registration", lambda d: d.worker.store(bytes(16), keys(2), [1])),
             "an end of one": ("unknown_registration", lambda desk: desk.worker.unregister(bytes(16))),
             "a count below zero": ("malformed", lambda desk: desk.worker.cancel(unsent=-1)),
+            "a count larger than any": ("malformed", lambda desk: desk.worker.cancel(unsent=2**63 - 1)),
             "a load without a part": ("bad_block_ids", lambda desk: desk.submit(Load(9, desk.lease, []))),
             "too many jobs": (
                 "too_many",
@@ -398,9 +399,6 @@ def test_the_number_of_sessions_is_bounded() -> None:
 
 
 def test_the_log_says_whose_request_was_refused_and_why() -> None:
-    with DaemonProcess("1MiB") as daemon:
-        scheduler = WireClient(daemon.directory, "scheduler")
-        with pytest.raises(Refused):
-            scheduler.lookup(LEASE, keys(1))
+    with DaemonProcess("1MiB") as daemon, WireClient(daemon.directory, "scheduler") as scheduler:
+        assert refused(scheduler.lookup, LEASE, keys(1)) == "unknown_namespace"
         daemon.wait_log("(test) was refused, unknown_namespace: ")
-        scheduler.close()

@@ -7,18 +7,35 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+
+from kvoffd.cli import main
 
 ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFD_")}
 
 
-def kvoffd(*arguments: str, options: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+def process(*arguments: str, options: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the program to its end."""
     command = [sys.executable, *options, "-m", "kvoffd", *arguments]
     environ = {**ENVIRON, **variables}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def kvoffd(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which is a hundred times as fast."""
+    out, err = StringIO(), StringIO()
+    with patch.dict(os.environ, {**ENVIRON, **variables}, clear=True), redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 
 def refused(*arguments: str, **variables: str) -> str:
@@ -107,6 +124,9 @@ def test_config_refusals_name_setting_value_and_source(file: Path) -> None:
         assert name in sentence
         assert repr(value)[:20] in sentence
         assert f"--{name.replace('_', '-')}" in sentence
+    assert len(refused("config", "--log-level", "x" * 50_000)) < 400, "a long value is cut"
+    for option, rest in (("--directory", ""), ("--pool-file", ""), ("--disk", "=1GiB")):
+        assert "UTF-8" in refused("serve", option, os.fsdecode(b"/tmp/\xff") + rest)
     sentence = refused("serve", KVOFFD_POOL_SIZE="0")
     assert all(part in sentence for part in ("pool_size", "'0'", "KVOFFD_POOL_SIZE"))
     for line in ("pool_size = true", "disk_deadline = inf", "allowed_uids = [-4]", "directory = 5"):
@@ -114,10 +134,6 @@ def test_config_refusals_name_setting_value_and_source(file: Path) -> None:
         sentence = refused("serve", "--config", str(file))
         assert line.split()[0] in sentence
         assert str(file) in sentence
-
-
-def test_config_a_long_value_is_cut_in_its_refusal() -> None:
-    assert len(refused("config", "--log-level", "x" * 50_000)) < 400
 
 
 def test_config_a_setting_of_the_release_before_is_refused_with_what_to_do(file: Path) -> None:
@@ -160,11 +176,6 @@ def test_config_what_is_unknown_is_refused_with_the_likely_one() -> None:
     assert "KVOFFD_POOL_SIZE?" in refused("config", KVOFFD_POOLSIZE="1GiB")
 
 
-def test_config_a_path_that_is_no_text_is_refused() -> None:
-    for option, rest in (("--directory", ""), ("--pool-file", ""), ("--disk", "=1GiB")):
-        assert "UTF-8" in refused("serve", option, os.fsdecode(b"/tmp/\xff") + rest)
-
-
 def test_config_variables_of_a_kubernetes_service_are_ignored() -> None:
     """A service that is named kvoffd makes Kubernetes set them in every pod."""
     given = {
@@ -179,10 +190,9 @@ def test_config_variables_of_a_kubernetes_service_are_ignored() -> None:
     assert {one["source"] for one in shown(**given).values()} == {"default"}
 
 
-@pytest.mark.parametrize("where", ["flag", "variable", "file"])
-def test_config_refusals_are_json_where_lines_are_json(where: str, file: Path) -> None:
+def test_config_refusals_are_json_where_lines_are_json(file: Path) -> None:
     """What the process as a whole writes is what a log collector reads."""
-    for text in ("pool_size = 'many'", "no TOML"):
+    for where, text in product(("flag", "variable", "file"), ("pool_size = 'many'", "no TOML")):
         file.write_text(text + ("\nlog_format = 'json'\n" if where == "file" else "\n"))
         arguments = ["serve", "--config", str(file)] + ["--log-format", "json"] * (where == "flag")
         ended = kvoffd(*arguments, **({"KVOFFD_LOG_FORMAT": "json"} if where == "variable" else {}))
@@ -193,7 +203,7 @@ def test_config_refusals_are_json_where_lines_are_json(where: str, file: Path) -
 
 
 def test_help_shows_every_setting_and_stands_a_percent_sign() -> None:
-    text = kvoffd("serve", "--help", KVOFFD_DIRECTORY="/tmp/50%s").stdout
+    text = process("serve", "--help", KVOFFD_DIRECTORY="/tmp/50%s").stdout
     flags = [word for line in text.splitlines() if line.startswith("  --") for word in line.split()[:1]]
     assert flags[:4] == ["--directory", "--pool-size", "--config", "--pool-file"]
     assert set(flags) == {f"--{name.replace('_', '-')}" for name in shown()} | {"--config"}
@@ -207,7 +217,7 @@ def test_help_shows_every_setting_and_stands_a_percent_sign() -> None:
 
 
 def test_config_imports_nothing_heavy() -> None:
-    imported = re.findall(r"\| +([a-z_]+)", kvoffd("config", "--json", options=("-X", "importtime")).stderr)
+    imported = re.findall(r"\| +([a-z_]+)", process("config", "--json", options=("-X", "importtime")).stderr)
     assert "kvoffd" in imported
     heavy = {"asyncio", "msgspec", "numpy", "prometheus_client", "rich", "torch", "typer", "uvloop", "zmq"}
     assert heavy & set(imported) == set()

@@ -206,23 +206,6 @@ def test_an_engine_reads_what_others_store(daemon: DaemonProcess) -> None:
         assert reader.events_lost == 0
 
 
-def test_clear_is_published_to_every_namespace(shared_daemon: DaemonProcess) -> None:
-    with (
-        KvSubscriber(shared_daemon.directory) as events,
-        FakeEngine(shared_daemon.directory, "one") as one,
-        FakeEngine(shared_daemon.directory, "two") as two,
-    ):
-        for engine in (one, two):
-            assert engine.store(keys(1), [1]).ok
-        spaces = {one.namespace.fingerprint, two.namespace.fingerprint}
-        found = folded(events.messages())
-        assert all(found[space][POOL] == set(keys(1)) for space in spaces)
-        with AdminClient(shared_daemon.directory) as admin:
-            admin.clear()
-        found = folded(events.messages())
-        assert not any(found[space][POOL] for space in spaces)
-
-
 def test_events_are_published_as_they_happen(shared_daemon: DaemonProcess) -> None:
     with Eavesdropper(shared_daemon.directory) as subscriber, WireClient(shared_daemon.directory) as client:
 

@@ -61,6 +61,26 @@ def test_health_a_pool_that_one_lease_pins_is_degraded() -> None:
         wait_until(lambda: reasons() == ["stores_without_space"])
 
 
+def test_health_many_late_lookups_are_degraded_until_they_are_few() -> None:
+    with DaemonProcess() as daemon, FakeEngine(daemon.directory) as engine, AdminClient(daemon.directory) as admin:
+
+        def reasons(lookups: int, late: int) -> list[str]:
+            """What is wrong after so many more of them, which the engine reports as the connector does."""
+            before = admin.stats().since_start.late_lookups
+            for _ in range(lookups):
+                engine.lookup(keys(1))
+            engine.scheduler.report(0.0, 0.0, 0, 0, late)
+            wait_until(lambda: admin.stats().since_start.late_lookups == before + late)
+            return [cause.reason for cause in admin.health().causes]
+
+        assert reasons(100, 19) == [], "19 are fewer than 20"
+        assert reasons(0, 6) == ["lookups_late"]
+        (cause,) = admin.health().causes
+        assert "25 of 100 lookups" in cause.sentence
+        assert "CPUAffinity" in cause.sentence
+        assert reasons(400, 0) == [], "25 of 500 are 5 %"
+
+
 def test_health_nearly_all_descriptors_in_use_is_degraded() -> None:
     """With the last one the daemon would end, so it says so before."""
     few = 1024

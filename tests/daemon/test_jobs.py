@@ -149,7 +149,7 @@ def test_invalidated_blocks_are_not_found_again(
 def test_a_reset_drops_the_namespace(
     shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
 ) -> None:
-    """Nobody finds its blocks again; what another session has under a lease is free when that ends."""
+    """Nobody finds its blocks again, or loads what was leased before: who resets has other weights."""
     cache = worker.register(memory)
     worker.store(cache, keys(1, 2), [0, 1])
     with WireClient(shared_daemon.directory, "scheduler") as other:
@@ -158,10 +158,11 @@ def test_a_reset_drops_the_namespace(
         assert scheduler.reset() == 2
         for client in (scheduler, other):
             assert client.lookup(2, keys(1, 2)).states == "--"
-        assert books(shared_daemon.directory).balanced
-        other.release(1)
+        before = memory.view.tobytes()
+        assert worker.load(cache, other.lease(1), keys(2), [9]).error == "unknown_lease"
+        assert memory.view.tobytes() == before
         after = books(shared_daemon.directory)
-        assert (after.free_bytes, after.ready_blocks) == (after.pool.size_bytes, 0)
+        assert (after.free_bytes, after.ready_blocks, after.leases) == (after.pool.size_bytes, 0, 0)
     assert worker.store(cache, keys(1), [3]).nbytes == PAGE_BYTES
     assert scheduler.lookup(3, keys(1)).states == "R"
 
@@ -277,26 +278,32 @@ def test_a_load_of_keys_that_are_not_there_fails_and_names_them(
     assert memory.view.tobytes() == before
 
 
-def test_a_lease_that_is_released_is_unknown(worker: WireClient, scheduler: WireClient, memory: SharedMemory) -> None:
+def test_a_lease_that_is_released_is_unknown(
+    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
+) -> None:
     cache = worker.register(memory)
-    worker.store(cache, keys(1), [0])
-    scheduler.lookup(1, keys(1))
-    assert scheduler.release(1) == 1
+    worker.store(cache, keys(1, 2, 3), [0, 1, 2])
+    for number in (1, 2, 3):
+        assert scheduler.lookup(number, keys(number)).pinned == 1
+    assert scheduler.release(3, 9, 1, 1) == 2
     assert scheduler.release(1) == 0, "to release twice is no error"
+    assert (books(shared_daemon.directory).leases, scheduler.release(2)) == (1, 1)
     assert worker.load(cache, scheduler.lease(1), keys(1), [9]).error == "unknown_lease"
 
 
-def test_a_lease_that_is_to_be_kept_outlasts_loads(
-    worker: WireClient, scheduler: WireClient, memory: SharedMemory
-) -> None:
-    cache = worker.register(memory)
-    worker.store(cache, keys(1), [0])
-    scheduler.lookup(5, keys(1))
-    lease = scheduler.lease(5)
-    for _ in range(2):
-        assert worker.load(cache, lease, keys(1), [7], keep_lease=True).ok
-    assert worker.load(cache, lease, keys(1), [7]).ok
-    assert worker.load(cache, lease, keys(1), [7]).error == "unknown_lease"
+def test_a_lease_outlasts_loads_that_keep_it_or_fail(faulty: DaemonProcess, memory: SharedMemory) -> None:
+    """After one that failed the engine may try again."""
+    with engine(faulty) as (worker, scheduler):
+        cache = worker.register(memory)
+        worker.store(cache, keys(600), [0])
+        scheduler.lookup(5, keys(600))
+        lease = scheduler.lease(5)
+        for _ in range(2):
+            assert worker.load(cache, lease, keys(600), [7], keep_lease=True).ok
+        with faulty.fault("load fails"):
+            assert worker.load(cache, lease, keys(600), [7]).error == "copy_failed"
+        assert worker.load(cache, lease, keys(600), [7]).ok
+        assert worker.load(cache, lease, keys(600), [7]).error == "unknown_lease"
 
 
 def test_a_lease_is_extended_by_another_lookup(

@@ -124,7 +124,7 @@ def test_restart_lets_engines_that_stay_load_their_blocks(lasting: DaemonProcess
 
 
 def test_restart_brings_back_the_newest_first(pool_file: Path) -> None:
-    """And what was oldest before is the first to go."""
+    """And what was oldest before is the first to go, but for what was asked for since."""
     with DaemonProcess("2MiB", pool_file=str(pool_file), eviction_policy="lru") as daemon:
         wanted = keys(*range(24))
         with FakeEngine(daemon.directory, blocks=BLOCKS) as engine:
@@ -133,10 +133,12 @@ def test_restart_brings_back_the_newest_first(pool_file: Path) -> None:
         daemon.kill()
         daemon.start()
         with FakeEngine(daemon.directory, blocks=BLOCKS) as engine:
+            assert engine.lookup(wanted[:1]) == 1
+            engine.release()
             assert engine.store(keys(*range(100, 100 + BLOCKS)), range(BLOCKS)).ok
             ready = [engine.lookup([key]) for key in wanted]
-            assert 0 < sum(ready) < 24
-            assert ready == sorted(ready)
+            assert 1 < sum(ready) < 24
+            assert ready == [1, *sorted(ready[1:])]
 
 
 def test_restart_does_not_bring_back_what_was_cleared(lasting: DaemonProcess) -> None:
@@ -175,14 +177,6 @@ def test_restart_keeps_a_reset_that_another_pool_saw(in_file: DaemonProcess) -> 
             assert engine.wait_ready(30)
             assert engine.lookup(KEYS) == ready
             assert engine.store(KEYS[:4], range(4)).ok
-
-
-def test_restart_without_a_file_or_manager_is_empty() -> None:
-    with DaemonProcess("32MiB") as daemon:
-        store(daemon)
-        daemon.kill()
-        daemon.start()
-        assert load(daemon) == []
 
 
 # --- systemd ---------------------------------------------------------------------------------------
@@ -256,7 +250,7 @@ def test_pool_file_belongs_to_one_daemon(in_file: DaemonProcess, pool_file: Path
 
 
 def test_pool_file_that_is_something_else_is_refused_unchanged(pool_file: Path, tmp_path: Path) -> None:
-    for content in (b"precious", b"x" * 10_000, b"KVOFFDS"):
+    for content in (b"precious", b"KVOFFDS"):
         pool_file.write_bytes(content)
         pool_file.chmod(0o600)
         before = pool_file.stat()
@@ -285,16 +279,13 @@ def write_at(file: Path, position: int, content: bytes) -> None:
 
 
 def test_pool_file_of_another_format_is_replaced(pool_file: Path) -> None:
-    """A header of another version, boot or checksum and a file of another length are a start with an empty pool."""
+    """Tables that are not to be trusted are of tests/pool. Each is a start with an empty pool."""
     pool_file.touch(0o600)  # an empty file is taken
     with DaemonProcess("32MiB", pool_file=str(pool_file)) as daemon:
         store(daemon)
         version = int.from_bytes(pool_file.read_bytes()[8:12], "little")
         for position, content, reason in (
             (8, (version - 1).to_bytes(4, "little"), f"has format {version - 1}"),
-            (8, (version + 1).to_bytes(4, "little"), f"has format {version + 1}"),
-            (16, b"\xff", "before the machine's last boot"),
-            (40, b"\xff", "header is damaged"),
             (58, b"\xff", "damaged"),
         ):
             daemon.kill()
@@ -302,10 +293,9 @@ def test_pool_file_of_another_format_is_replaced(pool_file: Path) -> None:
             write_at(pool_file, position, content)
             assert reason in starts_empty(daemon), position
             assert pool_file.stat().st_ino != before
-        for size in (9, 16 * MIB, 40 * MIB):
-            daemon.kill()
-            os.truncate(pool_file, size)
-            starts_empty(daemon)
+        daemon.kill()
+        os.truncate(pool_file, 16 * MIB)
+        starts_empty(daemon)
         daemon.stop()
         daemon.flags["pool-size"] = "48MiB"
         reason = starts_empty(daemon)

@@ -28,14 +28,6 @@ def namespace(daemon: DaemonProcess, label: str) -> NamespaceStats:
     return next(one for one in books(daemon.directory).namespaces.values() if one.model == label)
 
 
-def store(daemon: DaemonProcess, label: str, first: int, count: int) -> None:
-    """Blocks of 64 KiB, in stores of 50."""
-    with FakeEngine(daemon.directory, label, blocks=50) as engine:
-        for start in range(first, first + count, 50):
-            part = keys(*range(start, min(start + 50, first + count)))
-            engine.store(part, range(len(part)))
-
-
 def use(daemon: DaemonProcess) -> None:
     """Store two blocks; look up others."""
     with FakeEngine(daemon.directory) as engine:
@@ -56,22 +48,14 @@ def learned_requests(daemon: DaemonProcess) -> int:
 def test_a_quota_that_cannot_be_written_down_holds_and_is_written_when_the_daemon_ends(pool_file: Path) -> None:
     with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="lru") as daemon:
         file = daemon.directory / "kvoffd.state"
-        store(daemon, "polite", 0, 40)
-        store(daemon, "flood", 0, 10)
-        set_quota(daemon, "flood", "--max", "1MiB")
-        store(daemon, "flood", 10, 100)
-        assert namespace(daemon, "flood").ready_bytes == MIB
-        assert namespace(daemon, "polite").ready_bytes == 40 * MIB // 16
-        daemon.kill()
-        daemon.start()
-        assert (namespace(daemon, "polite").quota_bytes, namespace(daemon, "flood").quota_bytes) == (None, MIB)
+        use(daemon)
         (in_the_way := Path(f"{file}.new")).mkdir()
-        assert f"{file} cannot be written: [Errno 21]" in set_quota(daemon, "flood", "--max", "4MiB", status=3)
-        assert namespace(daemon, "flood").quota_bytes == 4 * MIB, "it holds"
+        assert f"{file} cannot be written: [Errno 21]" in set_quota(daemon, "demo", "--max", "4MiB", status=3)
+        assert namespace(daemon, "demo").quota_bytes == 4 * MIB, "it holds"
         in_the_way.rmdir()
         daemon.stop()
         daemon.start()
-        assert namespace(daemon, "flood").quota_bytes == 4 * MIB, "the end of the daemon tries it again"
+        assert namespace(daemon, "demo").quota_bytes == 4 * MIB, "the end of the daemon tries it again"
 
 
 # --- what the policy learned -----------------------------------------------------------------------
@@ -101,15 +85,6 @@ def test_policy_of_the_next_daemon_knows_what_was_learned(pool_file: Path, tmp_p
         assert learned_requests(daemon) == 0
         assert "is of no use" in daemon.log
         assert other.read_bytes() == b"mine"
-
-
-def test_policy_file_lies_beside_the_sockets_of_a_pool_without_file() -> None:
-    with DaemonProcess("16MiB", eviction_policy="learned") as daemon:
-        use(daemon)
-        assert daemon.stop() == 0
-        assert (daemon.directory / "kvoffd.policy").read_bytes().startswith(b"learned\n")
-        daemon.start()
-        assert learned_requests(daemon)
 
 
 # --- files of no use -------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class Audit:
 
     def _check_pins(self) -> None:
         """Each block is pinned by its leases, the loads that read it and the writes to a tier, and by nothing else."""
-        cache, tiering = self._service.cache, self._service.tiering
+        cache, tiering = self._service.cache, self._service.tiers.tiering
         pins = Counter[int]()
         for lease in cache.leases.values():
             pins.update(lease.blocks.tolist())
