@@ -88,7 +88,7 @@ PLANTED = (
         "skip a shard",
         1,
         "kvoffd.cache.cache",
-        "Cache._make_groups",
+        "Cache._fix_sizes",
         "ranks = range(namespace.world_size)",
         "ranks = range(max(1, namespace.world_size - 1))",
         door="tests/daemon/test_jobs.py::test_a_block_is_ready_when_every_rank_has_stored",
