@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import select
@@ -13,8 +14,12 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
+
+import kvoffd.cli
 
 from .closing import Closing
 from .wire import keys
@@ -52,6 +57,17 @@ def run_cli(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]
         timeout=DEADLINE_S,
         check=False,
     )
+
+
+def run_daemon_here(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``kvoffd`` in this process, a hundred times as fast: for commands that start no daemon."""
+    out, err = io.StringIO(), io.StringIO()
+    with patch.dict(os.environ, variables, clear=True), redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = kvoffd.cli.main(arguments)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 
 def start_cli(*arguments: str, **changes: str) -> subprocess.Popen[str]:
