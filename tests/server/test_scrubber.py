@@ -28,7 +28,10 @@ def test_checksums_that_stores_left_out_are_taken_when_there_is_time() -> None:
     assert (scrubber.report(1).checked_slots, scrubber.report(1).mismatches) == (3, 0)
 
 
-def test_wrong_bytes_are_found_counted_and_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_bytes_are_found_counted_and_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffd.server.jobs._wrong_slots._next_at", 0.0)
     rig = CacheRig(units=64, region_units=8)
     space = rig.open("one")
     rig.store(space, keys_of(1, 2, 3, 4))
