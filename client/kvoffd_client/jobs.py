@@ -140,38 +140,28 @@ def submit_of(
     jobs: Sequence[Job],
     acknowledged: int = 0,
 ) -> m.Submit:
-    """The message with these jobs."""
+    """The message with these jobs: by group, the blocks of all stores, and those of all loads.
+
+    A group comes twice where some of its jobs tell tokens and others do not.
+    """
     stores = [job for job in jobs if job.lease_id is None]
     loads = [job for job in jobs if job.lease_id is not None]
-    return m.Submit(
-        request_id,
-        registration_id,
-        m.Stores([store.job_id for store in stores], _blocks_of(stores, key_bytes)),
-        m.Loads(
-            [load.job_id for load in loads],
-            [load.lease_id or 0 for load in loads],
-            [load.keep_lease for load in loads],
-            _blocks_of(loads, key_bytes),
-        ),
-        acknowledged,
-    )
-
-
-def _blocks_of(jobs: Sequence[Job], key_bytes: int) -> list[m.GroupBlocks]:
-    """By group, the blocks of all jobs. A group comes twice where some of its jobs tell tokens and others do not."""
-    by_group: dict[tuple[int, bool, bool], list[tuple[int, GroupTransfer]]] = {}
-    for number, job in enumerate(jobs):
-        for one in job.groups:
-            by_group.setdefault((one.group, bool(one.parents), bool(one.tokens)), []).append((number, one))
-    found: list[m.GroupBlocks] = []
-    numbers = f"<{len(jobs)}I"
-    for (group, *_), parts in by_group.items():
-        keys, blocks, firsts = [0] * len(jobs), [0] * len(jobs), [0] * len(jobs)
+    by_group: dict[tuple[bool, int, bool, bool], list[tuple[int, GroupTransfer]]] = {}
+    for some in (stores, loads):
+        for number, job in enumerate(some):
+            for one in job.groups:
+                named = some is loads, one.group, bool(one.parents), bool(one.tokens)
+                by_group.setdefault(named, []).append((number, one))
+    blocks_of_stores, blocks_of_loads = list[m.GroupBlocks](), list[m.GroupBlocks]()
+    for (of_loads, group, *_), parts in by_group.items():
+        count = len(loads if of_loads else stores)
+        keys, blocks, firsts = [0] * count, [0] * count, [0] * count
         for number, one in parts:
             keys[number] = len(one.keys) // key_bytes
             blocks[number] = len(one.block_ids) // m.BLOCK_ID_BYTES
             firsts[number] = one.first_block
-        found.append(
+        numbers = f"<{count}I"
+        (blocks_of_loads if of_loads else blocks_of_stores).append(
             m.GroupBlocks(
                 group,
                 struct.pack(numbers, *keys),
@@ -183,4 +173,15 @@ def _blocks_of(jobs: Sequence[Job], key_bytes: int) -> list[m.GroupBlocks]:
                 b"".join([one.tokens for _, one in parts]),
             )
         )
-    return found
+    return m.Submit(
+        request_id,
+        registration_id,
+        m.Stores([store.job_id for store in stores], blocks_of_stores),
+        m.Loads(
+            [load.job_id for load in loads],
+            [load.lease_id or 0 for load in loads],
+            [load.keep_lease for load in loads],
+            blocks_of_loads,
+        ),
+        acknowledged,
+    )

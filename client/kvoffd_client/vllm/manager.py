@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
@@ -93,10 +93,6 @@ class KeyedLookup:
     def asked(self) -> int:
         """How many chunks the lookup was for."""
         return sum(map(len, self.chunks.values()))
-
-    def each(self) -> Iterator[tuple[int, bytes]]:
-        """All chunks with their groups' indices, in the order of the answer's states."""
-        return ((index, one) for index, chunks in self.chunks.items() for one in chunks)
 
     def read(self, groups: Sequence[ChunkGroup]) -> None:
         """Take the states of an answer. Of what is neither there nor coming nobody needs the keys."""
@@ -195,8 +191,8 @@ class KvoffdManager(OffloadingManager):
         all the new blocks of a request's step, and a part of it would be worth little (vLLM does not offer the rest
         again, and a prefix without its sliding windows is no hit); an offer larger than the whole credit would
         otherwise never be made."""
-        self._storing: set[OffloadKey] = set()
-        """Keys that were offered to vLLM for a store and that no worker has reported as ended."""
+        self._storing: dict[OffloadKey, int] = {}
+        """Keys that were offered to vLLM for a store and that no worker has reported as ended, with their bytes."""
         self._outstanding_bytes = 0
         self.events: HostBlockEvents | None = None
         self._requests: dict[str, RequestState] = {}
@@ -496,7 +492,8 @@ class KvoffdManager(OffloadingManager):
 
     def workers_report(self, report: WorkerReport) -> None:
         """Take the workers' report, before vLLM takes in which jobs have ended."""
-        self._harm.note_wait(report.waited_s)
+        if report.waited_s:
+            self._harm.note_wait(report.waited_s)
         if report.credit_bytes is not None:
             self._credit_bytes = report.credit_bytes
         for load in report.load_times.values():
@@ -504,7 +501,8 @@ class KvoffdManager(OffloadingManager):
             self._harm.note_load(max(count * group.tokens_per_chunk for count, group in groups), load.seconds)
         for failed in report.failed_jobs.values():
             self._job_failed(failed)
-        self.namespace.report(report.memory)
+        if report.memory:
+            self.namespace.report(report.memory)
 
     # --- vLLM's interface ---
 
@@ -563,13 +561,14 @@ class KvoffdManager(OffloadingManager):
             wanted = []
         if wanted:
             credit_bytes = namespace.client.credit_bytes if self._credit_bytes is None else self._credit_bytes
-            wanted_bytes = self._bytes_of(wanted)
+            sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in wanted}
+            wanted_bytes = sum(sizes.values())
             # A request that has ended offers them no more: as far as the daemon takes stores, to twice the credit.
             last_bytes = self._outstanding_bytes + wanted_bytes if has_ended else inf
             if self._outstanding_bytes and self._outstanding_bytes >= credit_bytes and last_bytes > 2 * credit_bytes:
                 self._counters[metrics.DEFERRED_STORES] += 1
                 return None
-            self._storing.update(wanted)
+            self._storing |= sizes
             self._outstanding_bytes += wanted_bytes
         spec = KeyedSpec.of(wanted, self._positions, adapter=state.adapter if state is not None else b"")
         if wanted and state is not None and self.events is not None:
@@ -620,14 +619,7 @@ class KvoffdManager(OffloadingManager):
         return [key for key in wanted if key not in stored]
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        ended = self._storing.intersection(keys)
-        self._storing -= ended
-        self._outstanding_bytes -= self._bytes_of(ended)
-
-    def _bytes_of(self, keys: Iterable[OffloadKey]) -> int:
-        """About the bytes of one worker's shards of these blocks."""
-        counts = Counter([key[-GROUP_ID_BYTES:] for key in keys])
-        return sum(self._shard_bytes[suffix] * count for suffix, count in counts.items())
+        self._outstanding_bytes -= sum([self._storing.pop(key, 0) for key in keys])
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if state := self._requests.pop(req_context.req_id, None):

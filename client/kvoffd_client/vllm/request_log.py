@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvoffd_client.vllm.connector_metadata import ChunkGroup, of_adapter
@@ -41,17 +40,18 @@ class RequestLog:
     def _report_of(
         self, request: Request, state: RequestState, last: KeyedLookup | None, loaded_tokens: int
     ) -> RequestReport:
-        states = b"".join(last.ticket.states) if last is not None else b""
+        asked, states = list[tuple[int, bytes]](), b""
+        if last is not None:
+            asked = [(index, chunk) for index, chunks in last.chunks.items() for chunk in chunks]
+            states = b"".join(last.ticket.states)
         below = state.from_tiers
         from_store = list(below.values()).count(SHARED)
-        risen = 0
-        if last is not None and below:
-            for (index, chunk), one in zip(last.each(), states, strict=False):
-                risen += one == READY and chunk + self._groups[index].suffix in below
+        ready = [asked[at] for at, one in enumerate(states) if one == READY] if below else []
+        risen = sum(chunk + self._groups[index].suffix in below for index, chunk in ready)
         group, missing, reason = 0, b"", ""
         at = len(states) - len(states.lstrip(bytes([READY])))
-        if last is not None and at < len(states):
-            group, chunk = next(islice(last.each(), at, None))
+        if at < len(states):
+            group, chunk = asked[at]
             missing = of_adapter([chunk], state.adapter)[0] if state.adapter else chunk
             reason = "" if states[at] == ABSENT else "partial" if states[at] == WRITING else "tier_late"
         return RequestReport(

@@ -154,7 +154,17 @@ class KvoffdWorker(OffloadingWorker):
         for client in [client for client in self._left if not client.unfinished]:
             self._left.remove(client)
             self._close(client)
-        return finished + list(map(self._result, results))
+        for result in results:
+            if not result.ok:
+                keys = tuple([(group.group, group.keys) for group in result.failed])
+                finished.append(self._ended(result.job_id, result.error, keys))
+                continue
+            spec = self._specs.pop(result.job_id, None)
+            if spec is not None and spec.request_id is not None and result.seconds is not None:
+                counts = tuple([len(hashes) // self._key_bytes for hashes in spec.groups])
+                self._report.load_times[result.job_id] = LoadTime(counts, result.seconds)
+            finished.append(TransferResult(result.job_id, True, result.bytes, result.seconds))
+        return finished
 
     def take_report(self) -> WorkerReport:
         """Return what is new since the last call, without the jobs that ended and what is in memory."""
@@ -163,16 +173,6 @@ class KvoffdWorker(OffloadingWorker):
             self._credit_told = self._report.credit_bytes = credit_bytes
         report, self._report = self._report, WorkerReport()
         return report
-
-    def _result(self, result: JobResult) -> TransferResult:
-        if not result.ok:
-            keys = tuple([(group.group, group.keys) for group in result.failed])
-            return self._ended(result.job_id, result.error, keys)
-        spec = self._specs.pop(result.job_id, None)
-        if spec is not None and spec.request_id is not None and result.seconds is not None:
-            counts = tuple([len(hashes) // self._key_bytes for hashes in spec.groups])
-            self._report.load_times[result.job_id] = LoadTime(counts, result.seconds)
-        return TransferResult(result.job_id, True, result.bytes, result.seconds)
 
     def _ended(self, job_id: int, error: ErrorCode | None, keys: tuple[tuple[int, bytes], ...] = ()) -> TransferResult:
         """Note why a job failed; return for vLLM that it ended."""
