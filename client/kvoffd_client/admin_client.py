@@ -100,11 +100,6 @@ class AdminClient(Session):
         self._transport.start(self)
 
     @property
-    def session_id(self) -> int:
-        """Of its own session; 0 before the first."""
-        return self._session_id
-
-    @property
     def pid(self) -> int:
         """Of the daemon; 0 where it is in another pid namespace, and before the first connection."""
         return self._sockets.daemon_pid
@@ -134,7 +129,7 @@ class AdminClient(Session):
         self._wait(lambda: self._phase is Phase.READY or self._ended_connections > ended, deadline)
         with self._transport.lock:
             if self._phase is not Phase.READY:
-                raise DaemonUnavailable(self._problem) from self._refusal
+                raise DaemonUnavailable(self.problem) from self.refusal
             request, now = kind(self._next_request_id(), *fields, **named), self._transport.now()
             self._send(request, now, on_reply, deadline - now)
         self._wait(lambda: bool(answers), deadline)

@@ -205,18 +205,22 @@ class Session(Closing):
         self._options = options
         self._rng = rng or random.Random()
         self._phase = Phase.IDLE
-        self._epoch = 0
-        self._session_id = 0
+        self.epoch = 0
+        """The daemon's life this client is, or was last, connected to; 0 before the first. All here is read only."""
+        self.session_id = 0
+        """Of its session there."""
         self._limits: m.Limits | None = None
         self._credit_bytes = 0
         self.ready = False
-        """The session is open, with all that the client opens in it, and the daemon answers. Read only."""
+        """The session is open, with all that the client opens in it, and the daemon answers."""
+        self.problem: str | None = f"The client has not reached the kvoffd daemon in {self.directory} yet."
+        """A sentence that says why the client is not ready; None while it is."""
+        self.refusal: RequestRefused | None = None
+        """The daemon's refusal, where that is why the client is not ready."""
         self._wanted = True
         """False once what the client is for was given up: it is not ready any more."""
         self._responsive = True
         """False while the daemon owes a reply for longer than ``unresponsive_after_s``."""
-        self._problem: str | None = f"The client has not reached the kvoffd daemon in {self.directory} yet."
-        self._refusal: RequestRefused | None = None
         self._pending: dict[int, tuple[float, OnReply]] = {}
         """By request: when it expires, and what to call then or with its reply."""
         self._next_expiry = NEVER
@@ -241,24 +245,9 @@ class Session(Closing):
     # --- for any thread --------------------------------------------------------------------------
 
     @property
-    def epoch(self) -> int:
-        """The daemon's life this client is (or was last) connected to; 0 before the first."""
-        return self._epoch
-
-    @property
     def credit_bytes(self) -> int:
         """Bytes of stores the daemon lets a session have outstanding, running ones included; 0 when not ready."""
         return self._credit_bytes if self.ready else 0
-
-    @property
-    def problem(self) -> str | None:
-        """A sentence that says why the client is not ready; None while it is."""
-        return self._problem
-
-    @property
-    def refusal(self) -> RequestRefused | None:
-        """The daemon's refusal, where that is why the client is not ready."""
-        return self._refusal
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until ready; False when it is not after ``timeout_s`` seconds."""
@@ -266,7 +255,7 @@ class Session(Closing):
 
     def wait_settled(self, timeout_s: float) -> bool:
         """As wait_ready(), but return at once when the daemon refuses this client; see ``refusal``."""
-        self._transport.wait(lambda: self.ready or self._refusal is not None, timeout_s)
+        self._transport.wait(lambda: self.ready or self.refusal is not None, timeout_s)
         return self.ready
 
     def close(self) -> None:
@@ -308,7 +297,7 @@ class Session(Closing):
         if self._phase is Phase.IDLE and now >= self._retry_at:
             self._connect(now)
         if now >= self._handshake_deadline:
-            self.disconnect(self._problem or "The daemon did not finish the handshake.", now)
+            self.disconnect(self.problem or "The daemon did not finish the handshake.", now)
         owed_since, patience_s = self._owed_since, self._options.unresponsive_after_s
         if now >= self._next_expiry:
             self._expire(now)
@@ -318,7 +307,7 @@ class Session(Closing):
                 self.disconnect(problem, now)
             elif self._responsive:
                 self._responsive = self.ready = False
-                self._problem = problem
+                self.problem = problem
                 self._warn(problem)
                 self._transport.notify()
         self._role_tick(now)
@@ -362,7 +351,7 @@ class Session(Closing):
         if self._phase is not Phase.READY and (self._phase not in CONNECTED or self._phase is Phase.GREETING):
             return
         if not self._responsive:
-            self._responsive, self._problem = True, None
+            self._responsive, self.problem = True, None
             self.ready = self._phase is Phase.READY and self._wanted
             self._last_warning = ""
             self._transport.notify()
@@ -401,7 +390,7 @@ class Session(Closing):
             self._absent_attempts += 1
             self.disconnect(why_unreachable(error, self.directory), now)
             return
-        self._problem = (
+        self.problem = (
             f"The kvoffd daemon in {self.directory} accepts connections but does not answer; see its log, and "
             "whether its process is stopped (ps, systemctl status)."
         )
@@ -430,7 +419,7 @@ class Session(Closing):
             )
             self._end_refused(RequestRefused(ErrorCode.BAD_VERSION, sentence), now)
             return
-        self._epoch, self._session_id = greeting.epoch, greeting.session_id
+        self.epoch, self.session_id = greeting.epoch, greeting.session_id
         self._limits = None  # those of another daemon may be too low for a handshake
         self._phase = Phase.HELLO
         self._transport.connect(routing_id(greeting.token), self._topics())
@@ -462,7 +451,7 @@ class Session(Closing):
         self._phase, self._ready_at = Phase.READY, now
         self.ready = self._responsive and self._wanted
         self._handshake_deadline = NEVER
-        self._problem = self._refusal = None
+        self.problem = self.refusal = None
         self._last_warning = ""
         log.info("%s is connected to the kvoffd daemon in %s", self.name, self.directory)
         self._role_ready(now)
@@ -510,7 +499,7 @@ class Session(Closing):
         drain = not dead and self._must_drain()
         self._phase = Phase.DRAINING if drain else Phase.IDLE
         self._transport.disconnect(drain=drain)
-        self._problem, self._refusal = sentence, refusal
+        self.problem, self.refusal = sentence, refusal
         self._warn(sentence)
         self._reset_connection(DaemonUnavailable(sentence), now)
         self._role_disconnected(now)
@@ -523,8 +512,8 @@ class Session(Closing):
             return
         self._phase = Phase.CLOSED
         self._transport.disconnect(drain=False)
-        self._problem = "The client is closed."
-        self._reset_connection(DaemonUnavailable(self._problem), now)
+        self.problem = "The client is closed."
+        self._reset_connection(DaemonUnavailable(self.problem), now)
         self._role_disconnected(now)
         self._transport.notify()
 

@@ -483,7 +483,7 @@ class LifelineStream:
         """Whether the daemon touches the client's memory no more: it said so before the EOF, or its process is gone."""
         if not self.ended or self._tail == _RELEASED:
             return self.ended
-        return _has_ended(self._pidfd) if self._pidfd >= 0 else now >= self.wake_at()
+        return bool(_poller_of(self._pidfd).poll(0)) if self._pidfd >= 0 else now >= self.wake_at()
 
     def wake_at(self) -> float:
         """When to ask ``released`` again although nothing has become readable."""
@@ -494,9 +494,3 @@ class LifelineStream:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
-
-
-def _has_ended(pidfd: int) -> bool:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))

@@ -159,13 +159,15 @@ class WorkerClient(Session):
             if len(jobs) > accepted:
                 self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
             most_keys = limits.max_keys_per_request * namespace.key_bytes
+            messages: list[list[tuple[Job, int]]] = []
+            """In each, jobs with the id of the job that it is or is a part of."""
             batch: list[tuple[Job, int]] = []
             keys = nbytes = 0
             for job, (of_keys, in_frame) in zip(jobs[:accepted], sizes, strict=False):
                 keys, nbytes = keys + of_keys, nbytes + in_frame
                 full = keys > most_keys or nbytes > limits.max_frame_bytes
                 if batch and (full or len(batch) == limits.max_jobs_per_message):
-                    self._send_submit(batch, now)
+                    messages.append(batch)
                     batch, keys, nbytes = [], of_keys, in_frame
                 parts = [job]
                 if of_keys > most_keys or in_frame > limits.max_frame_bytes // 2:
@@ -173,11 +175,18 @@ class WorkerClient(Session):
                     parts = job.parts(of_keys, in_frame, *per_key, limits, self._next_part_id)
                     self._next_part_id += len(parts)
                 self._jobs[job.job_id] = Unfinished(job, now, len(parts))
+                messages += [[(part, job.job_id)] for part in parts[:-1]]
                 batch.append((parts[-1], job.job_id))
-                for part in parts[:-1]:
-                    self._send_submit([(part, job.job_id)], now)
             if batch:
-                self._send_submit(batch, now)
+                messages.append(batch)
+                self._role_wake_at = min(self._role_wake_at, now + JOB_PATIENCE_S)
+            for some in messages:
+                request_id, sent = self._next_request_id(), [job for job, _ in some]
+                self._sent.update((job.job_id, Sent(job, of_job, request_id)) for job, of_job in some)
+                message = submit_of(request_id, self._registration_id, namespace.key_bytes, sent, self._sequence)
+                if (refused := self._send(message)) is not None:
+                    code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
+                    self._fail_sent([job.job_id for job in sent], code, now)
 
     def take_results(self) -> list[m.JobResult]:
         """Results since the last call, those included that have arrived and were not read yet."""
@@ -229,17 +238,6 @@ class WorkerClient(Session):
         self._registration.close_exports()
 
     # --- jobs, with the lock held ----------------------------------------------------------------
-
-    def _send_submit(self, batch: Sequence[tuple[Job, int]], now: float) -> None:
-        """Send jobs, each with the id of the job that it is or is a part of."""
-        request_id, jobs = self._next_request_id(), [job for job, _ in batch]
-        self._sent.update((job.job_id, Sent(job, of_job, request_id)) for job, of_job in batch)
-        ids = request_id, self._registration_id, self._namespace.key_bytes
-        message = submit_of(*ids, jobs, self._sequence)
-        self._role_wake_at = min(self._role_wake_at, now + JOB_PATIENCE_S)
-        if (refused := self._send(message)) is not None:
-            code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
-            self._fail_sent([job.job_id for job in jobs], code, now)
 
     def _refuse(self, jobs: Iterable[Job], code: ErrorCode) -> None:
         self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]
@@ -430,7 +428,7 @@ class WorkerClient(Session):
     # --- what Session asks of a role --------------------------------------------------------------
 
     def _topics(self) -> Sequence[bytes]:
-        self._topic = session_topic(self._epoch, self._session_id)
+        self._topic = session_topic(self.epoch, self.session_id)
         return [self._topic]
 
     def _role_ready(self, now: float) -> None:
