@@ -56,6 +56,7 @@ _PUT_ASIDE_SHARE = 100
 FULL_PART = 15 / 16
 """Of what it held when it last evicted, from which on it has no room: regions of several sizes are never all full."""
 _HOUR_S = 3600
+_NEVER = 2**32 - 1
 _NO_HEADER = aligned_buffer(HEADER_BYTES)
 NOTHING: Mapping[int, dict[bytes, int]] = MappingProxyType({})
 
@@ -134,8 +135,8 @@ class _Region:
         """Whether it was of use since the hand last came by."""
         self.found = bytearray(slots)
         """Whether an earlier daemon wrote it."""
-        self.hours = array("I", bytes(4 * slots))
-        """When it was written, since 1970."""
+        self.hours = array("I", [_NEVER]) * slots
+        """When the block that is there was written, since 1970."""
         self.hand = 0
 
 
@@ -681,7 +682,7 @@ class DiskTier(Tier):
             region = self._regions.get(number)  # it, or the slot, may have been taken for others
             is_left = region is not None and region.tags[place] == tag and region.keys[place] == key
             if region is not None and is_left and self._there.get(tag, {}).get(key) != slot:
-                region.keys[place] = None
+                region.keys[place], region.hours[place] = None, _NEVER
                 slots.append(slot)
         if there:
             self._unkept[removal] += 1
@@ -752,7 +753,7 @@ class DiskTier(Tier):
         region, place = self._at(slot)
         key, tag = region.keys[place], region.tags[place]
         assert key is not None
-        region.keys[place] = None
+        region.keys[place], region.hours[place] = None, _NEVER
         if self._there.get(tag, {}).get(key) != slot:  # it was removed with all of its namespace
             return tag, key
         del self._there[tag][key]
@@ -830,12 +831,8 @@ class DiskTier(Tier):
     @property
     def oldest_seconds(self) -> float:
         """Time since the oldest block was written, to the hour; 0 without blocks."""
-        hours = [
-            min((hour for hour, key in zip(region.hours, region.keys, strict=True) if key is not None), default=None)
-            for region in self._regions.values()
-        ]
-        oldest = min((hour for hour in hours if hour is not None), default=None)
-        return 0.0 if oldest is None else max(0.0, self._wall_clock() - oldest * _HOUR_S)
+        hours = [int(np.frombuffer(region.hours, np.uint32).min()) for region in self._regions.values()]
+        return max(0.0, self._wall_clock() - min(hours, default=_NEVER) * _HOUR_S)
 
     def tick(self) -> None:
         now = self._clock()

@@ -19,7 +19,7 @@ from tests.kit.fake_tier import FakeTier, Job
 from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
-chains = st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True)
+chains = st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True)
 faults = st.sampled_from([None, None, None, *Result])
 
 
@@ -30,16 +30,13 @@ class TieringMachine(RuleBasedStateMachine):
         mode=st.sampled_from(WriteMode),
         tier_blocks=st.sampled_from([3, 99]),
         jobs=st.sampled_from([1, 99]),
-        regions=st.sampled_from([2, 4]),
         disks=st.integers(1, 2),
         stores=st.integers(0, 2),
         per_day_blocks=st.sampled_from([0, 16]),
     )
-    def begin(
-        self, mode: WriteMode, tier_blocks: int, jobs: int, regions: int, disks: int, stores: int, per_day_blocks: int
-    ) -> None:
+    def begin(self, mode: WriteMode, tier_blocks: int, jobs: int, disks: int, stores: int, per_day_blocks: int) -> None:
         settings = TieringSettings(mode, per_day_blocks * UNIT)
-        self.rig = TieringHarness(settings, regions, tier_blocks, jobs)
+        self.rig = TieringHarness(settings, tier_blocks=tier_blocks, most_jobs=jobs)
         self.tiers = [self.rig.tier, *(self.rig.add_disk(tier_blocks, jobs) for _ in range(1, disks))]
         self.stores_of_nodes = [self.rig.share(settings, f"redis://{number}") for number in range(stores)]
         self.tiers += self.stores_of_nodes
@@ -165,7 +162,7 @@ class TieringMachine(RuleBasedStateMachine):
         space=st.integers(0, 1),
         chain=chains,
         fault=st.sampled_from([None, None, Result.PRESENT]),
-        then=st.sampled_from(["", "ask", "ask twice", "wait in vain", "no space"]),
+        then=st.sampled_from(["", "ask", "ask twice", "ask for more", "store", "wait in vain", "no space"]),
     )
     def put_down(self, space: int, chain: list[int], fault: Result | None, then: str) -> None:
         """A quick way into the tier, out of the pool, and perhaps up again."""
@@ -182,8 +179,13 @@ class TieringMachine(RuleBasedStateMachine):
         self.evict_all()
         if then == "no space":
             self.pin_all()
+        asked = list(range(6)) if then == "ask for more" else chain
         for _ in range({"": 0, "ask twice": 2}.get(then, 1)):
-            self.look_up(space, chain, again=False, end="end")
+            self.look_up(space, asked, again=False, end="end")
+        if then == "store":
+            self.rig.put(namespace, keys_of(*chain))
+            self.note_stored(namespace, keys_of(*chain))
+            self.pump()
         if then == "wait in vain":
             self.tick(6.0)
 
@@ -206,8 +208,10 @@ class TieringMachine(RuleBasedStateMachine):
         block = blocks[data.draw(st.integers(0, len(blocks) - 1))]
         self.rig.tier.spoil(block.space, block.key)
 
-    @rule(space=st.integers(0, 1), chain=chains)
-    def invalidate(self, space: int, chain: list[int]) -> None:
+    @rule(space=st.integers(0, 1), chain=chains, coming=st.booleans())
+    def invalidate(self, space: int, chain: list[int], coming: bool) -> None:
+        if coming:
+            self.put_down(space, chain, None, "ask")
         namespace = self.spaces[space]
         self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))])
         assert not self.rig.tiering._coming.get(self.rig.space(namespace).tag, {}).keys() & set(map(keys_of, chain))
@@ -313,5 +317,5 @@ class TieringMachine(RuleBasedStateMachine):
 
 TestTiering = TieringMachine.TestCase
 TestTiering.settings = hypothesis_settings(
-    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

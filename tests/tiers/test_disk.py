@@ -694,6 +694,8 @@ def test_lifetime_bytes_and_age_outlive_a_kill(rig: DiskRig) -> None:
     rig.kill()
     assert rig.tier.lifetime_written_bytes == written
     assert 7200 <= rig.tier.oldest_seconds <= 3 * 3600
+    rig.remove(*range(3))
+    assert rig.tier.oldest_seconds == 0
 
 
 # --- kills, power cuts and everything together ----------------------------------------------------------
