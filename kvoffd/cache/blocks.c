@@ -150,7 +150,7 @@ uint64_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const u
     return found;
 }
 
-/* Enters the checksum of a shard that was published without one. Killed meanwhile, the record is not believed. */
+/* Enters the checksum of a shard that was published without one. If the daemon is killed in it, the record is not believed. */
 void kvoffd_blocks_set_checksum(const struct blocks *x, uint32_t slot, uint64_t checksum)
 {
     uint8_t *record = record_of(x, slot);

@@ -97,7 +97,7 @@ class Cache:
 
     Args:
         partial_timeout_s: partial blocks that are older go.
-        leased_share: of the pool that leases may pin. The first half of it is for whoever comes; beyond it each session
+        leased_share: of the pool that leases may pin. The first half of it is for any session; beyond it each session
             that has leases has an equal part.
         max_leased_keys: of a session.
         max_namespaces_bytes: bound on ``namespaces_bytes`` for what ranks tell of their shards, of which one namespace
@@ -144,7 +144,7 @@ class Cache:
         self._bytes_in = Counter[int]()
         """By state, bytes of all blocks, of forgotten namespaces too."""
         self._next_number = 1
-        self._told_of_no_room = False
+        self._warned_of_no_space = False
         self._saves_late = self._save_due = False
         self._unverified_at = 0
         """Slots before this one were looked at by ``next_unverified``."""
@@ -160,9 +160,9 @@ class Cache:
         """What was asked for last, until ``note_requests``."""
         self._dead: set[int] = set()
         """Numbers of groups that were reset and are to be swept out."""
-        self.untold = np.zeros(len(blocks.state), np.bool_)
-        """By slot: a recovered block of which listeners are still to hear."""
-        self._untold = _NOTHING
+        self.unannounced = np.zeros(len(blocks.state), np.bool_)
+        """By slot: a recovered block that listeners have not heard of yet."""
+        self._unannounced = _NOTHING
         self._sweeping: set[int] = set()
         self._swept_to = 0
 
@@ -255,8 +255,8 @@ class Cache:
         for records in (kept, map(_shortened_record, kept)):
             if self.table.save_namespaces(NamespaceSnapshot(self._next_number, tuple(records))):
                 return True
-        if not self._told_of_no_room:
-            self._told_of_no_room = True
+        if not self._warned_of_no_space:
+            self._warned_of_no_space = True
             logger.warning("Some of the %d namespaces will not outlive the daemon: they are too many.", len(kept))
         return False
 
@@ -354,29 +354,29 @@ class Cache:
 
     def recovered(self, blocks: BlockIds, quarantined: SlotIds) -> None:
         """Take over READY blocks that are in the BlockTable and the allocator, the least recently used first, and slots
-        that are not to be used. The namespaces are written down anew; ``tell_recovered`` is to be called."""
+        that are not to be used. The namespaces are written down anew; ``announce_recovered`` is to be called."""
         for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
             for group, alike in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
                 self.blocks.pages[alike] = group.block_bytes // PAGE_BYTES
                 self.unverified_slots += len(alike) * len(group.sizes)
                 self._count(group, FREE, READY, len(alike))
                 self.policy.insert(group, alike)
-        self._untold = blocks
-        self.untold[blocks] = True
+        self._unannounced = blocks
+        self.unannounced[blocks] = True
         self._quarantine(quarantined)
         self._save()
 
-    def tell_recovered(self) -> bool:
+    def announce_recovered(self) -> bool:
         """Tell listeners of some blocks that were recovered, the latest first. Returns whether there are more."""
-        some, self._untold = self._untold[-RECOVERED_AT_ONCE:], self._untold[:-RECOVERED_AT_ONCE]
-        some = some[self.untold[some]]
-        self.untold[some] = False
+        some, self._unannounced = self._unannounced[-RECOVERED_AT_ONCE:], self._unannounced[:-RECOVERED_AT_ONCE]
+        some = some[self.unannounced[some]]
+        self.unannounced[some] = False
         for group, alike in self.by_group(some):
             if not group.dead:
-                self._tell_stored(group, alike)
-        return bool(self._untold.size)
+                self._announce(group, alike)
+        return bool(self._unannounced.size)
 
-    def _tell_stored(self, group: Group, tail_first: BlockIds, tokens: Mapping[bytes, BlockTokens] = NO_TOKENS) -> None:
+    def _announce(self, group: Group, tail_first: BlockIds, tokens: Mapping[bytes, BlockTokens] = NO_TOKENS) -> None:
         keys = group.namespace.split(group.group, self.blocks.keys(tail_first[::-1], group.key_bytes))
         self._events.stored(group.namespace, group.group, keys, tokens=tokens)
 
@@ -527,7 +527,7 @@ class Cache:
         return MissReason(next(reason for reason, count in enumerate(counts) if count))
 
     def note_requests(self) -> None:
-        """Tell the policy and whoever watches what was asked for last, but by a bench. For when the reply is out."""
+        """Tell the policy and the watchers what was asked for last, but by a bench. For when the reply is out."""
         if self._requested is None:
             return
         namespace, found = self._requested
@@ -756,7 +756,7 @@ class Cache:
             group.namespace.counters.stored_blocks += len(ready)
             self._count(group, WRITING, READY, len(ready))
             self.policy.insert(group, ready)
-            self._tell_stored(group, ready, tokens)
+            self._announce(group, ready, tokens)
             if self.tiers is not None:
                 self.tiers.stored(ready[::-1])
         return len(ready)
@@ -996,15 +996,15 @@ class Cache:
         self.blocks.drop(blocks)
         for block in blocks.tolist() if self._partial else ():
             self._partial.pop(block, None)
-        untold = self.untold[blocks]
-        self.untold[blocks] = False
+        silent = self.unannounced[blocks]
+        self.unannounced[blocks] = False
         if group.dead:
             return
         self._count(group, state, DROPPED, len(blocks))
         if reason is not None:
             self.blocks.note_misses(group.number, names, group.key_bytes, reason)
         if state == READY:
-            names = names if not untold.any() else self.blocks.keys(blocks[~untold], group.key_bytes)
+            names = names if not silent.any() else self.blocks.keys(blocks[~silent], group.key_bytes)
             self._events.removed(group.namespace, group.group, group.namespace.split(group.group, names))
 
     def _free_dropped(self, blocks: BlockIds) -> None:

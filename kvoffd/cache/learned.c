@@ -53,7 +53,6 @@ struct span {
     uint32_t before, child; /* neighbours in the request */
     uint32_t older, younger; /* neighbours in the order in which spans are forgotten */
     uint8_t kind; /* class */
-    uint8_t floor; /* of the classes of its chain up to here, the one that was worth least */
     uint8_t age_bin;
     uint8_t met : 1; /* by the request at hand */
     uint8_t old : 1; /* older than what is remembered: keys that lose their block are forgotten */
@@ -614,7 +613,7 @@ static uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t c
 
     s->since = since;
     s->sightings = 1;
-    s->kind = s->floor = kind;
+    s->kind = kind;
     set_keys(l, number, hashes, count);
     l->known.known_bytes += count * s->weight;
     begin_lives(l, s, count);
@@ -750,7 +749,6 @@ static uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
     r->turn = s->turn;
     r->behind = s->behind;
     r->kind = s->kind;
-    r->floor = s->floor;
     r->age_bin = s->age_bin;
     r->old = s->old;
     r->closed = s->closed;
@@ -837,16 +835,14 @@ static int step_of(uint64_t value, const uint32_t *limits, int count)
 
 /* --- keys --- */
 
-/* Writes the hashes of `count` keys that lie end to end. `name`: another one where the same keys mean other blocks.
- * Returns how many there are. */
-static uint64_t hash_keys(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+/* Writes the hashes of `count` keys that lie end to end. `name`: another one where the same keys mean other blocks. */
+static void hash_keys(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                    uint64_t *hashes)
 {
     for (uint64_t i = 0; i < count; i++, keys += key_bytes) {
         uint64_t found = key_hash(l->seed[0] ^ name, l->seed[1], keys, key_bytes);
         hashes[i] = found ? found : 1;
     }
-    return count;
 }
 
 /* Leaves out the hashes that come again; returns how many are left. `seen` has room for `room` numbers, a power of two
@@ -1058,12 +1054,8 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
         s->turn = r->turn;
         s->behind = r->count - one->end;
         s->before = before;
-        if (before) {
-            struct span *b = &l->spans[before];
-            b->child = number;
-            if (l->admission_worth[b->floor] < l->admission_worth[s->kind])
-                s->floor = b->floor;
-        }
+        if (before)
+            l->spans[before].child = number;
         for (uint32_t at = 0; at < keys; at++)
             if (r->handles[one->begin + at]) {
                 s->held++;
@@ -1099,7 +1091,8 @@ uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *ke
     r.handles = (uint32_t *)(r.segments + count + 2);
     if (!count)
         return 0;
-    r.count = hash_keys(l, name, keys, count, key_bytes, r.hashes);
+    hash_keys(l, name, keys, count, key_bytes, r.hashes);
+    r.count = count;
     meet(l, &r);
     if (r.met < r.count) /* those that were met are different keys */
         r.count = leave_out_repeats(r.hashes, count, r.handles + count, seen);
@@ -1122,20 +1115,6 @@ uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *ke
     return r.count;
 }
 
-/* A request, of so many keys, is noted. Returns how many there were since it was learned last if it is time to learn. */
-uint64_t kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
-{
-    l->known.requests++;
-    l->known.keys += keys;
-    l->known.now += nbytes;
-    enter_epoch(l);
-    forget_some(l, keys);
-    move_cells(l);
-    if (l->known.now < l->learn_at || l->known.requests < l->learn_after)
-        return 0;
-    return l->known.requests - l->learned_at;
-}
-
 /* It is learned again when what is known has become a little more, at the latest after a pool lifetime: when the pool has
  * just become full, what was learned a lifetime ago says nothing of half of its blocks' ages. */
 static void plan_learning(struct learned *l)
@@ -1148,9 +1127,13 @@ static void plan_learning(struct learned *l)
     l->learn_after = l->known.requests + (more > FEWEST_LEARNED ? more : FEWEST_LEARNED);
 }
 
-/* Works out anew what every class is worth. What was seen before weighs as much from now on as `kept` says. */
-void kvoffd_learned_learn(struct learned *l, double kept)
+/* Works out anew what every class is worth. What was seen before weighs less from now on. */
+static void learn(struct learned *l)
 {
+    double kept = 1;
+
+    for (uint64_t requests = l->known.requests - l->learned_at; requests; requests--)
+        kept *= 1 - 1.0 / MEMORY_REQUESTS;
     work_out(l);
     order_cells(l);
     plan_learning(l);
@@ -1161,6 +1144,19 @@ void kvoffd_learned_learn(struct learned *l, double kept)
             l->counts.forgotten[kind][bin] *= kept;
         }
     }
+}
+
+/* A request, of so many keys, is noted. */
+void kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
+{
+    l->known.requests++;
+    l->known.keys += keys;
+    l->known.now += nbytes;
+    enter_epoch(l);
+    forget_some(l, keys);
+    move_cells(l);
+    if (l->known.now >= l->learn_at && l->known.requests >= l->learn_after)
+        learn(l);
 }
 
 /* --- stores --- */
@@ -1191,7 +1187,7 @@ uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *
                 number = begin_span(l, hashes + i, length, STORED, weight, l->known.now);
                 link_before(l, number, 0);
             }
-            double own = l->admission_worth[l->spans[number].floor];
+            double own = l->admission_worth[l->spans[number].kind];
             if (l->spans[number].closed)
                 own = DECLINED;
             worth = own < worth ? own : worth;
@@ -1260,9 +1256,8 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
     return 0;
 }
 
-/* Keys lost their blocks. Writes their handles; returns 0, or 1 where one had none: then some are removed. */
-uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                               uint32_t *handles)
+/* Keys lost their blocks. Returns 0, or 1 where one had none: then some are removed. */
+uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
     uint64_t *hashes = scratch(l, count * sizeof *hashes);
 
@@ -1277,7 +1272,6 @@ uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *
         for (uint32_t at = 0; at < length; at++) {
             if (!blocks[at])
                 return 1;
-            handles[i + at] = blocks[at];
             blocks[at] = 0;
         }
         s->held -= length;

@@ -13,7 +13,6 @@ All thresholds are in tokens, or in pool lifetimes: the time in which as many by
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import struct
 import weakref
@@ -31,8 +30,6 @@ from kvoffd_proto.stats import LearnedStats, PolicyClass
 
 UNIT_TOKENS = 512
 """Tokens of a block whose group does not say."""
-MEMORY_REQUESTS = 8000
-"""Time in which what was seen loses its weight."""
 FORMAT = 5
 """Of what a successor is told."""
 SEED_BYTES = 16
@@ -130,8 +127,8 @@ class Learned:
             count = self._native.learned_note(self._at, *_keys(group, joined), group.block_bytes, tokens)
             keys += count
             nbytes += count * group.block_bytes
-        if keys and (requests := self._native.learned_pass(self._at, keys, nbytes)):
-            self._native.learned_learn(self._at, math.exp(-requests / MEMORY_REQUESTS))
+        if keys:
+            self._native.learned_pass(self._at, keys, nbytes)
 
     def insert(self, group: Group, blocks: BlockIds) -> None:
         for at in range(0, len(blocks), MAX_SPAN):
@@ -146,8 +143,7 @@ class Learned:
             known = self._native.learned_forget(self._at, *keys)
             assert known == len(blocks), "removed what is not there"
             return
-        handles = np.empty(len(blocks), np.uint32)
-        unknown = self._native.learned_remove(self._at, *keys, handles.ctypes.data)
+        unknown = self._native.learned_remove(self._at, *keys)
         assert not unknown, "removed what is not there"
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:

@@ -129,8 +129,8 @@ def recover(
     whole = recovery.heads_found
     blocks.generation = int(generations[:whole].max(initial=0))
     oldest_first = heads[:whole][_ascending(generations[:whole])]
-    told = recovery.reset_found, recovery.unwritten_found, recovery.incomplete_found
-    return RecoveredBlocks(oldest_first, quarantined, *told, recovery.discarded_found - sum(told))
+    counted = recovery.reset_found, recovery.unwritten_found, recovery.incomplete_found
+    return RecoveredBlocks(oldest_first, quarantined, *counted, recovery.discarded_found - sum(counted))
 
 
 def _ascending(generations: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:

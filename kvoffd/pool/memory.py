@@ -6,11 +6,11 @@ import errno
 import fcntl
 import mmap
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
@@ -113,8 +113,7 @@ class PoolMemory:
 
         Args:
             threads: how many to use; 0 for one per CPU this process may run on, at most 16.
-            on_progress: called with the bytes touched so far, never falling, one call at a time, from the touching
-                threads. An exception from it ends the touching and is raised here.
+            on_progress: called with the bytes touched so far. An exception from it ends the touching.
             should_stop: asked by the threads between chunks; touching ends early once it returns True.
             chunk_bytes: touched at once. Other threads that map or unmap memory wait that long.
             segments: all parts of the memory. Threads near its NUMA node touch each, so that its pages lie there.
@@ -124,30 +123,30 @@ class PoolMemory:
         """
         madvise(self.address, self.size_bytes, mmap.MADV_HUGEPAGE)  # a kernel without huge pages refuses; that is fine
         threads = threads or min(16, len(usable_cpus()))
-        progress = _Progress(on_progress)
+        touched_bytes, failed = 0, False
 
-        def touch_chunk(offset: int, length: int) -> None:
-            if progress.failed or should_stop():
-                return
-            try:
-                _populate(self.address + offset, length)
-                progress.add(length)
-            except BaseException:
-                progress.failed = True
-                raise
+        def touch_chunk(offset: int, length: int) -> int:
+            if failed or should_stop():
+                return 0
+            _populate(self.address + offset, length)
+            return length
 
         parts = segments or [PoolSegment(0, self.size_bytes, NOWHERE)]
         share = max(1, threads // len(parts))
         with ExitStack() as executors:
-            touched = []
+            chunks: list[Iterator[int]] = []
             for begin, end, near in parts:
                 executor = executors.enter_context(ThreadPoolExecutor(share, "kvoffd-touch", run_near, (near,)))
                 offsets = range(begin, end, chunk_bytes)
-                touched.append(executor.map(touch_chunk, offsets, [min(chunk_bytes, end - at) for at in offsets]))
-            for part_touched in touched:
-                for _ in part_touched:
-                    pass
-        return progress.touched_bytes
+                chunks.append(executor.map(touch_chunk, offsets, [min(chunk_bytes, end - at) for at in offsets]))
+            try:
+                for length in chain(*chunks):
+                    touched_bytes += length
+                    on_progress(touched_bytes)
+            except BaseException:
+                failed = True
+                raise
+        return touched_bytes
 
     def close(self) -> None:
         """Unmaps and closes; a second call does nothing. No copy may be using the memory."""
@@ -155,21 +154,6 @@ class PoolMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-class _Progress:
-    """Adds up the bytes that the threads have touched."""
-
-    def __init__(self, report: Callable[[int], None]) -> None:
-        self._report = report
-        self._lock = threading.Lock()
-        self.touched_bytes = 0
-        self.failed = False
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self.touched_bytes += nbytes
-            self._report(self.touched_bytes)
 
 
 def _populate(address: int, length: int) -> None:

@@ -197,7 +197,7 @@ class Service:
     def background(self) -> bool:
         """Do some milliseconds of what takes long: free blocks that were reset, tell of those that were recovered.
         Returns whether there is more."""
-        more = self.cache.tell_recovered()
+        more = self.cache.announce_recovered()
         return self.cache.background() or more
 
     def tick(self) -> None:

@@ -62,8 +62,8 @@ CURVE = """
 
 The daemon estimates what an LRU would find in pools from a tenth to ten times the size, for `kvoffd-cli top` and
 `doctor`. Here it has watched a whole trace. Its worst error over all these sizes, against replays with the policy
-`lru`, is in percentage points. The sample is drawn anew at each start; other draws gave up to 0.5. In both columns
-prompts are whole blocks of the trace; for those that end and part anywhere `tests/cache/test_curve.py` allows 1.5.
+`lru`, is in percentage points. The sample is drawn anew at each start, so other runs differ.
+`tests/cache/test_curve.py` allows 1.5.
 
 | trace | pool, blocks | blocks of the trace | the same in blocks of 16 tokens |
 |---|---|---|---|

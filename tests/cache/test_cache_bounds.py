@@ -227,13 +227,13 @@ def test_listeners_hear_of_recovered_blocks_by_and_by_and_never_of_those_that_we
     rig.put(namespace, keys_of(1, 2, 3, 4, 5))
     rig.put(other, keys_of(1))
     blocks = np.concatenate([rig.blocks(namespace, keys_of(5, 4, 3, 2, 1)), rig.blocks(other, keys_of(1))])
-    rig.cache.untold[blocks], rig.cache._untold = True, blocks  # as ``recovered`` leaves them
+    rig.cache.unannounced[blocks], rig.cache._unannounced = True, blocks  # as ``recovered`` leaves them
     rig.events.index.clear()
     rig.cache.invalidate(namespace, [(0, keys_of(2))])
     rig.put(namespace, keys_of(2))
     rig.cache.reset(other)
-    assert rig.cache.tell_recovered()
+    assert rig.cache.announce_recovered()
     rig.cache.invalidate(namespace, [(0, keys_of(1))])
-    while rig.cache.tell_recovered():
+    while rig.cache.announce_recovered():
         pass
     assert rig.events.index == {(namespace.fingerprint, 0, keys_of(number)) for number in (2, 3, 4, 5)}

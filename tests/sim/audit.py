@@ -116,10 +116,10 @@ class Audit:
         """After a flush: what the events fold to is the index, and what is on disk and was not before."""
         for namespace in self._service.cache.namespaces.values():
             cache = self._service.cache
-            told = (cache.blocks.state == READY) & ~cache.untold
+            told = (cache.blocks.state == READY) & ~cache.unannounced
             if self.folded(namespace.fingerprint) != _blocks_of(self._service, namespace.fingerprint, told):
                 raise Broken("folding the KV events does not give the index")
-            if cache.untold.any() and not cache._untold.size:
+            if cache.unannounced.any() and not cache._unannounced.size:
                 raise Broken("some recovered blocks are never told of")
             if tiers is not None and not tiers.disk.has_news:
                 told, there = self._on_disk.get(kv_topic(namespace.fingerprint), set()), tiers.readable(namespace)
