@@ -7,16 +7,17 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from vllm import envs
-from vllm.config import MultiModalConfig
+from vllm.config import MultiModalConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvoffd_client.vllm import compat
-from kvoffd_client.vllm.fingerprint import ENVIRONMENT, collect_factors, hash_probe, namespace_of
+from kvoffd_client.vllm.fingerprint import ENVIRONMENT, collect_factors, hash_probe, label_of, namespace_of
 from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama
 from tests.kit.vllm_config import HEADS, cache_config, full_attention, make_config
 
@@ -265,3 +266,14 @@ def test_namespace_is_made_of_every_factor(engine_config: Any) -> None:
     for name in factors.keys() - {"groups", "world_size", "hash_probe", "blocks_per_chunk"}:
         assert namespace_of({**factors, name: "another"}, "tiny").fingerprint != spec.fingerprint, name
     assert namespace_of({**factors, "groups": factors["groups"][::-1]}, "tiny").fingerprint != spec.fingerprint
+
+
+def test_a_model_is_never_called_a_bench() -> None:
+    """What is called so is in no sum."""
+    for served, label in (
+        ("bench me", "bench_me"),
+        ("benchmark", "benchmark"),
+        (["owner/model", "alias"], "owner/model"),
+    ):
+        model_config = SimpleNamespace(served_model_name=served, model="m")
+        assert label_of(cast(VllmConfig, SimpleNamespace(model_config=model_config))) == label
