@@ -154,8 +154,7 @@ def _lookups(directory: Path) -> Iterator[Result]:
                 joined = b"".join(keys)
                 look_up = partial(_look_up, engine, joined, count * (what == "found"))
                 echoed = partial(echo, 130 + len(joined), 60 + count)
-                rounds = _in_turns(look_up, echoed, SAMPLES)
-                measured, floors = ([value for one in rounds for value in one[at]] for at in (0, 1))
+                measured, floors = _in_turns(look_up, echoed, SAMPLES)
                 for name, part in (("p50", 49), ("p99", 98)):
                     value, floor = (1e6 * quantiles(values, n=100)[part] for values in (measured, floors))
                     case = f"{format_count(count)} keys, all {what}, {name}"
@@ -215,8 +214,7 @@ def _copies(directory: Path, admin: AdminClient) -> Iterator[Result]:
         with _engine(directory, "copy", layers, count, piece_bytes) as engine, memcpy_of(nbytes) as memcpy:
             copies = _CopyJobs(engine, keys_per_job)
             for what, operation in (("stores", copies.store), ("loads", copies.load)):
-                rounds = _in_turns(operation, memcpy, 1)
-                value, floor = (nbytes / 1e9 / median(value for one in rounds for value in one[at]) for at in (0, 1))
+                value, floor = (nbytes / 1e9 / median(seconds) for seconds in _in_turns(operation, memcpy, 1))
                 case = f"{what}, pieces of {format_size(piece_bytes)}"
                 yield Result(case, value, "GB/s", floor, value / floor)
 
@@ -236,26 +234,25 @@ class _CopyJobs:
         """Store new keys in place of the last ones; returns the seconds."""
         self._engine.scheduler.reset(WAIT_S)
         self._keys = [[os.urandom(KEY_BYTES) for _ in job] for job in self._jobs]
-        return sum(map(self._timed(self._engine.store), self._keys, self._jobs))
+        return sum(self._timed(self._engine.store, keys, job) for keys, job in zip(self._keys, self._jobs, strict=True))
 
     def load(self) -> float:
         """Load the keys that were stored last; returns the seconds, without those of the lookups."""
         seconds = 0.0
         for keys, job in zip(self._keys, self._jobs, strict=True):
             self._engine.lookup(keys, WAIT_S)
-            seconds += self._timed(self._engine.load)(keys, job)
+            seconds += self._timed(self._engine.load, keys, job)
         return seconds
 
-    def _timed(self, copy: Callable[[list[bytes], list[int], float], EngineResult]) -> Callable[..., float]:
-        def copied(keys: list[bytes], job: list[int]) -> float:
-            begin = time.perf_counter()
-            result = copy(keys, job, WAIT_S)
-            seconds = time.perf_counter() - begin
-            if result.bytes != len(keys) * self._engine.layers * self._engine.page_bytes:
-                raise CliError(EVICTED)
-            return seconds
-
-        return copied
+    def _timed(
+        self, copy: Callable[[list[bytes], list[int], float], EngineResult], keys: list[bytes], job: list[int]
+    ) -> float:
+        begin = time.perf_counter()
+        result = copy(keys, job, WAIT_S)
+        seconds = time.perf_counter() - begin
+        if result.bytes != len(keys) * self._engine.layers * self._engine.page_bytes:
+            raise CliError(EVICTED)
+        return seconds
 
 
 @contextmanager
@@ -277,15 +274,12 @@ def memcpy_of(nbytes: int) -> Iterator[Callable[[], float]]:
         yield memcpy
 
 
-Seconds = list[float]
-
-
 def _in_turns(
     operation: Callable[[], float], floor: Callable[[], float], samples: int
-) -> list[tuple[Seconds, Seconds]]:
-    """Measure ROUNDS of an operation and its floor, by turns, after one that is not counted."""
-    rounds = [[(operation(), floor()) for _ in range(samples)] for _ in range(ROUNDS + 1)]
-    return [([one for one, _ in pairs], [one for _, one in pairs]) for pairs in rounds[1:]]
+) -> tuple[list[float], list[float]]:
+    """The times of ROUNDS of an operation and its floor, by turns, after a round that is not counted."""
+    pairs = [(operation(), floor()) for _ in range(samples * (ROUNDS + 1))][samples:]
+    return [one for one, _ in pairs], [one for _, one in pairs]
 
 
 def _print(bench: str, floor: str, results: Sequence[Result], *, as_json: bool) -> None:
