@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import pytest
-
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupKeys
@@ -59,26 +57,6 @@ def test_a_load_that_hangs_has_no_completion_before_the_daemon_is_dead(stub_mach
         loaded = worker.answer()
         assert (loaded["ok"], loaded["error"]) == (False, "SESSION_ENDED")
         assert time.monotonic() - killed_at < 10
-
-
-def test_a_lost_context_fails_the_jobs_of_all_its_engines_and_the_next_daemon_serves_them(
-    stub_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """cuda.h: after such an error "the process must be terminated and relaunched"; not even a new context works."""
-    machine = stub_machine({"STUB_FAIL": "cuEventRecord:2:700"})
-    with machine.exporter("ordinary") as worker, machine.exporter("chunks") as other:
-        worker.wait_ready()
-        other.wait_ready()
-        assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]
-        failed = worker.ask("store", job_id=2, keys=bytes([2] * 32).hex(), blocks=[1])
-        assert (failed["ok"], failed["error"]) == (False, "COPY_FAILED")
-        wait_until(lambda: "context on a GPU is lost" in machine.daemon.log)
-        machine.daemon.kill()
-        monkeypatch.delenv("STUB_FAIL")
-        machine.daemon.start()
-        for engine, key in ((worker, 3), (other, 4)):
-            engine.wait_ready()
-            assert engine.ask("store", job_id=key, keys=bytes([key] * 32).hex(), blocks=[2])["ok"]
 
 
 def test_a_registration_that_hangs_leaves_the_daemon_alive(stub_machine: MakeMachine) -> None:

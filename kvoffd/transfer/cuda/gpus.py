@@ -166,21 +166,15 @@ def find_device(devices: list[Device], uuid: bytes) -> Device:
 
 @dataclass(frozen=True, eq=False)
 class GpuMemory:
-    """A registration's memory on one GPU. Its methods may be called from any thread and never wait."""
+    """A registration's memory on one GPU, for any thread."""
 
-    _gpu: Gpu
     segments: list[MappedSegment]
     """In the order of the handles."""
     engine: CopyEngine
-
-    @property
-    def node(self) -> int | None:
-        """The GPU's NUMA node; None where the machine has only one or does not tell."""
-        return self._gpu.locality.node
-
-    def close(self, on_closed: Callable[[], None]) -> None:
-        """Unmap the memory, then call ``on_closed`` in another thread. No copy of it may be running."""
-        self._gpu.unmap(self.segments, on_closed)
+    node: int | None
+    """The GPU's NUMA node; None where the machine has only one or does not tell."""
+    close: Callable[[Callable[[], None]], None]
+    """Unmaps the memory, then calls its argument in another thread. Never waits. No copy of it may be running."""
 
 
 OnMapped = Callable[[GpuMemory | KvoffdError], None]
@@ -232,15 +226,6 @@ class Gpu:
     def map(self, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
         self._control.submit(lambda: on_mapped(_outcome(lambda: self._map(exports))))
 
-    def unmap(self, segments: list[MappedSegment], on_unmapped: Callable[[], None]) -> None:
-        """Undo a ``map`` that succeeded, then call ``on_unmapped``."""
-
-        def task() -> None:
-            self._unmap(segments)
-            on_unmapped()
-
-        self._control.submit_always(task)
-
     def close(self, timeout_s: float) -> bool:
         return self._control.close(timeout_s)
 
@@ -257,9 +242,14 @@ class Gpu:
             raise
         self._registrations += 1
         assert self.engine is not None
-        return GpuMemory(self, segments, self.engine)
+        return GpuMemory(
+            segments,
+            self.engine,
+            self.locality.node,
+            lambda closed: self._control.submit_always(lambda: self._unmap(segments, closed)),
+        )
 
-    def _unmap(self, segments: list[MappedSegment]) -> None:
+    def _unmap(self, segments: list[MappedSegment], on_unmapped: Callable[[], None]) -> None:
         for segment in segments:
             try:
                 segment.close()
@@ -269,6 +259,7 @@ class Gpu:
         self._registrations -= 1
         if not self._registrations:
             self._close_engine()
+        on_unmapped()
 
     def _open_engine(self) -> None:
         chunks, name, clock = self._pool.chunks, str(self.device), self._clock
@@ -409,13 +400,10 @@ class Gpus:
 
     def stop(self, timeout_s: float) -> bool:
         """Cancel what waits, abandon what runs; False when a copy still runs after ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
-        engines = self._engines()
-        # All of them are stopped before any is waited for.
-        stopped = [engine.close(0.0) for engine in engines]
-        return all(
-            done or engine.close(deadline - time.monotonic()) for engine, done in zip(engines, stopped, strict=True)
-        )
+        deadline, engines = time.monotonic() + timeout_s, self._engines()
+        for engine in engines:  # all of them are stopped before any is waited for
+            engine.close(0.0)
+        return all(engine.close(deadline - time.monotonic()) for engine in engines)
 
     def close(self, timeout_s: float) -> bool:
         """Wait until all memory that was given back is unmapped and the pool is unpinned; False when it is not."""

@@ -133,6 +133,18 @@ def test_pieces_of_every_size_arrive_whole(machine: Machine, setting: tuple[str,
     assert machine.driver.lost is None
 
 
+def test_what_the_driver_would_not_pin_is_in_no_batch(machine: Machine) -> None:
+    """The double refuses a batch with such memory, and any copy that lies in two registrations."""
+    machine.stub.fail("cuMemHostRegister_v2", 2, UNKNOWN)
+    machine.pins.acquire(0)
+    wait_until(lambda: sum(machine.pins.progress[:2]) == POOL)
+    for direction in Direction:
+        before = machine.stub.calls("cuMemcpyAsync")
+        assert Job(machine, [4 * KIB] * 8000, direction).is_done()
+        assert 1500 < machine.stub.calls("cuMemcpyAsync") - before <= STEP_BYTES // (4 * KIB) + 2
+        assert machine.engine.stats(direction).refused_batches == 0
+
+
 @pytest.mark.parametrize("missing", ["cuEventSynchronize", "cuEventRecord"])
 @pytest.mark.parametrize("direction", list(Direction))
 def test_a_wait_that_is_missing_shows_in_the_bytes(machine: Machine, direction: Direction, missing: str) -> None:
