@@ -442,12 +442,11 @@ class CacheMachine(RuleBasedStateMachine):
         for name in there:
             del self.index[name]
 
-    @precondition(lambda self: self.stores)
-    @rule(data=st.data())
-    def invalidate_what_is_being_written(self, data: st.DataObject) -> None:
-        _, taken = data.draw(st.sampled_from(self.stores))
-        for model, _ in taken:
-            self.invalidate(*model.name[:2], [model.name[2]])
+    @rule(space=spaces, rank=ranks, group=groups, chain=chains)
+    def invalidate_what_is_being_written(self, space: int, rank: int, group: int, chain: list[int]) -> None:
+        self.begin_store(space, rank, group, chain, 0)
+        self.invalidate(space, group, chain)
+        self.commit(-1)
 
     @rule(space=spaces, chain=chains, session=sessions)
     def a_namespace_has_more_than_its_quota(self, space: int, chain: list[int], session: int) -> None:
