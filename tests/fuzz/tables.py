@@ -7,7 +7,6 @@ import random
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from kvoffd.server.recovery import restore
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.choices import Choices
 from tests.fuzz.trees import bend
-from tests.kit.slot_cache import check_invariants
+from tests.kit.slot_cache import Part, check_invariants
 from tests.sim.parts import (
     REGION_BYTES,
     KeptPool,
@@ -46,16 +45,6 @@ CRC_AT = 104
 RECORD = NamespaceRecord(
     3, b"n" * 32, "label", 1, 32, (GroupSpec("full", 16),), "{}", ((SLOT_BYTES,),), (None,), generation=1
 )
-
-
-@dataclass
-class Part:
-    """What a store offers of a group."""
-
-    group: int
-    keys: bytes
-    first_blocks: dict[int, int] = field(default_factory=dict)
-    starts: tuple[int, ...] | None = (0,)
 
 
 class Written(NamedTuple):
