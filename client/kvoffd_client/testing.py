@@ -134,7 +134,6 @@ class FakeEngine(Closing):
         if isinstance(namespace, str):
             namespace = NamespaceSpec.named(namespace, world_size, KEY_BYTES, layers=layers, page_bytes=page_bytes)
         self.namespace = namespace
-        self._directory = os.fspath(directory)
         self._job_ids = itertools.count(1)
         self._lookup: Lookup | None = None
         self._memories: list[SharedMemory] = []
@@ -143,33 +142,24 @@ class FakeEngine(Closing):
         self.scheduler = SchedulerClient(directory, self.namespace, name="fake engine scheduler", options=options)
         try:
             for rank in range(world_size):
-                self.workers.append(self._make_worker(rank, options))
-            self._connect(connect_timeout_s)
+                memory = SharedMemory(layers * blocks * page_bytes, f"kvoffd-fake-engine-{rank}")
+                self._memories.append(memory)
+                self._pages.append(memory.view.reshape(layers, blocks, page_bytes))
+                registration = Registration.flat(rank, memory, layers, blocks, page_bytes)
+                name = f"fake engine worker {rank}"
+                self.workers.append(WorkerClient(directory, namespace, registration, name=name, options=options))
+            deadline = time.monotonic() + connect_timeout_s
+            for client in self._clients:
+                if not client.wait_settled(max(0.0, deadline - time.monotonic())):
+                    sentence = f"No kvoffd daemon took this engine in {directory} within {connect_timeout_s:g} s"
+                    raise client.refusal or DaemonUnavailable(f"{sentence}: {client.problem}")
         except BaseException:
             self.close()
             raise
 
-    def _make_worker(self, rank: int, options: ClientOptions) -> WorkerClient:
-        memory = SharedMemory(self.layers * self.blocks * self.page_bytes, f"kvoffd-fake-engine-{rank}")
-        self._memories.append(memory)
-        self._pages.append(memory.view.reshape(self.layers, self.blocks, self.page_bytes))
-        registration = Registration.flat(rank, memory, self.layers, self.blocks, self.page_bytes)
-        name = f"fake engine worker {rank}"
-        return WorkerClient(self._directory, self.namespace, registration, name=name, options=options)
-
     @property
     def _clients(self) -> list[SchedulerClient | WorkerClient]:
         return [self.scheduler, *self.workers]
-
-    def _connect(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        for client in self._clients:
-            if not client.wait_settled(max(0.0, deadline - time.monotonic())):
-                if client.refusal is not None:
-                    raise client.refusal
-                raise DaemonUnavailable(
-                    f"No kvoffd daemon took this engine in {self._directory} within {timeout_s:g} s: {client.problem}"
-                )
 
     def fill(self, block_ids: Sequence[int], seed: int) -> None:
         """Write pseudo-random bytes that depend on (seed, block, layer, rank) only."""

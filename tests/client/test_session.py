@@ -603,16 +603,17 @@ def test_a_fence_cancels_nothing_that_ends_by_itself(
     worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect(worker, link, 0.0)
-    submit(worker, link, 0.0, Job(1, TRANSFER))
+    submit(worker, link, 0.0, Job(1, TRANSFER), Job(2, TRANSFER))
 
     def wait(ready: Callable[[], bool], timeout_s: float) -> bool:
         publish(worker, completions(1, 1), timeout_s)
         return ready()
 
     monkeypatch.setattr(link, "wait", wait)
-    worker.fence([1], 2.0)
+    worker.fence([1, 77], 2.0)
     assert link.count(m.Cancel) == 0
     assert link.is_open
+    assert list(worker._jobs) == [2]
 
 
 def test_garbage_on_the_events_socket_is_asked_for_again(worker: WorkerClient, link: PaperLink) -> None:

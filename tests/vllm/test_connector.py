@@ -17,7 +17,6 @@ import pytest
 import torch
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -26,7 +25,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-import kvoffd_client.vllm
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm import config as connector_config
 from kvoffd_client.vllm.connector import STORE_LOGGER, KvoffdConnector
@@ -75,13 +73,6 @@ def worker(config: Any) -> tuple[KvoffdConnector, FakeWorkerClient]:
     return connector, client
 
 
-def test_vllms_factory_builds_it_from_the_two_words_a_user_writes(config: Any) -> None:
-    kvoffd_client.vllm.register()
-    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache_config())
-    assert isinstance(connector, KvoffdConnector)
-    connector.shutdown()
-
-
 def test_of_several_api_servers_the_latest_value_of_a_gauge_is_shown(config: Any) -> None:
     gauge = Mock()
     KvoffdConnector.build_prom_metrics(config, {Gauge: gauge, Counter: Mock(), Histogram: Mock()}, ["engine"], {0: [0]})
@@ -100,15 +91,6 @@ def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(
         KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
     monkeypatch.setattr(connector_config, "HAS_SLEEP_HOOKS", True)
     KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
-
-
-def test_the_kv_cache_is_allocated_where_the_daemon_can_reach_it(config: Any) -> None:
-    connector = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
-    context = connector.get_mem_pool_context()
-    assert context is not None
-    with context:
-        torch.zeros(4096, dtype=torch.int8)
-    assert [memory.size_bytes for memory in connector.connector_worker.spec.memory.memories] == [4096]
 
 
 def step(scheduler: KvoffdConnector, workers: list[KvoffdConnector], tokens: int = 0) -> ConnectorMetadata | None:

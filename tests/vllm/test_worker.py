@@ -155,14 +155,6 @@ def test_jobs_that_fail_say_why_and_with_which_keys() -> None:
     assert worker.failed_requests == set()
 
 
-def test_a_fence_sends_what_waits_for_the_end_of_the_step() -> None:
-    client = FakeWorkerClient()
-    worker = make_worker(client)
-    worker.submit_store(1, BLOCKS, KEYED)
-    worker.wait({1})
-    assert (client.messages, client.fences) == ([[1]], [([1], 1.5, 0)])
-
-
 def test_a_fence_takes_back_what_the_gpu_holds_before_it_asks_the_daemon() -> None:
     order: list[object] = []
     sender, client = Mock(), Mock()
