@@ -227,7 +227,7 @@ class Service:
 
     def _answer_stranger(self, route: bytes, request: m.AnyRequest) -> m.AnyReply:
         """The reply to one without a session. Raises KvoffdError."""
-        if self.sessions.has_departed(route):  # its last message crossed the end of the lifeline: nothing is wrong
+        if route in self.sessions.departed:  # its last message crossed the end of the lifeline: nothing is wrong
             return m.Error(request.request_id, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
         if isinstance(request, a.Health):
             return health_reply(self, request)

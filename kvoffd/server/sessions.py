@@ -270,7 +270,8 @@ class Sessions:
         self._max_attached = max_attached
         self.by_route: dict[bytes, Session] = {}
         """By the routing id of their clients' requests."""
-        self._departed: OrderedDict[bytes, None] = OrderedDict()
+        self.departed: OrderedDict[bytes, None] = OrderedDict()
+        """Routes of clients that ended their sessions themselves, not long ago."""
         self._last_id = 0
         self.epoch = int.from_bytes(host.random(8), "big") >> 1
         """This life of the daemon: a subscriber that has not noticed its end must not hear the next one's sessions."""
@@ -285,10 +286,6 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self.by_route)
-
-    def has_departed(self, route: bytes) -> bool:
-        """Whether it is the route of a client that ended its session itself, not long ago."""
-        return route in self._departed
 
     def open(self, lifeline: Lifeline, peer: Peer) -> Session:
         """Admit a client that has connected to the lifeline. Raises KvoffdError when it may not come in."""
@@ -362,9 +359,9 @@ class Sessions:
             return
         del self.by_route[session.route]
         if why in (Ending.CLOSED, Ending.GONE):
-            self._departed[session.route] = None
-            if len(self._departed) > MAX_DEPARTED:
-                self._departed.popitem(last=False)
+            self.departed[session.route] = None
+            if len(self.departed) > MAX_DEPARTED:
+                self.departed.popitem(last=False)
         self._cache.end_session(session.id)
         session.ended, session.on_released = True, on_released
         session.release_if_idle()

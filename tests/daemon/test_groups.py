@@ -62,9 +62,6 @@ class Engine:
         assert not self.pages[1 - group].any()
         return self.pages[group, 4 : 4 + len(ids)].tobytes() if result.ok else result.error
 
-    def ready_bytes(self) -> int:
-        return books(self.directory).ready_bytes
-
 
 @contextmanager
 def engine_on(daemon: DaemonProcess) -> Iterator[Engine]:
@@ -86,19 +83,6 @@ def test_groups_lose_the_keys_that_are_named_for_them(shared_daemon: DaemonProce
         assert engine.load(1, 0) == stored[0]
         events = [event for one in heard.messages() for event in one.events if event.keys == [key(1)]]
         assert [(one.kind, one.group) for one in events[-3:]] == [("stored", 0), ("stored", 1), ("removed", 1)]
-
-
-def test_groups_are_all_dropped_by_a_reset(shared_daemon: DaemonProcess) -> None:
-    with engine_on(shared_daemon) as engine:
-        for group in (0, 1):
-            engine.store(1, group)
-        assert engine.scheduler.reset(SPACE) == 2
-        assert (engine.state(1, 0), engine.state(1, 1)) == ("-", "-")
-        assert engine.ready_bytes() == 0
-        engine.fill(2)
-        for group in (0, 1):
-            stored = engine.store(1, group)
-            assert engine.load(1, group) == stored, "the bytes from before the reset"
 
 
 # --- what moves ------------------------------------------------------------------------------------

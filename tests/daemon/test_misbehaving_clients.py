@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,6 @@ import pytest
 
 from kvoffd_client import AdminClient, KvoffdClientError, SharedMemory
 from kvoffd_client.testing import FakeEngine
-from tests.daemon.zmtp import FRAME_GARBAGE, STREAM_GARBAGE, numbered_routing_ids, shake_hands
 from tests.kit.daemon import DaemonProcess
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
@@ -327,20 +327,20 @@ def test_a_lifeline_sent_over_itself(daemon: DaemonProcess) -> None:
 # --- requests --------------------------------------------------------------------------------------
 
 
+GREETING = (b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL").ljust(64, b"\0")
+"""How ZeroMQ begins."""
+NO_ZEROMQ = b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 65536, GREETING[:10], GREETING, GREETING + b"\0\3abc"
+
+
 def test_other_protocols_on_the_request_sockets(daemon: DaemonProcess) -> None:
-    """Half handshakes and half frames that stay, and frames that are larger than memory."""
+    """They and half handshakes stay, and keep nobody waiting."""
     with contextlib.ExitStack() as held:
-        for path in request_streams(daemon.directory):
-            for data in STREAM_GARBAGE.values():
-                stream = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                stream.connect(str(path))
-                stream.setblocking(False)
-                with contextlib.suppress(OSError):  # the daemon has closed it, or takes no more
-                    stream.send(data)
-            for data in FRAME_GARBAGE.values():
-                stream = held.enter_context(shake_hands(path))
-                with contextlib.suppress(OSError):
-                    stream.sendall(data)
+        for path, data in itertools.product(request_streams(daemon.directory), NO_ZEROMQ):
+            stream = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            stream.connect(str(path))
+            stream.setblocking(False)
+            with contextlib.suppress(OSError):  # the daemon has closed it, or takes no more
+                stream.send(data)
         with WireClient(daemon.directory) as client:
             assert client.health() == "ok"
 
@@ -423,6 +423,15 @@ def test_a_connection_that_breaks(client: WireClient, memory: SharedMemory) -> N
         client.send_raw(bytes(2 * limit + 1))
         wait_until(lambda: client.is_answered(1.0))
         assert client.store(cache, keys(number), [0]).ok
+
+
+def numbered_routing_ids(count: int = 96) -> Iterator[bytes]:
+    """What libzmq's ROUTER would call its next clients that have no name: numbers of an unseeded ``rand``."""
+    libc = ctypes.CDLL(None)
+    libc.srand(1)
+    firsts = [libc.rand() | libc.rand() << 31 for _ in range(8)]
+    for number in range(count):
+        yield b"\0" + struct.pack(">I", firsts[number % 8] + number // 8 & 0xFFFFFFFF)
 
 
 def test_routing_ids_that_zeromq_would_choose(daemon: DaemonProcess) -> None:

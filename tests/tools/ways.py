@@ -41,10 +41,12 @@ def record(calls: list[Call]) -> None:
 def daemon(directory: str) -> None:
     """``kvoffd serve``, whose calls are written to its directory at its end."""
     from kvoffd.cli import main
+    from kvoffd.config import Limits
 
     calls: list[Call] = []
     record(calls)
-    main(["serve", "--directory", directory, "--pool-size", "256MiB", "--http-address", ""])
+    flags = ["--directory", directory, "--pool-size", "256MiB", "--http-address", ""]
+    main(["serve", *flags], Limits(totals_every_s=1e9))  # what is saved now and then is on no way
     sys.setprofile(None)
     Path(directory, CALLS).write_text(json.dumps(calls))
 
