@@ -130,7 +130,7 @@ def test_load_fails_when_others_find_its_block_corrupt(bench: Bench) -> None:
 def test_register_of_a_session_that_ends_meanwhile(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU maps in a thread of its own. Until it has, the registration's id is taken; then nothing is held."""
     service, worker, mapping = bench.service, bench.session(registers=False), list[tuple[dict[int, int], OnMapped]]()
-    monkeypatch.setattr(service.memory, "map", lambda _, __, ___, fds, mapped: mapping.append((fds, mapped)))
+    monkeypatch.setattr(service.memory, "map", lambda *given: mapping.append(given[-2:]))
     assert bench.register(worker, 1) == []
     (refused,) = bench.register(worker, 2)
     assert isinstance(refused, m.Error)
