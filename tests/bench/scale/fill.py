@@ -1,18 +1,14 @@
-"""What blocks cost the process that keeps their books: `python -m tests.bench.scale.fill --help`. Prints JSON.
-
-Large cases get processes of their own. What an earlier case of the process has stays: none is built of its leavings.
-"""
+"""What blocks cost the process that keeps their books: memory, lookups, stores."""
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import time
-from collections.abc import Sequence
+from typing import NamedTuple
 
-from kvoffd.cache import DEFAULT_POLICY
+import numpy as np
+
 from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
@@ -21,13 +17,56 @@ from kvoffd.pool.pool import Pool
 from kvoffd.simulate.replay import Offered, Silence
 from kvoffd.system.limits import MemoryLimit
 from kvoffd_proto.messages import READY, GroupSpec
-from tests.bench.scale.load import KEY_BYTES, SLOT_BYTES, TOKENS, Part, Requests, keys_of
 
+KEY_BYTES = 32
+"""As vLLM's sha256 hashes."""
+TOKENS = 16
+SLOT_BYTES = 8192
+LEAST_CHAIN, MOST_CHAIN = 16, 64
+RECENT = 1024
+CONTINUED = 0.3
+"""Share of the requests that begin with all keys of a recent one."""
+_GOLDEN, _FIRST, _SECOND = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 SESSION = LEASE = 1
 LOOKUP_KEYS, STORE_KEYS = 1000, 64
-SAMPLES = 300
-"""Lookups, and stores."""
 _NO_LIMIT = MemoryLimit(2**62, "nothing: no page is touched")
+
+
+def keys_of(first: int, count: int) -> bytes:
+    """The keys from number ``first`` on, end to end: four words each of splitmix64 (Steele and others, 2014)."""
+    words = np.arange(first * KEY_BYTES // 8, (first + count) * KEY_BYTES // 8, dtype=np.uint64) * _GOLDEN
+    words = (words ^ (words >> np.uint64(30))) * _FIRST
+    words = (words ^ (words >> np.uint64(27))) * _SECOND
+    return (words ^ (words >> np.uint64(31))).tobytes()
+
+
+class Part(NamedTuple):
+    """Keys that follow each other."""
+
+    first: int
+    count: int
+
+
+class Requests:
+    """Requests of 16 to 64 new keys each; some continue one of the last thousand."""
+
+    def __init__(self) -> None:
+        self.next_key = 0
+        self._random = random.Random(1)
+        self._recent = [Part(0, 0)] * RECENT
+        self._made = 0
+
+    def request(self, count: int = 0) -> tuple[bytes, Part]:
+        """All its keys, root first, and which of them are new: ``count``, or a number of its own."""
+        count = count or self._random.randint(LEAST_CHAIN, MOST_CHAIN)
+        new = Part(self.next_key, count)
+        self.next_key += count
+        before = Part(0, 0)
+        if self._random.random() < CONTINUED:
+            before = self._recent[self._random.randrange(RECENT)]
+        self._recent[self._made % RECENT] = new
+        self._made += 1
+        return keys_of(*before) + keys_of(*new), new
 
 
 class Books:
@@ -114,9 +153,9 @@ def stores(books: Books, requests: Requests, samples: int) -> list[float]:
     return found
 
 
-def measure(books: Books, policy: str, samples: int) -> dict[str, object]:
+def fill(blocks: int, shards: int, policy: str, samples: int) -> dict[str, object]:
     """Fill a pool, measure so many lookups and stores, and store as much again."""
-    blocks, shards, requests = books.blocks, books.shards, Requests()
+    books, requests = Books(blocks, shards, policy), Requests()
 
     def block_bytes() -> dict[str, float]:
         held, known = max(1, sum(books.namespace.blocks_in.values())), books.cache.policy
@@ -156,23 +195,3 @@ def measure(books: Books, policy: str, samples: int) -> dict[str, object]:
         "evicted": counters.evicted_blocks,
         "declined": counters.declined_keys,
     }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.scale.fill", description=__doc__)
-    parser.add_argument("cases", nargs="+", metavar="BLOCKSxSHARDS")
-    parser.add_argument("--policy", default=DEFAULT_POLICY)
-    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"lookups, and stores (default {SAMPLES})")
-    given = parser.parse_args(arguments)
-    kept, found = [], []
-    for case in given.cases:
-        blocks, _, shards = case.partition("x")
-        books = Books(int(blocks), int(shards), given.policy)
-        kept.append(books)
-        found.append(measure(books, given.policy, given.samples))
-    print(json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

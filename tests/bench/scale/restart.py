@@ -1,28 +1,23 @@
-"""What engines feel of a daemon that is started again: `python -m tests.bench.scale.restart --help`. Prints JSON.
+"""What engines feel of a daemon that is started again.
 
 A real daemon process gets a pool and a slot table from its service manager, full of blocks, as systemd keeps them.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvoffd.cache import DEFAULT_POLICY
 from kvoffd.cache.namespace import Namespace
 from kvoffd.pool.checksums import digest
 from kvoffd_client import SchedulerClient
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto.messages import READY, GroupKeys
-from tests.bench.scale.fill import LOOKUP_KEYS, SAMPLES, STORE_KEYS, Books, private_bytes
-from tests.bench.scale.load import SLOT_BYTES, Part, keys_of
+from tests.bench.scale.fill import LOOKUP_KEYS, SLOT_BYTES, STORE_KEYS, Books, Part, keys_of, private_bytes
 from tests.kit.daemon import DaemonProcess
 from tests.kit.service_manager import ServiceManager
 
@@ -80,10 +75,8 @@ def restart(blocks: int, shards: int, policy: str, samples: int) -> dict[str, ob
     with ExitStack() as stack:
         manager = ServiceManager()
         stack.callback(manager.close)
-        made = time.perf_counter()
         books, pool_fd, table_fd = left_behind(blocks, shards)
         manager.stored_fds += [("kvoffd-pool", pool_fd), ("kvoffd-slot-table", table_fd)]
-        made = time.perf_counter() - made
         started = time.perf_counter()
         flags = {"eviction_policy": policy}
         daemon = stack.enter_context(SparseDaemon(str(books.pool.pool_bytes), manager=manager, **flags))
@@ -103,24 +96,8 @@ def restart(blocks: int, shards: int, policy: str, samples: int) -> dict[str, ob
         return {
             "blocks": blocks,
             "shards": shards,
-            "made_seconds": made,
             "open_seconds": opened,
             "first_hit_seconds": first_hit,
             "answer_seconds": answers,
             "private_bytes": private_bytes(daemon.pid),
         }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.scale.restart", description=__doc__)
-    parser.add_argument("case", metavar="BLOCKSxSHARDS")
-    parser.add_argument("--policy", default=DEFAULT_POLICY)
-    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"lookups (default {SAMPLES})")
-    given = parser.parse_args(arguments)
-    blocks, _, shards = given.case.partition("x")
-    print(json.dumps([restart(int(blocks), int(shards), given.policy, given.samples)]))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
