@@ -156,7 +156,6 @@ class CopyQueue:
         # Transfers that do not come back, and since when their thread has not even wanted a CPU.
         self._overdue: dict[Transfer, float] = {}
         self._stopped = False
-        self._copying = len(copies)
         self._max_unread = MAX_UNREAD_STORES if readers else 0
         self._busy_seconds = self._checksum_seconds = 0.0
         works: list[tuple[str, Callable[[], None]]]
@@ -237,8 +236,6 @@ class CopyQueue:
             with self._wake:
                 self._wake.wait_for(lambda: self._waiting or self._stopped)
                 if not self._waiting:
-                    self._copying -= 1
-                    self._wake.notify_all()
                     return
                 transfer = next(iter(self._waiting))
                 del self._waiting[transfer]
@@ -255,9 +252,10 @@ class CopyQueue:
             if transfer.ending is None:
                 copy(transfer)
         checksums = transfer.checksums
-        unread = storing and transfer.ending is None and checksums is not None and 0 in checksums.sums
         with self._wake:
             self._busy_seconds += time.perf_counter() - started
+            # Never after ``stop``, when nobody would read it.
+            unread = storing and transfer.ending is None and checksums is not None and 0 in checksums.sums
             if unread and len(self._unread) < self._max_unread:
                 self._running[transfer] = 0
                 self._unread.append(transfer)
@@ -272,7 +270,7 @@ class CopyQueue:
         self._on_start()
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._unread or (self._stopped and not self._copying))
+                self._wake.wait_for(lambda: self._unread or self._stopped)
                 if not self._unread:
                     return
                 transfer = self._unread.popleft()

@@ -74,12 +74,8 @@ class GroupLayout:
     slot_page_offset: npt.NDArray[np.uint64]  # [L] offset of the layer in a slot
     blocks_per_key: int
     block_limit: int  # block ids lie below it: the engine blocks of the shortest tensor
+    block_bytes: int  # bytes of an engine block in all layers
     shard_bytes: int  # bytes of a whole shard
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of an engine block in all layers."""
-        return self.shard_bytes // self.blocks_per_key
 
 
 def build_layouts(
@@ -119,7 +115,8 @@ def _build_layout(
         _check_tensor(segments, tensor, tensors[tensor], nbytes)
     runs = _runs(segments, tensors, pages, merge=blocks_per_key == 1)
     address, stride, page_bytes = (np.array(column, dtype=np.uint64) for column in zip(*runs, strict=True))
-    shard_bytes = blocks_per_key * sum(page.page_bytes for page in pages)
+    block_bytes = sum(page.page_bytes for page in pages)
+    shard_bytes = blocks_per_key * block_bytes
     if shard_bytes > _MAX_SHARD_BYTES:
         raise BadGeometry(f"A shard of group {group} would have {shard_bytes} bytes; register fewer blocks per key.")
     ends = np.cumsum(page_bytes * np.uint64(blocks_per_key), dtype=np.uint64)
@@ -130,6 +127,7 @@ def _build_layout(
         slot_page_offset=np.concatenate((np.zeros(1, dtype=np.uint64), ends[:-1])),
         blocks_per_key=blocks_per_key,
         block_limit=min(tensors[page.tensor].num_blocks for page in pages),
+        block_bytes=block_bytes,
         shard_bytes=shard_bytes,
     )
 
