@@ -16,7 +16,7 @@ from kvoffd_client.cli import main
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
-from tests.kit.wire import PAGE_BYTES, WireClient, books, keys, store_of
+from tests.kit.wire import PAGE_BYTES, WireClient, books, keys, refused, store_of
 
 MANY = 100
 """More connections than the daemon has at a time."""
@@ -170,11 +170,17 @@ def test_http_not_ready_while_the_daemon_stops() -> None:
         assert get(found, "/readyz").startswith(b"HTTP/1.1 200 ")
         worker.open_namespace()
         with SharedMemory(PAGE_BYTES, "test") as memory, daemon.fault("store slow 5"):
-            worker.submit(worker.register(memory), [store_of(1, keys(1), [0])])
+            cache = worker.register(memory)
+            worker.submit(cache, [store_of(1, keys(1), [0])])
             wait_until(lambda: books(daemon.directory).store.running_jobs == 1)
             daemon.process.terminate()
             wait_until(lambda: get(found, "/readyz").startswith(b"HTTP/1.1 503 "))
             assert get(found, "/healthz").startswith(b"HTTP/1.1 200 ")
+            assert refused(worker.store, cache, keys(2), [0]) == "shutting_down"
+            assert refused(worker.open_namespace, bytes(32)) == "shutting_down"
+            with WireClient(daemon.directory, None) as newcomer:
+                assert newcomer.rejected
+                assert newcomer.rejected.code == "shutting_down"
             assert daemon.stop() == 0
 
 
