@@ -27,16 +27,14 @@ def main() -> int:
         print(f"There is no LMCache in {options.lmcache_python.parent}; `make bench-peers` builds it.", file=sys.stderr)
         return 2
     before = load_average()
-    effort = Effort(
-        options.rounds, options.samples, options.starts, options.idle_seconds, options.others_share, options.patience
-    )
+    effort = Effort(options.rounds, options.samples, options.others_share, options.patience)
     comparison = Comparison(options.lmcache_python, effort, lambda text: print(f"{text} ...", file=sys.stderr))
     try:
         comparison.run()
     except (ClientFailed, Disturbed, ServerFailed) as failure:
         print(failure, file=sys.stderr)
         return 1
-    facts = run_facts(_command(options, effort)) | {
+    facts = run_facts(f"python -m tests.bench.peers {' '.join(sys.argv[1:])}") | {
         "load_average": {"before": before, "after": load_average()},
         "priority": f"nice {os.getpriority(os.PRIO_PROCESS, 0)}" + (f", {options.note}" if options.note else ""),
         "effort": vars(effort),
@@ -59,8 +57,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lmcache-python", type=Path, default=PYTHON, help="Python of LMCache's environment")
     parser.add_argument("--rounds", type=int, default=effort.rounds, help="counted rounds")
     parser.add_argument("--samples", type=int, default=effort.samples, help="lookups in a round")
-    parser.add_argument("--starts", type=int, default=effort.starts, help="starts of each server, and floods")
-    parser.add_argument("--idle-seconds", type=float, default=effort.idle_s, help="how long idling is watched")
     parser.add_argument(
         "--others-share", type=float, default=effort.others_share, help="of all cores, what others may use in a round"
     )
@@ -68,16 +64,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--note", default="", help="how the machine was made ready, for the results")
     add_report_options(parser)
     return parser.parse_args()
-
-
-def _command(options: argparse.Namespace, effort: Effort) -> str:
-    """How to measure the same again. Where things were on this machine is nobody's business elsewhere."""
-    defaults = vars(Effort())
-    names = {"starts": "starts", "rounds": "rounds", "samples": "samples", "idle_s": "idle-seconds"}
-    names |= {"others_share": "others-share", "patience": "patience"}
-    changed = [f"--{names[name]} {value:g}" for name, value in vars(effort).items() if value != defaults[name]]
-    changed += ["--json"] if options.json else []
-    return "make bench-peers" + (f' ARGS="{" ".join(changed)}"' if changed else "")
 
 
 if __name__ == "__main__":

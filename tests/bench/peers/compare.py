@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,14 +16,7 @@ from kvoffd_client.cli.bench import echo_process, memcpy_of
 from tests.bench.cpu_time import OthersShare
 from tests.bench.peers.client import Client
 from tests.bench.peers.player import BLOCK_TOKENS, Copy, Geometry, Prompt
-from tests.bench.peers.servers import (
-    POOL_GIB,
-    KvoffdServer,
-    LMCacheServer,
-    Server,
-    idle_cpu_percents,
-    resident_mib,
-)
+from tests.bench.peers.servers import POOL_GIB, KvoffdServer, LMCacheServer
 from tests.bench.peers.table import Row
 
 T = TypeVar("T")
@@ -39,18 +31,13 @@ LAYERS = 16
 PIECES = (64 * KIB, 256 * KIB)
 LOOKUP = Geometry(layers=1, blocks=1 + PROMPT_TOKENS // BLOCK_TOKENS, page_bytes=4 * KIB)
 """Lookups ask for many small blocks. Block 0 is nobody's: LMCache takes it for no block, as vLLM does."""
-FLOOD_KEYS, FLOOD_CLIENTS, FLOOD_IN_FLIGHT, FLOOD_S = 64, 4, 4, 2.0
-SETTLE_S = 5.0
 WARM_UP_JOBS = 15 * GIB * POOL_GIB // (16 * JOB_BYTES)
 """As many as fit in 15/16 of the pool: LMCache's client maps it anew for each engine, and a page at its first touch."""
 WARM_UPS = 3
 """Rounds before those that count."""
-QUIET_S = 0.5
 
 Say = Callable[[str], None]
 Turn = Callable[[], T]
-Sides = tuple[list[float], list[float]]
-"""Of kvoffd and of LMCache."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +47,12 @@ class Effort:
     Attributes:
         rounds: that count.
         samples: lookups in a round.
-        starts: of each server, and floods.
-        idle_s: how long idling is watched.
         others_share: of all cores, 0 to 1: what other processes may use in a round that counts.
         patience: rounds that may not count before the comparison gives up.
     """
 
     rounds: int = 9
     samples: int = 20
-    starts: int = 3
-    idle_s: float = 20.0
     others_share: float = 0.04
     patience: int = 500
 
@@ -91,7 +74,6 @@ class Comparison:
 
     def run(self) -> None:
         """All parts; some minutes."""
-        self._alone()
         with ExitStack() as stack:
             kvoffd, lmcache = self._pair(stack, BLOCK_TOKENS, "NHD")
             self._lookups(kvoffd, lmcache, Prompt(PROMPT_TOKENS, PROMPT_TOKENS // BLOCK_TOKENS))
@@ -102,56 +84,19 @@ class Comparison:
             self._lookups(kvoffd, lmcache, Prompt(PROMPT_TOKENS, PROMPT_TOKENS // DEFAULT_CHUNK_TOKENS))
             for piece in PIECES:
                 self._copies(kvoffd, lmcache, piece, "256-token chunks")
-            self._after_work()
         with ExitStack() as stack:
             kvoffd, lmcache = self._pair(stack, DEFAULT_CHUNK_TOKENS, "HND")
             for piece in PIECES:
                 self._copies(kvoffd, lmcache, piece, "256-token chunks, heads before tokens")
-        self._floods()
 
     def _pair(self, stack: ExitStack, chunk_tokens: int, layout: str) -> tuple[Client, Client]:
-        self._servers = servers = KvoffdServer(), LMCacheServer(self._python, chunk_tokens, layout)
+        servers = KvoffdServer(), LMCacheServer(self._python, chunk_tokens, layout)
         kvoffd, lmcache = (stack.enter_context(Client(stack.enter_context(server))) for server in servers)
         for server, client in zip(servers, (kvoffd, lmcache), strict=True):
-            self.facts.setdefault(server.name, {}).update(client.ask("facts"))
+            if server.name not in self.facts:
+                self.facts[server.name] = client.ask("facts")
+                self.commands.append(" ".join([Path(server.command[0]).name, *server.command[1:]]))
         return kvoffd, lmcache
-
-    def _alone(self) -> None:
-        """Start and idle, one server at a time, the other not running."""
-        makers: tuple[Callable[[], Server], ...] = (
-            KvoffdServer,
-            lambda: LMCacheServer(self._python, DEFAULT_CHUNK_TOKENS),
-        )
-        starts: Sides = ([], [])
-        idle: Sides = ([], [])
-        resident: Sides = ([], [])
-        for number in range(self._effort.starts):
-            for side, make in enumerate(makers):
-                self._quietly(partial(time.sleep, QUIET_S))
-                with make() as server:
-                    self._say(f"{server.name} idle, {number + 1} of {self._effort.starts}")
-                    if number == 0:
-                        self.commands.append(" ".join([Path(server.command[0]).name, *server.command[1:]]))
-                    time.sleep(SETTLE_S)
-                    starts[side].append(server.start_s)
-                    idle[side].extend(idle_cpu_percents((server,), self._effort.idle_s))
-                    resident[side].append(resident_mib(server))
-        self.rows += [
-            Row("server: start to first connection", "s", *starts),
-            Row("server: CPU while idle", "% of a core", *idle),
-            Row("server: resident memory without the pool", "MiB", *resident),
-        ]
-
-    def _after_work(self) -> None:
-        """As _alone(), of servers that have worked, with their engines still connected."""
-        self._say("both idle, an engine connected")
-        time.sleep(SETTLE_S)
-        idle, resident = idle_cpu_percents(self._servers, self._effort.idle_s), map(resident_mib, self._servers)
-        (own, other), (own_mib, other_mib) = idle, resident
-        self.rows += [
-            Row("server: CPU while idle, an engine connected", "% of a core", [own], [other]),
-            Row("server: resident memory without the pool, after all of the above", "MiB", [own_mib], [other_mib]),
-        ]
 
     def _lookups(self, kvoffd: Client, lmcache: Client, prompt: Prompt) -> None:
         for client in (kvoffd, lmcache):
@@ -219,22 +164,6 @@ class Comparison:
             if self.disturbed > self._effort.patience:
                 raise Disturbed("The machine is too busy to measure on; try again when it is quiet.")
 
-    def _floods(self) -> None:
-        prompt = Prompt(FLOOD_KEYS * BLOCK_TOKENS, FLOOD_KEYS)
-        case = f"lookups of {FLOOD_KEYS} keys, {FLOOD_CLIENTS} clients, {FLOOD_IN_FLIGHT} each in flight"
-        found: Sides = ([], [])
-        servers: tuple[Server, Server] = KvoffdServer(), LMCacheServer(self._python, BLOCK_TOKENS)
-        for server, speeds in zip(servers, found, strict=True):
-            self._say(f"{server.name}: {case}")
-            with ExitStack() as stack:
-                stack.enter_context(server)
-                clients = [stack.enter_context(Client(server)) for _ in range(FLOOD_CLIENTS)]
-                for client in clients:
-                    client.open(Geometry(1, 1 + FLOOD_KEYS, 4 * KIB))
-                    client.ask("fill", prompt=asdict(prompt))
-                speeds += [self._quietly(partial(_flood, clients, prompt)) for _ in range(self._effort.starts)]
-        self.rows.append(Row(case, "lookups/s", *found, more_is_better=True))
-
 
 def _forwards(ours: Turn[T], theirs: Turn[T], floor: Turn[F]) -> tuple[T, T, F]:
     own, least, other = ours(), floor(), theirs()
@@ -251,12 +180,6 @@ def _orders(blocks: int, count: int) -> Iterator[list[int]]:
     chooser = random.Random(1)
     while True:
         yield chooser.sample(range(1, blocks), count)
-
-
-def _flood(clients: Sequence[Client], prompt: Prompt) -> float:
-    for client in clients:
-        client.tell("flood", prompt=asdict(prompt), seconds=FLOOD_S, in_flight=FLOOD_IN_FLIGHT)
-    return sum(int(client.hear()) for client in clients) / FLOOD_S
 
 
 def _both_cpu_s(copy: Copy) -> float:

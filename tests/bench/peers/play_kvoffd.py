@@ -77,24 +77,6 @@ class KvoffdPlayer(Player):
             raise AssertionError("What was loaded is not what was stored.")
         self._drop()
 
-    def flood(self, prompt: Prompt, seconds: float, in_flight: int) -> int:
-        scheduler = self._open_engine.scheduler
-        groups = [GroupKeys(0, b"".join(self._filled))]
-        futures = [scheduler.lookup(groups) for _ in range(in_flight)]
-        answered = 0
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            for index, future in enumerate(futures):
-                future.wait(WAIT_S)
-                _check(future.leading_ready(), prompt.keys)
-                scheduler.release(future.lease_id)
-                futures[index] = scheduler.lookup(groups)
-                answered += 1
-        for future in futures:
-            future.wait(WAIT_S)
-            scheduler.release(future.lease_id)
-        return answered
-
     def facts(self) -> dict[str, str]:
         return {"version": version("kvoffd"), "libzmq": zmq.zmq_version()}
 

@@ -134,31 +134,6 @@ class LMCachePlayer(Player):
                 raise AssertionError("What was loaded is not what was stored.")
         scheduler.reset_cache()
 
-    def flood(self, prompt: Prompt, seconds: float, in_flight: int) -> int:
-        scheduler, _ = self._adapters
-        tokens = self._filled
-        waiting = [next(self._request_ids) for _ in range(in_flight)]
-        for request_id in waiting:
-            scheduler.maybe_submit_lookup_request(request_id, tokens)
-        answered = 0
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            time.sleep(POLL_S)
-            for index, request_id in enumerate(waiting):
-                found = scheduler.check_lookup_result(request_id)
-                if found is None:
-                    continue
-                if found != len(tokens):
-                    raise AssertionError(f"A lookup must find {len(tokens)} tokens and found {found}.")
-                self._finish(request_id, tokens, found)
-                waiting[index] = next(self._request_ids)
-                scheduler.maybe_submit_lookup_request(waiting[index], tokens)
-                answered += 1
-        for request_id in waiting:
-            self._finish(request_id, tokens, self._answer(request_id))
-        self._settle(tokens)
-        return answered
-
     def facts(self) -> dict[str, str]:
         return {
             "version": version("lmcache"),

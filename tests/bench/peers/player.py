@@ -27,11 +27,6 @@ class Geometry:
     blocks: int
     page_bytes: int
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        return self.layers * self.page_bytes
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -68,7 +63,7 @@ class Player(ABC):
 
     @abstractmethod
     def fill(self, prompt: Prompt) -> None:
-        """Store one prompt for ``lookup(hit=True)`` and ``flood()``."""
+        """Store one prompt for ``lookup(hit=True)``."""
 
     @abstractmethod
     def warm(self, order: list[int], jobs: int) -> None:
@@ -89,10 +84,6 @@ class Player(ABC):
     @abstractmethod
     def verify(self, blocks: int) -> None:
         """Store and load once and compare every byte."""
-
-    @abstractmethod
-    def flood(self, prompt: Prompt, seconds: float, in_flight: int) -> int:
-        """How many lookups of the filled prompt, ``in_flight`` at once, are answered and let go in ``seconds``."""
 
     @abstractmethod
     def facts(self) -> dict[str, str]:
@@ -135,6 +126,6 @@ def _do(player: Player, what: str, arguments: dict[str, Any]) -> object:
             return player.lookups(**arguments)
         case "copies":
             return [asdict(item) for item in player.copies(**arguments)]
-        case "fill" | "warm" | "verify" | "flood" | "facts":
+        case "fill" | "warm" | "verify" | "facts":
             return getattr(player, what)(**arguments)
     raise ValueError(f"There is no command {what!r}.")

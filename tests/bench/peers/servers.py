@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Self
 
 from kvoffd_proto.paths import SocketPaths
-from tests.bench.cpu_time import process_cpu_s
 from tests.kit.closing import Starting
 from tests.kit.ports import free_port
 
@@ -32,14 +31,9 @@ class ServerFailed(Exception):
 
 
 class Server(Starting):
-    """A server process, started by ``with``. In ``command``, DIRECTORY stands for a directory of its own.
-
-    Attributes:
-        start_s: from the process's start to the first connection that its request sockets took.
-    """
+    """A server process, started by ``with``. In ``command``, DIRECTORY stands for a directory of its own."""
 
     name = ""
-    start_s = 0.0
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self.directory = Path()
@@ -76,7 +70,6 @@ class Server(Starting):
                 self.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self.environment
             )
         self._wait(self.answers, log, begin)
-        self.start_s = time.perf_counter() - begin
         return self
 
     def _wait(self, ready: Callable[[], bool], log: Path, begin: float) -> None:
@@ -155,21 +148,6 @@ class LMCacheServer(Server):
 def lmcache_environment() -> dict[str, str]:
     """No reports to its makers, and no logs of single requests, which would slow it down."""
     return {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
-
-
-def idle_cpu_percents(servers: Sequence[Server], seconds: float) -> list[float]:
-    """Percent of one core that each of the servers uses while nobody talks to it."""
-    begin, before = time.perf_counter(), [process_cpu_s(server.pid) for server in servers]
-    time.sleep(seconds)
-    used = [process_cpu_s(server.pid) - then for server, then in zip(servers, before, strict=True)]
-    return [100 * cpu_s / (time.perf_counter() - begin) for cpu_s in used]
-
-
-def resident_mib(server: Server) -> float:
-    """MiB of the server's memory that is resident, shared memory (its pool and the tables beside it) left out."""
-    status = Path(f"/proc/{server.pid}/status").read_text()
-    lines = (line.split() for line in status.splitlines())
-    return sum(int(words[1]) for words in lines if words and words[0] in ("RssAnon:", "RssFile:")) / 1024
 
 
 def _takes(family: socket.AddressFamily, address: str | tuple[str, int]) -> bool:

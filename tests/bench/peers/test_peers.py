@@ -13,7 +13,7 @@ import pytest
 from tests.bench.cpu_time import OthersShare, process_cpu_s
 from tests.bench.peers.play_kvoffd import KvoffdPlayer
 from tests.bench.peers.player import Geometry
-from tests.bench.peers.servers import KvoffdServer, ServerFailed, idle_cpu_percents, resident_mib
+from tests.bench.peers.servers import KvoffdServer, ServerFailed
 from tests.bench.peers.table import Row, table
 from tests.bench.report_file import number
 from tests.kit.daemon import DaemonProcess
@@ -44,9 +44,8 @@ def test_the_table_shows_medians_and_leaves_out_floors_that_do_not_exist() -> No
     assert lines[3].split("|")[6].strip() == ""
 
 
-@pytest.mark.parametrize(("value", "text"), [(1234.5, "1,234"), (12.34, "12.3"), (1.234, "1.23"), (0.01234, "0.012")])
-def test_numbers_have_as_many_digits_as_can_be_trusted(value: float, text: str) -> None:
-    assert number(value) == text
+def test_numbers_have_as_many_digits_as_can_be_trusted() -> None:
+    assert [number(value) for value in (1234.5, 12.34, 1.234, 0.01234)] == ["1,234", "12.3", "1.23", "0.012"]
 
 
 def test_the_cpu_clock_of_another_process_runs_while_it_works() -> None:
@@ -78,11 +77,8 @@ def machine_cpu_s() -> float:
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_server_starts_idles_and_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_starts_and_is_gone() -> None:
     with KvoffdServer("64MiB") as server:
-        assert server.start_s > 0
-        assert idle_cpu_percents((server,), 0.1)[0] >= 0
-        assert 5 < resident_mib(server) < 1024
         pid, directory = server.pid, server.directory
     assert not directory.exists()
     assert not Path(f"/proc/{pid}").exists()
@@ -100,12 +96,6 @@ def test_without_lmcache_the_comparison_says_how_to_get_it(tmp_path: Path) -> No
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2
     assert "make bench-peers" in run.stderr
-
-
-def test_nothing_that_ci_runs_needs_lmcache() -> None:
-    assert "peers" not in (ROOT / ".ci" / "run").read_text()
-    plan = subprocess.run(["make", "--dry-run", "test"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
-    assert "lmcache" not in plan
 
 
 def test_kvoffds_player_copies_what_it_says(daemon: DaemonProcess) -> None:
