@@ -82,6 +82,7 @@ struct known {
     uint64_t known_keys, blocks, spans;
     uint64_t known_bytes; /* of the blocks that known keys have, or would have */
     uint64_t nbytes; /* memory of all that is known */
+    uint64_t as_lru; /* learned.py: blocks go as in an LRU, and all are taken */
 };
 
 /* What was counted, and what follows from it; learned.py reads it, and sets the first three. */
@@ -1187,7 +1188,7 @@ uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *
                 number = begin_span(l, hashes + i, length, STORED, weight, l->known.now);
                 link_before(l, number, 0);
             }
-            double own = l->admission_worth[l->spans[number].kind];
+            double own = l->known.as_lru ? INFINITY : l->admission_worth[l->spans[number].kind];
             if (l->spans[number].closed)
                 own = DECLINED;
             worth = own < worth ? own : worth;
@@ -1297,28 +1298,44 @@ static uint32_t deepest(const struct learned *l, uint32_t number)
     return number;
 }
 
-/* Writes the handles of the blocks of spans, from the first one on in some order, of each that of the deepest span first
- * of those that are behind it in the same request, so that chains have no holes. Returns how many are written then. */
-static uint64_t walk(struct learned *l, uint32_t first, uint32_t *handles, uint64_t found, uint64_t most)
+/* Writes the handles of a span's blocks, those of the deepest span first of those that are behind it in the same request,
+ * so that chains have no holes. Returns how many are written then. */
+static uint64_t walk(struct learned *l, uint32_t oldest, uint32_t *handles, uint64_t found, uint64_t most)
 {
-    for (uint32_t oldest = first; oldest; oldest = l->spans[oldest].next) {
-        if (l->spans[oldest].seen == l->walks)
-            continue;
-        for (uint32_t number = deepest(l, oldest);; number = l->spans[number].before) {
-            struct span *s = &l->spans[number];
-            s->seen = l->walks;
-            for (uint32_t at = s->top; s->held && at-- > s->low;) {
-                uint32_t handle = *handle_at(s, at);
-                if (handle)
-                    handles[found++] = handle;
-                if (found == most)
-                    return found;
-            }
-            if (number == oldest)
-                break;
+    if (l->spans[oldest].seen == l->walks)
+        return found;
+    for (uint32_t number = deepest(l, oldest);; number = l->spans[number].before) {
+        struct span *s = &l->spans[number];
+        s->seen = l->walks;
+        for (uint32_t at = s->top; s->held && at-- > s->low;) {
+            uint32_t handle = *handle_at(s, at);
+            if (handle)
+                handles[found++] = handle;
+            if (found == most)
+                return found;
         }
+        if (number == oldest)
+            return found;
     }
-    return found;
+}
+
+/* The same as an LRU has them: the oldest of all cells' first. */
+static uint64_t walk_by_age(struct learned *l, uint32_t *handles, uint64_t most)
+{
+    uint32_t next[CELLS], found = 0;
+
+    for (int cell = 0; cell < CELLS; cell++)
+        next[cell] = l->cells[cell].first;
+    for (;;) {
+        int oldest = -1;
+        for (int cell = 0; cell < CELLS; cell++)
+            if (next[cell] && (oldest < 0 || l->spans[next[cell]].since < l->spans[next[oldest]].since))
+                oldest = cell;
+        if (oldest < 0 || found == most)
+            return found;
+        found = walk(l, next[oldest], handles, found, most);
+        next[oldest] = l->spans[next[oldest]].next;
+    }
 }
 
 /* Writes the handles of blocks that are worth less, the next to go first, at most `most`; returns how many. */
@@ -1328,12 +1345,15 @@ uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *ha
 
     if (!++l->walks)
         l->walks = 1;
+    if (l->known.as_lru)
+        return walk_by_age(l, handles, most);
     for (uint32_t word = 0; word < sizeof l->filled / sizeof *l->filled; word++)
         for (uint64_t bits = l->filled[word]; bits; bits &= bits - 1) {
             uint32_t cell = l->by_rank[word * 64 + __builtin_ctzll(bits)];
             if (l->counts.worth[cell / BINS][cell % BINS] >= worth)
                 return found;
-            found = walk(l, l->cells[cell].first, handles, found, most);
+            for (uint32_t span = l->cells[cell].first; span && found < most; span = l->spans[span].next)
+                found = walk(l, span, handles, found, most);
             if (found == most)
                 return found;
         }
@@ -1356,7 +1376,7 @@ double kvoffd_learned_chance(struct learned *l, uint64_t name, const uint8_t *ke
     uint32_t number = span_of(l, name, key, key_bytes);
     double left = 1;
 
-    if (!number)
+    if (!number || l->known.as_lru)
         return 1;
     const struct span *s = &l->spans[number];
     double until = (double)(l->known.now - s->since) + within;

@@ -79,6 +79,7 @@ class Known(ctypes.Structure):
         (name, ctypes.c_uint64)
         for name in (
             "lifetime", "now", "keys", "requests", "known_keys", "blocks", "spans", "known_bytes", "nbytes",
+            "as_lru",
         )
     )  # fmt: skip
 
@@ -215,7 +216,7 @@ class Learned:
             if share or nbytes
         ]
         classes.sort(key=lambda one: one.accessed_share, reverse=True)
-        return LearnedStats(known.requests, known.known_keys, classes)
+        return LearnedStats(known.requests, known.known_keys, bool(known.as_lru), classes)
 
     def state(self) -> bytes:
         known = self.known

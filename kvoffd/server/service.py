@@ -16,6 +16,8 @@ import kvoffd.server.requests
 import kvoffd.server.stats  # noqa: F401
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import HitRatioCurve
+from kvoffd.cache.learned import Learned
+from kvoffd.cache.lru_fallback import LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
@@ -126,6 +128,8 @@ class Service:
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         state.is_there = lambda fingerprint: fingerprint in cache.namespaces
         cache.watchers.append(self.curve.requested)
+        if isinstance(cache.policy, Learned):
+            cache.watchers.append(LruFallback(self.curve, cache.policy).requested)
 
     # --- called by the sockets ---------------------------------------------------------------------
 

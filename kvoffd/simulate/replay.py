@@ -11,6 +11,9 @@ import numpy as np
 
 from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.cache import Cache
+from kvoffd.cache.curve import HitRatioCurve
+from kvoffd.cache.learned import Learned
+from kvoffd.cache.lru_fallback import LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import make_policy
 from kvoffd.pool.allocator import SlotAllocator
@@ -69,7 +72,11 @@ def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.
     table = SlotTable(memoryview(mmap.mmap(-1, geometry.size_bytes)), geometry, new=True)
     known = BlockTable(table.records)
     made = make_policy(policy, slots.pool_bytes, known)
-    return Cache(slots, table, known, made, Silence(), clock, leased_share=1.0)
+    cache = Cache(slots, table, known, made, Silence(), clock, leased_share=1.0)
+    if isinstance(made, Learned):
+        curve = HitRatioCurve(slots.pool_bytes, clock)
+        cache.watchers += [curve.requested, LruFallback(curve, made).requested]
+    return cache
 
 
 def open_namespace(cache: Cache, trace: Trace, fingerprint: bytes = bytes(32)) -> Namespace:

@@ -482,6 +482,7 @@ class LearnedStats(Part, frozen=True):
 
     requests: Annotated[Count, doc("Requests that it was told of.")] = 0
     known_keys: Annotated[Count, doc("Keys that it knows, with and without a block.")] = 0
+    as_lru: Annotated[bool, doc("Whether blocks go as with lru for a while, since that had more hits.")] = False
     classes: Annotated[list[PolicyClass], doc("By their part of what was asked for, the largest first.")] = []
 
 

@@ -413,6 +413,8 @@ def policy_lines(now: DaemonStats) -> Iterator[Line]:
     )
     if requests < FEW_REQUESTS or lifetimes < FEW_LIFETIMES:
         yield "That is little: what follows are first estimates, and will change.", "yellow"
+    if found.as_lru:
+        yield "Blocks are evicted as with lru for now, since that would have had more hits.", "yellow"
     yield "Of the keys asked for:"
     for one in found.classes:
         if one.accessed_share >= RARE_CLASS:
