@@ -17,6 +17,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 SOURCES = [
+    "kvoffd/cache/curve.c",
     "kvoffd/cache/blocks.c",
     "kvoffd/cache/lru.c",
     "kvoffd/cache/recover.c",

@@ -71,6 +71,11 @@ class Native:
             self.lru_use = with_gil("lru_use", None, address, address, address, number)
             self.lru_remove = with_gil("lru_remove", None, address, address, address, number)
             self.lru_next = with_gil("lru_next", number, address, ctypes.c_uint32, address, number)
+            self.curve_new = with_gil("curve_new", address, address, text)
+            self.curve_free = with_gil("curve_free", None, address)
+            self.curve_asked = with_gil(
+                "curve_asked", None, address, address, number, text, number, number, number, real, number
+            )
             self.learned_new = with_gil("learned_new", address, number, text)
             self.learned_free = with_gil("learned_free", None, address)
             self.learned_note = with_gil("learned_note", number, address, *keys, number, number)

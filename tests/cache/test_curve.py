@@ -87,7 +87,7 @@ def test_a_sample_tells_nearly_the_same() -> None:
     assert found["1"] == found["10"] == pytest.approx(0.5, abs=0.005)
 
 
-def test_small_blocks_of_prompts_that_grow() -> None:
+def test_small_blocks_are_watched_in_pieces() -> None:
     watched, group = HitRatioCurve(100 * MIB, lambda: 0.0), group_of(MIB // 32, tokens=16)
     pieces = 70  # the last of them is not whole at first
     for turn in range(4):
@@ -97,6 +97,7 @@ def test_small_blocks_of_prompts_that_grow() -> None:
     assert state.asked_tokens == 16 * sum(asked)
     assert state.lru_hit_ratio["0.5"] == pytest.approx(3 * 50 * 32 / sum(asked))
     assert state.lru_hit_ratio["1"] == pytest.approx(sum(asked[:3]) / sum(asked), abs=1e-6)
+    # At the beginning of a prompt pieces are of one key: it is known where another conversation goes on.
     before = state.lru_hit_ratio["10"] * state.asked_tokens
     watched.requested([Chain(group, chain_of(*range(20), *range(10**6, 10**6 + 12)), NOTHING)])
     state = watched.in_all()
@@ -105,9 +106,10 @@ def test_small_blocks_of_prompts_that_grow() -> None:
 
 def test_memory_is_bounded_and_what_is_seen_ends_at_ten_pools() -> None:
     watched, group = HitRatioCurve(1000 * MIB, lambda: 0.0), group_of()
+    before = watched.nbytes
     for first in range(0, 3000 * 64, 64):
         watched.requested([Chain(group, chain_of(*range(first, first + 64)), NOTHING)])
-    assert watched.nbytes < 6 * MIB
+    assert watched.nbytes <= before + 64 * 32 < 8 * MIB
     assert 0.95 * 10_000 * MIB < watched.seen_bytes <= 10_000 * MIB
     assert watched.in_all().lru_hit_ratio["10"] == 0
 

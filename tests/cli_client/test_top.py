@@ -155,7 +155,7 @@ def test_every_view_fits_every_screen(screen: Screen) -> None:
     engines = [Engine(f"engine {number}", [bytes([number]) * 32], 1, 2, [7]) for number in range(50)]
     shown = structs.replace(
         stats(10, tuple(f"model-{number}" * 9 for number in range(50))),
-        learned=LearnedStats(9, 9, classes),
+        learned=LearnedStats(9, 9, classes=classes),
     )
     screen.reading = Reading(shown, engines)
     for screen.view in (*VIEWS, "help"):
@@ -220,7 +220,7 @@ def test_other_views(screen: Screen) -> None:
     screen.reading = Reading(stats(1))
     assert "It has seen too little to have learned anything." in drawn(screen)
     classes = [PolicyClass("old turn 4", 0.5, 0.8, 0.3, 2 * GIB, 1.25)]
-    learned = LearnedStats(9, 30_000, classes)
+    learned = LearnedStats(9, 30_000, classes=classes)
     screen.reading = Reading(structs.replace(stats(1), learned=learned))
     lines = drawn(screen)
     assert "That is little: what follows are first estimates, and will change." in lines

@@ -209,7 +209,7 @@ def test_everything_that_shows_statistics_agrees_with_what_was_done() -> None:
         assert evictions >= 8
         # The totals outlive a daemon that is killed.
         state, loaded = daemon.directory / "kvoffd.state", TOKENS * loads[MODEL].loaded
-        wait_until(lambda: f'"loaded_tokens":{loaded}' in state.read_text())
+        wait_until(lambda: state.exists() and f'"loaded_tokens":{loaded}' in state.read_text())
         daemon.kill()
         daemon.start()
         with AdminClient(daemon.directory) as admin:

@@ -1,0 +1,298 @@
+/* How many hits an LRU of other sizes would have had: sampled keys in the order of their last use, cut at these sizes.
+ *
+ * Called by curve.py. Chains are cut into pieces of 512 tokens at most, which are one key where blocks are large. Where
+ * they are small the first pieces are of one key, and others have at most a part of the keys before them: prompts end and
+ * part from others within pieces, and what that hides must be little of the prompt. A piece is known by its first key, and
+ * has as many keys as it had when it was last used. Whether it is sampled follows from the key's
+ * hash, so that it is at each of its uses or at none; `scale` pieces stand behind each. The first pieces of chains are
+ * sampled apart from the others, and more of them: one that all prompts begin with may be a large part of all uses. A
+ * piece's place in the list is in a segment, between two of the sizes, so that a use costs a step for each of them and no
+ * search.
+ *
+ * Source of sampling by hashes, and of a sample of bounded size: C. Waldspurger et al., "Efficient MRC Construction with
+ * SHARDS", FAST 2015.
+ */
+#include "../system/key_hash.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { FIRST, NEXT, REST, KINDS };
+enum { SIZES = 13, PIECES = 131072, BUCKETS = 2 * PIECES, NONE = 0, NEXT_PIECES = 8 };
+/* A piece of more than one key has at most two PARTS-ths of the keys before it. Of a chain at most MOST_SMALL pieces are
+ * shorter than its longest. */
+enum { PARTS = 32, MOST_SMALL = PARTS + 64 * PARTS / 2 };
+
+/* Pieces of each kind that are kept at most: then half of them go. */
+static const uint32_t most[KINDS] = {PIECES / 4, PIECES / 4, PIECES / 2 - 1};
+
+struct piece {
+    uint64_t hash; /* of its first key */
+    uint64_t last; /* of the last of its keys */
+    uint32_t newer, older; /* in the list; also, of a free one, the next free one */
+    uint32_t next; /* in its bucket */
+    uint32_t bytes, keys;
+    uint8_t kind, segment;
+};
+
+/* A piece of the request that is sampled. */
+struct use {
+    uint64_t hash, last;
+    uint32_t keys;
+    uint8_t kind;
+};
+
+/* What was asked for in a namespace, in tokens; curve.py has the same. */
+struct counts {
+    double total[KINDS]; /* all pieces */
+    double sampled[KINDS]; /* what stands behind the sampled ones */
+    double hits[KINDS][SIZES]; /* of that, by the smallest size with which a use is a hit */
+};
+
+/* curve.py reads the first fields. */
+struct curve {
+    uint64_t nbytes;
+    double seen_bytes; /* of the blocks of all pieces in the list, about */
+    double width[SIZES]; /* bytes between two sizes */
+    double held[SIZES]; /* bytes in each segment */
+    double scale[KINDS];
+    uint64_t below[KINDS]; /* pieces with a smaller hash are sampled */
+    uint32_t kept[KINDS];
+    uint32_t newest, free;
+    uint32_t oldest[SIZES]; /* of each segment; NONE where that is empty */
+    uint64_t seed[2];
+    struct use *uses;
+    uint64_t room; /* for so many of them */
+    uint32_t buckets[BUCKETS];
+    struct piece pieces[PIECES]; /* the first one is none */
+};
+
+static uint64_t hash_of(const struct curve *c, uint64_t whose, const uint8_t *key, uint64_t key_bytes)
+{
+    return key_hash(c->seed[0] ^ whose, c->seed[1], key, key_bytes);
+}
+
+static uint32_t *bucket(struct curve *c, uint64_t hash)
+{
+    return &c->buckets[hash % BUCKETS]; /* the low bits: the high ones say whether it is sampled */
+}
+
+static uint32_t find(struct curve *c, uint64_t hash)
+{
+    uint32_t at = *bucket(c, hash);
+
+    while (at != NONE && c->pieces[at].hash != hash)
+        at = c->pieces[at].next;
+    return at;
+}
+
+static double weight(const struct curve *c, const struct piece *piece)
+{
+    return piece->bytes * c->scale[piece->kind];
+}
+
+/* The piece's newer neighbour, if that is in this segment. */
+static uint32_t before(const struct curve *c, uint32_t at, uint8_t segment)
+{
+    uint32_t newer = c->pieces[at].newer;
+
+    return newer != NONE && c->pieces[newer].segment == segment ? newer : NONE;
+}
+
+/* Take a piece out of the list. */
+static void unlink_piece(struct curve *c, uint32_t at)
+{
+    struct piece *piece = &c->pieces[at];
+
+    c->held[piece->segment] -= weight(c, piece);
+    if (c->oldest[piece->segment] == at)
+        c->oldest[piece->segment] = before(c, at, piece->segment);
+    if (piece->newer != NONE)
+        c->pieces[piece->newer].older = piece->older;
+    else
+        c->newest = piece->older;
+    if (piece->older != NONE)
+        c->pieces[piece->older].newer = piece->newer;
+}
+
+static void forget(struct curve *c, uint32_t at)
+{
+    struct piece *piece = &c->pieces[at];
+    uint32_t *link = bucket(c, piece->hash);
+
+    unlink_piece(c, at);
+    while (*link != at)
+        link = &c->pieces[*link].next;
+    *link = piece->next;
+    c->kept[piece->kind]--;
+    piece->older = c->free;
+    c->free = at;
+}
+
+/* Push what a segment has too much of into the next; what the last one has too much of is forgotten. */
+static void settle(struct curve *c)
+{
+    for (int segment = 0; segment < SIZES; segment++) {
+        while (c->held[segment] > c->width[segment] && c->oldest[segment] != NONE) {
+            uint32_t at = c->oldest[segment];
+            struct piece *piece = &c->pieces[at];
+
+            if (segment == SIZES - 1) {
+                forget(c, at);
+                continue;
+            }
+            c->oldest[segment] = before(c, at, segment);
+            c->held[segment] -= weight(c, piece);
+            c->held[segment + 1] += weight(c, piece);
+            piece->segment = segment + 1;
+            if (c->oldest[segment + 1] == NONE)
+                c->oldest[segment + 1] = at;
+        }
+        if (c->oldest[segment] == NONE)
+            c->held[segment] = 0; /* no rest of rounding */
+    }
+}
+
+/* Have half of the pieces of a kind stand for all of them. */
+static void thin(struct curve *c, int kind)
+{
+    uint32_t at, older, last = NONE;
+
+    c->below[kind] /= 2;
+    for (at = c->newest; at != NONE; at = older) {
+        older = c->pieces[at].older;
+        if (c->pieces[at].kind == kind && c->pieces[at].hash >= c->below[kind])
+            forget(c, at);
+        else
+            last = at;
+    }
+    c->scale[kind] *= 2;
+    /* All of them into the first segment, from where they settle. */
+    memset(c->held, 0, sizeof c->held);
+    memset(c->oldest, 0, sizeof c->oldest);
+    for (at = c->newest; at != NONE; at = c->pieces[at].older) {
+        c->pieces[at].segment = 0;
+        c->held[0] += weight(c, &c->pieces[at]);
+    }
+    c->oldest[0] = last;
+    settle(c);
+}
+
+static void use(struct curve *c, const struct use *used, uint64_t bytes)
+{
+    uint32_t at = find(c, used->hash);
+    struct piece *piece;
+
+    if (at == NONE) {
+        while (c->kept[used->kind] >= most[used->kind])
+            thin(c, used->kind);
+        if (used->hash >= c->below[used->kind])
+            return;
+        at = c->free;
+        piece = &c->pieces[at];
+        c->free = piece->older;
+        piece->hash = used->hash;
+        piece->kind = used->kind;
+        piece->next = *bucket(c, used->hash);
+        *bucket(c, used->hash) = at;
+        c->kept[piece->kind]++;
+        piece->keys = 0;
+    } else {
+        unlink_piece(c, at);
+        piece = &c->pieces[at];
+    }
+    if (used->keys >= piece->keys) { /* else only its beginning was used */
+        piece->keys = used->keys;
+        piece->last = used->last;
+    }
+    piece->bytes = bytes * piece->keys < UINT32_MAX ? bytes * piece->keys : UINT32_MAX;
+    piece->segment = 0;
+    piece->newer = NONE;
+    piece->older = c->newest;
+    if (c->newest != NONE)
+        c->pieces[c->newest].newer = at;
+    c->newest = at;
+    c->held[0] += weight(c, piece);
+    if (c->oldest[0] == NONE)
+        c->oldest[0] = at;
+    settle(c);
+}
+
+/* Note one chain of a request: `count` keys of `key_bytes`, of blocks of `bytes` and `tokens`, `per` of them a piece. */
+void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t whose, const uint8_t *keys, uint64_t count,
+                        uint64_t key_bytes, uint64_t bytes, double tokens, uint64_t per)
+{
+    uint64_t used = 0, n = 1, pieces = MOST_SMALL + 2 * count / per;
+
+    if (pieces > count)
+        pieces = count;
+    if (pieces > c->room) {
+        struct use *more = realloc(c->uses, pieces * sizeof *more);
+        if (!more)
+            return;
+        c->nbytes += (pieces - c->room) * sizeof *more;
+        c->uses = more;
+        c->room = pieces;
+    }
+    for (uint64_t first = 0, longest = 1; first < count; first += n) {
+        const uint8_t *key = keys + first * key_bytes;
+        struct use one = {.hash = hash_of(c, whose, key, key_bytes)};
+        uint32_t at;
+        double there;
+
+        while (2 * longest <= per && PARTS * longest <= first)
+            longest *= 2;
+        one.keys = n = longest < count - first ? longest : count - first;
+        one.kind = first < per ? FIRST : first < NEXT_PIECES * per ? NEXT : REST;
+        counts->total[one.kind] += tokens * n;
+        if (one.hash >= c->below[one.kind])
+            continue;
+        one.last = n > 1 ? hash_of(c, whose, key + (n - 1) * key_bytes, key_bytes) : one.hash;
+        counts->sampled[one.kind] += tokens * n * c->scale[one.kind];
+        if ((at = find(c, one.hash)) != NONE) {
+            const struct piece *known = &c->pieces[at];
+            if (known->keys < n) /* it has grown, or is another one from somewhere in the middle */
+                there = known->last == hash_of(c, whose, key + (known->keys - 1) * key_bytes, key_bytes)
+                            ? known->keys
+                            : known->keys / 2.0;
+            else
+                there = known->keys == n && known->last != one.last ? n / 2.0 : n;
+            counts->hits[one.kind][known->segment] += tokens * there * c->scale[one.kind];
+        }
+        c->uses[used++] = one;
+    }
+    while (used) /* the tail first: it is what an LRU evicts first */
+        use(c, &c->uses[--used], bytes);
+    c->seen_bytes = 0;
+    for (int segment = 0; segment < SIZES; segment++)
+        c->seen_bytes += c->held[segment];
+}
+
+/* A new curve for these sizes, ascending, in bytes; NULL where there is no memory. */
+struct curve *kvoffd_curve_new(const double sizes[SIZES], const uint8_t seed[16])
+{
+    struct curve *c = calloc(1, sizeof *c);
+
+    if (!c)
+        return NULL;
+    c->nbytes = sizeof *c;
+    memcpy(c->seed, seed, sizeof c->seed);
+    for (int size = 0; size < SIZES; size++)
+        c->width[size] = sizes[size] - (size ? sizes[size - 1] : 0);
+    for (int kind = 0; kind < KINDS; kind++) {
+        c->scale[kind] = 1;
+        c->below[kind] = UINT64_MAX;
+    }
+    for (uint32_t at = PIECES - 1; at > NONE; at--) {
+        c->pieces[at].older = c->free;
+        c->free = at;
+    }
+    return c;
+}
+
+void kvoffd_curve_free(struct curve *c)
+{
+    free(c->uses);
+    free(c);
+}
