@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -37,6 +38,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """With ``-m engine`` the other files need not be read: to import all takes 20 seconds of a CPU."""
     only_engines = config.option.markexpr.startswith("engine") and collection_path.name.startswith("test_")
     return (only_engines and "mark.engine" not in collection_path.read_text()) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The connector has the client's lines go to vLLM's handlers, whose stream is that of the test that imported it."""
+    of_vllm = "vllm" in item.path.parts
+    logging.getLogger("kvoffd_client").parent = logging.getLogger("vllm.kvoffd") if of_vllm else logging.root
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
