@@ -105,6 +105,14 @@ def test_any_terminal_and_locale_will_do(shared_daemon: DaemonProcess) -> None:
     assert "Qwen-" in done.stdout
 
 
+def test_a_terminal_that_tells_no_width_will_do(tmp_path: Path) -> None:
+    """As a container's, or that of a program which drives another."""
+    for command in ("stats", "health", "nonsense"):
+        with Terminal(command, "--directory", str(tmp_path), columns=0) as terminal:
+            assert terminal.end() == 2, terminal.seen
+        assert terminal.seen.startswith("kvoffd-cli: "), terminal.seen
+
+
 # --- what goes on until Ctrl-C ---------------------------------------------------------------------
 
 

@@ -6,12 +6,12 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from textwrap import fill
 from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
+from kvoffd_client.cli.health import fitted
 from kvoffd_client.cli.target import CliError
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.errors import ErrorCode
@@ -123,9 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(sentence: str) -> int:
-    text = f"kvoffd-cli: {sentence}"
-    width = os.get_terminal_size(2).columns if sys.stderr.isatty() else len(text)
-    print(fill(text, width, break_long_words=False, break_on_hyphens=False), file=sys.stderr)
+    print(fitted(f"kvoffd-cli: {sentence}", sys.stderr), file=sys.stderr)
     return EXIT_REFUSED
 
 

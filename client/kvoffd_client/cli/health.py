@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from kvoffd_client.health_request import ask_health
 from kvoffd_proto.paths import default_directory
@@ -41,15 +42,21 @@ def print_health(level: str, causes: Iterable[tuple[str, str]]) -> None:
     """Print a daemon's health, and reason and sentence of each cause."""
     lines = [WORDS[level]]
     for cause in causes:
-        from textwrap import fill
-
         from kvoffd_proto.units import printable
 
-        text = "- " + ": ".join(map(printable, cause))
-        width = os.get_terminal_size().columns if sys.stdout.isatty() else len(text)
-        lines.append(fill(text, width, subsequent_indent="  "))
+        lines.append(fitted("- " + ": ".join(map(printable, cause)), sys.stdout, "  "))
     sys.stdout.write("\n".join([*lines, ""]))
     sys.stdout.flush()
+
+
+def fitted(text: str, stream: TextIO, indent: str = "") -> str:
+    """A sentence in lines that fit, where it goes to a terminal that tells its width."""
+    width = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    if not width:
+        return text
+    from textwrap import fill
+
+    return fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def status_of(level: str, *, live: bool, ready: bool) -> int:
