@@ -57,7 +57,7 @@ def one_namespace(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.Namespa
 
 def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
     """The statistics of a daemon at its ``http_address``, such as ``http://node:9464``. Raises DaemonUnavailable."""
-    from http.client import HTTPException  # whoever asks over the sockets does not wait for these imports
+    from http.client import HTTPException  # only a URL needs these: they take long
     from urllib.error import HTTPError, URLError
     from urllib.request import urlopen
 

@@ -192,7 +192,7 @@ class WorkerClient(Session):
         """Results since the last call, those included that have arrived and were not read yet."""
         if not self._jobs and not self._results:  # vLLM asks in every step
             return []
-        self._transport.wait(bool, 0.0)
+        self.poll()
         with self._transport.lock:
             taken, self._results = self._results, []
         return taken

@@ -213,6 +213,12 @@ class Cache:
                 group.sizes = [self.slots.slot_size(length) for length in group.lengths]
                 group.block_bytes = sum(group.sizes)
 
+    def _fix_shard_bytes(self, namespace: Namespace, rank: int, shard_bytes: Sequence[int]) -> bool:
+        """As the namespace's. Raises ShardTooLarge too."""
+        for nbytes in shard_bytes:
+            self.slots.slot_size(nbytes)  # which raises
+        return namespace.fix_shard_bytes(rank, shard_bytes)
+
     def register_rank(
         self,
         namespace: Namespace,
@@ -227,9 +233,7 @@ class Cache:
         Raises BadGeometry if they were fixed otherwise or do not fit the namespace; ShardTooLarge if no slot could
         hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
         """
-        for nbytes in shard_bytes:
-            self.slots.slot_size(nbytes)  # which raises
-        if new := namespace.fix_shard_bytes(rank, shard_bytes):
+        if new := self._fix_shard_bytes(namespace, rank, shard_bytes):
             self._fix_sizes(namespace)
         namespace.nodes[rank] = node
         if shards is not None:
@@ -341,9 +345,7 @@ class Cache:
         namespace = Namespace(record.fingerprint, record.label, *geometry)
         for rank, shard_bytes in enumerate(record.shard_bytes):
             if shard_bytes is not None:
-                for nbytes in shard_bytes:
-                    self.slots.slot_size(nbytes)
-                namespace.fix_shard_bytes(rank, shard_bytes)
+                self._fix_shard_bytes(namespace, rank, shard_bytes)
         for rank, shards in enumerate(record.shards):
             if shards is not None:
                 namespace.describe_shards(rank, shards)
