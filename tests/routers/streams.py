@@ -106,11 +106,13 @@ class StreamEngine(Closing):
         self._host.found(request, 0, keys, self.depth(prompt))
 
     def step(self) -> None:
-        """As vLLM's scheduler at the end of a step."""
+        """As vLLM's scheduler at the end of a step, but without events too.
+
+        A router's subscription may come after the first events. It asks for what it missed once it hears of later ones.
+        """
         events = self._host.take(self)  # type: ignore[arg-type]
         self.published.fold(events)
-        if events:
-            self._publisher.publish(KVEventBatch(ts=0.0, events=events))
+        self._publisher.publish(KVEventBatch(ts=0.0, events=events))
 
     def close(self) -> None:
         self._publisher.shutdown()
