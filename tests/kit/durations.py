@@ -26,7 +26,9 @@ class Durations:
         slowest = sorted(self._seconds, key=self._seconds.__getitem__, reverse=True)
         table = {file: {"seconds": round(self._seconds[file], 1), "tests": self._tests[file]} for file in slowest}
         if hasattr(self._config, "cache"):  # not with -p no:cacheprovider
-            self._config.cache.set("durations", table)
+            # `make test` runs pytest twice: each run renews the files that it ran.
+            before = self._config.cache.get("durations", {})
+            self._config.cache.set("durations", before | table)
         if len(slowest) > 1:
             terminalreporter.section("slowest files, in seconds of a worker")
             for file in slowest[:SHOWN]:
