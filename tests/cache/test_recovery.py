@@ -410,6 +410,26 @@ def test_any_bytes_in_the_records_and_regions_are_survived(junk: bytes, seed: in
     check(pool, lambda fd: os.pwrite(fd, junk, at) and None)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 255), st.integers(8, 103), st.binary(min_size=1, max_size=8)), max_size=6))
+def test_wrong_records_with_right_checksums_are_survived(changes: list[tuple[int, int, bytes]]) -> None:
+    """All but their generations, by which a block is told from what was stored under its key before."""
+    pool = Pool()
+    slots = [
+        *pool.store(3, 0, keys_of(*range(20))).ravel(),
+        *pool.store(9, 0, keys_of(*range(6), key_bytes=32)).ravel(),
+    ]
+    records = pool.table.records
+    for number, at, piece in changes:
+        slot = slots[number % len(slots)]
+        generation, changed = records["generation"][slot], bytearray(records[slot].tobytes())
+        changed[at:104] = (bytes(changed[:at]) + piece + bytes(changed[at + len(piece) :]))[at:104]
+        records[slot] = np.frombuffer(changed, RECORD)[0]
+        records["generation"][slot] = generation
+        records["crc"][slot] = zlib.crc32(records[slot].tobytes()[8:104])
+    check(pool)
+
+
 def test_namespaces_are_kept_whole_wherever_the_writer_is_killed() -> None:
     def one(number: int) -> Snapshot:
         return Snapshot("x" * number)

@@ -12,7 +12,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import CudaIpcHandle, CudaVmmHandle, MemfdHandle, PageRef, TensorLayout
-from tests.fuzz.tables import snapshot
+from tests.fuzz.pages import snapshot
 
 TOKEN, SPACE, NAME = b"t" * 16, b"n" * 32, b"r" * 16
 PART = GroupTransfer(0, b"k" * 64, b"\0\0\0\0\1\0\0\0")

@@ -12,10 +12,8 @@ from kvoffd.config import SETTINGS, ConfigError, load_config
 from kvoffd_client.event_stream import EventStream
 from kvoffd_proto import codec, events, lifeline
 from tests.fuzz import corpus
-from tests.fuzz.choices import Choices
-from tests.fuzz.disk import disk_pages
-from tests.fuzz.tables import bent_namespaces, namespaces, recovery, slot_table
-from tests.fuzz.trees import bend
+from tests.fuzz.bend import Choices, bend
+from tests.fuzz.pages import bent_namespaces, disk_pages, namespaces
 
 
 def request(data: bytes) -> None:
@@ -177,8 +175,6 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
         bent_event_batch,
         namespaces,
         bent_namespaces,
-        slot_table,
-        recovery,
         disk_pages,
         config_file,
         config_values,

@@ -1,17 +1,29 @@
-"""What a disk has, damaged: with a wrong checksum nothing is read, with a right one nothing impossible."""
+"""What lies in a slot table or on a disk, damaged: with a wrong checksum nothing is read, with a right one nothing
+impossible."""
 
 from __future__ import annotations
 
 import struct
+import zlib
 from dataclasses import replace
 
+import msgspec
+
+from kvoffd.cache.namespace import NamespaceRecord, NamespaceSnapshot
 from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.pool.checksums import digest
+from kvoffd.pool.slot_table import SlotTable, TableGeometry
 from kvoffd.tiers.block_format import encode_header, parse_header
 from kvoffd.tiers.disk_file import _HEAD, Head
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Block, make_space
-from tests.fuzz.choices import Choices
+from kvoffd_proto.messages import GroupSpec
+from tests.fuzz.bend import Choices, bend
 
+GEOMETRY = TableGeometry(1 << 20, 96 * 1024)
+RECORD = NamespaceRecord(
+    3, b"n" * 32, "label", 1, 32, (GroupSpec("full", 16),), "{}", ((8192,),), (None,), generation=1
+)
+SNAPSHOT = NamespaceSnapshot(4, (RECORD,))
 HEAD = Head(b"f" * 16, 3, 1 << 20, 4, 12_345, is_open=True, boot_id=b"b" * 16)
 BLOCK = Block(make_space(b"n" * 32, 7, 1, [5000, 3]), b"k" * 32, (0, 4), (1, 2))
 
@@ -43,3 +55,32 @@ def _changed(choices: Choices, page: bytes, checksum_at: int | None) -> bytes:
     if checksum_at is not None and bytes(changed) != page:
         changed[checksum_at : checksum_at + 8] = struct.pack("<Q", digest(memoryview(changed)[:checksum_at]))
     return bytes(changed)
+
+
+def namespaces(data: bytes) -> None:
+    """The namespaces' part of a slot table: read or given up, and written to by the next daemon."""
+    area = data[: GEOMETRY.namespace_bytes]
+    memory = bytearray(GEOMETRY.size_bytes)
+    memory[GEOMETRY.namespaces_at : GEOMETRY.namespaces_at + len(area)] = area
+    table = SlotTable(memoryview(memory), GEOMETRY, new=False)
+    found = table.load_namespaces(NamespaceSnapshot)
+    assert found is None or isinstance(found, NamespaceSnapshot)
+    assert table.save_namespaces(SNAPSHOT)
+    assert SlotTable(memoryview(memory), GEOMETRY, new=False).load_namespaces(NamespaceSnapshot) == SNAPSHOT
+
+
+def bent_namespaces(data: bytes) -> None:
+    """A snapshot that says something else than was ever written, and is whole."""
+    content = zlib.compress(bend(Choices(data), msgspec.msgpack.encode(SNAPSHOT)), 1)
+    number = 2  # of the first half
+    head = number.to_bytes(8, "little") + len(content).to_bytes(4, "little")
+    namespaces(head + zlib.crc32(content, number).to_bytes(4, "little") + content)
+
+
+def snapshot() -> bytes:
+    """The namespaces' part as it is written."""
+    memory = bytearray(GEOMETRY.size_bytes)
+    table = SlotTable(memoryview(memory), GEOMETRY, new=True)
+    assert table.save_namespaces(SNAPSHOT)
+    assert table.save_namespaces(SNAPSHOT)
+    return bytes(memory[GEOMETRY.namespaces_at : GEOMETRY.namespaces_at + 4096])
