@@ -10,6 +10,7 @@ import threading
 import time
 from types import FrameType
 
+from kvoffd.observe.logging import RareWarnings
 from kvoffd.observe.meters import DurationHistogram
 from kvoffd_proto.stats import Histogram
 
@@ -22,7 +23,7 @@ WORKING_SHARE = 0.01
 """Share of a core from which on a loop works."""
 SAMPLED_S = 0.06
 """How late a beat is when another thread looks what the loop is doing."""
-LOGGED_S, LOG_EVERY_S = 0.1, 10.0
+LOGGED_S = 0.1
 FRAMES_LOGGED = 6
 BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 STOP = (
@@ -44,8 +45,7 @@ class LoopWatch:
         self._due_at = self._wake_at = 0.0
         self._seen = 0.0, ""  # the beat that was late, and what ran then
         self._late = 0.0, 0.0  # when the thread was late itself, and by how much
-        self._logged_at = -LOG_EVERY_S
-        self._unlogged = 0
+        self._warnings = RareWarnings(logger)
         self._ended = threading.Event()
         self._schedstat = -1
 
@@ -89,9 +89,6 @@ class LoopWatch:
         self._beat_again(now)
 
     def _log(self, now: float, late_s: float) -> None:
-        if now - self._logged_at < LOG_EVERY_S:
-            self._unlogged += 1
-            return
         due_at, what = self._seen
         if due_at != self._due_at:
             what = "what was not seen"
@@ -101,9 +98,7 @@ class LoopWatch:
         idle = time.process_time() - self._process_s < late_s / 2
         if idle and max(thread_late_s, now - self._wake_at) > (late_s - SAMPLED_S) / 2:
             what = STOP
-        more = f" Such lines left out since the last one: {self._unlogged}." if self._unlogged else ""
-        logger.warning("The loop was blocked for %.0f ms by %s.%s", late_s * 1000, what, more)
-        self._logged_at, self._unlogged = now, 0
+        self._warnings.warn("The loop was blocked for %.0f ms by %s.", late_s * 1000, what)
 
     def _beat_again(self, now: float) -> None:
         used_s = time.thread_time()

@@ -57,17 +57,6 @@ MAX_PENDING = 64
 NEW_WORK = m.OpenNamespace, m.Register, m.Submit
 """Requests that a daemon refuses which is about to end."""
 
-MISTYPED = frozenset(
-    {
-        ErrorCode.BAD_ARGUMENT,
-        ErrorCode.BAD_GEOMETRY,
-        ErrorCode.BAD_KEYS,
-        ErrorCode.NOT_READY,
-        ErrorCode.UNKNOWN_NAMESPACE,
-    }
-)
-"""What an administrator is told who names something that is not there."""
-
 if HANDLERS.keys() != m.EXCHANGES.keys():
     raise AssertionError(f"requests without a handler: {m.EXCHANGES.keys() - HANDLERS.keys()}")
 
@@ -253,10 +242,10 @@ class Service:
     def refusal(self, request_id: int, error: Exception, session: Session | None = None) -> m.Error:
         """The reply to a request that raised ``error``, which is counted.
 
-        An administrator who mistypes a name has the answer, and nothing is wrong.
+        An administrator who mistypes a name has the answer, and nothing is wrong but where the daemon failed.
         """
         refusal = refusal_of(error)
-        if session is None or session.role is not m.Role.ADMIN or refusal.code not in MISTYPED:
+        if session is None or session.role is not m.Role.ADMIN or refusal.code is ErrorCode.INTERNAL:
             self.count_error(refusal.code)
             who = "a client without a session" if session is None else f"session {session.id} ({session.name})"
             _refused.warn("A request of %s was refused, %s: %s", who, refusal.code.name.lower(), refusal.message)

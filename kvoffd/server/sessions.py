@@ -33,6 +33,8 @@ WHOLE_EVERY_S = 0.05
 MAX_DEFAULT_CREDIT_BYTES = 2**30
 OPERATORS_SESSIONS = 8
 """Sessions beyond max_sessions, which are those of engines: an operator can look when all of these are taken."""
+ATTACHED_UNCOUNTED = 256
+"""Descriptors that may come between two counts of all of them."""
 MAX_DEPARTED = 1024
 """So many routes of clients that left are known: their last messages may come after the end of their lifelines."""
 MAX_LOGGED_REQUESTS = 1000
@@ -268,6 +270,8 @@ class Sessions:
         self._jobs = jobs
         self._host = host
         self._max_attached = max_attached
+        self._may_attach = 0
+        """So many more descriptors may come before it is counted again how many there are."""
         self.by_route: dict[bytes, Session] = {}
         """By the routing id of their clients' requests."""
         self.departed: OrderedDict[bytes, None] = OrderedDict()
@@ -335,12 +339,16 @@ class Sessions:
             raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
         if len(session.segments) >= self._config.limits.max_segments:
             raise KvoffdError(f"The session holds {len(session.segments)} segments, its limit.", ErrorCode.TOO_MANY)
-        if sum(other.descriptors for other in self) >= self._max_attached:
+        if self._may_attach == 0:  # a GPU's memory may come as thousands: to count takes longer than to attach
+            left = self._max_attached - sum(other.descriptors for other in self)
+            self._may_attach = max(0, min(left, ATTACHED_UNCOUNTED))
+        if self._may_attach == 0:
             raise KvoffdError(
                 f"All sessions together have {self._max_attached} descriptors attached, the limit. Unregister some, or "
                 "raise the daemon's limit of open files.",
                 ErrorCode.TOO_MANY,
             )
+        self._may_attach -= 1
         session.segments[segment_id] = fd
 
     def credit_of(self, session: Session) -> int:

@@ -250,6 +250,7 @@ def _disk_stats(disk: Disk) -> s.DiskStats:
 def _shared_stats(service: Service) -> list[s.SharedStats]:
     if (tiering := service.tiers.tiering) is None:
         return []
+    unshared = sum(one.fingerprint in tiering.unshared for one in service.cache.namespaces.values())
     return [
         filled(
             s.SharedStats,
@@ -263,7 +264,7 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
             promotions_failed=dict(level.promoter.failures),
             errors=dict(tier.counters.errors),
             servers=[s.SharedServer(*server) for server in tier.servers],
-            unshared_namespaces=sum(one.fingerprint in tiering.unshared for one in service.cache.namespaces.values()),
+            unshared_namespaces=unshared,
         )
         for level in tiering.stores
         for tier in level.tiers

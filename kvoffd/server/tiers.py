@@ -13,7 +13,7 @@ from pathlib import Path
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.config import Config, DiskSize
-from kvoffd.errors import KvoffdError, NoMoreThreads
+from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.memory import Post
 from kvoffd.server.persistence import State
@@ -79,7 +79,7 @@ class Tiers:
         self.tiering: Tiering | None = None
 
     def start(self, stores: OpenStores) -> None:
-        """Begin to open what the configuration names; ``stores``: of ``shared_stores``. Raises KvoffdError."""
+        """Begin to open what the configuration names; ``stores``: of ``shared_stores``. Raises NoMoreThreads."""
         config = self._config
         for size in config.disk:
             self._begin_to_open(size, self.use())
@@ -252,13 +252,8 @@ class Tiers:
         self._disks.append(disk)
         # Not one of the executor's threads: those are waited for when the process ends, and a disk may hang.
         name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, tiering)
-        opener = threading.Thread(target=self._open, args=arguments, name=name, daemon=True)
-        try:
-            start(opener)
-        except NoMoreThreads as error:
-            self._failed(disk, error.message)
-        else:
-            disk.opener = opener
+        disk.opener = threading.Thread(target=self._open, args=arguments, name=name, daemon=True)
+        start(disk.opener)
 
     def open_disk(self, size: DiskSize, listener: TierListener) -> DiskTier:
         """Open a directory, or stop when the daemon does. For any thread. Raises KvoffdError."""

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import time
 import pytest
 import uvloop
 
-from kvoffd.observe import loop_watch
 from kvoffd.observe.loop_watch import LoopWatch
 
 
@@ -58,8 +56,8 @@ def test_a_callback_that_blocks_is_measured_and_named(caplog: pytest.LogCaptureF
 
 _WATCHED = """
 import asyncio, logging, sys, threading, time
-from kvoffd.observe import loop_watch
-loop_watch.LOG_EVERY_S = 0
+from kvoffd.observe import logging as rare, loop_watch
+rare.RARE_S = 0
 logging.basicConfig(format="%(message)s")
 busy = sys.argv[1] == "busy"
 def spin():
@@ -143,13 +141,3 @@ def test_a_loop_that_has_no_cpu_is_not_blocked() -> None:
     assert lacked > 0.3
     # Not nothing: it may wait for the interpreter's lock while the thread that has it waits for the CPU.
     assert watch.loop_blocked.sum_seconds < lacked / 2
-
-
-def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_watch, "LOG_EVERY_S", 1.3)
-    blocks = [(0.5 * number, lambda: block(0.4)) for number in range(5)]
-    with caplog.at_level(logging.WARNING):
-        watch = uvloop.run(watched(*blocks, for_s=3.0))
-    assert over(watch, "0.1") >= 4
-    assert len(caplog.messages) == 2
-    assert re.search(r"Such lines left out since the last one: [1-3]\.$", caplog.messages[1])

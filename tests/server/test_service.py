@@ -7,6 +7,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -14,6 +15,7 @@ from weakref import ref
 import pytest
 
 from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
 from kvoffd.server.memory import EngineMemory, OnMapped
 from kvoffd.server.persistence import State
 from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
@@ -159,6 +161,22 @@ def test_credit_is_an_eighth_of_the_pool_among_writers(bench: Bench) -> None:
     assert [sessions.credit_of(one) for one in workers] == [whole, whole]
     workers.append(bench.session())
     assert {sessions.credit_of(one) for one in workers} == {whole // 2}
+
+
+def test_descriptors_of_all_sessions_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was closed makes room for another, whoever had it."""
+    monkeypatch.setattr(bench.service.sessions, "_max_attached", 600)
+    first, second = bench.session(registers=False), bench.session(registers=False)
+    attach = partial(bench.service.sessions.attach, fd=-1)
+    for number in range(600):
+        attach((first, second)[number % 2], number)
+    for session in (first, second):
+        with pytest.raises(KvoffdError, match="600 descriptors"):
+            attach(session, 600)
+    del first.segments[0]
+    attach(second, 600)
+    with pytest.raises(KvoffdError, match="600 descriptors"):
+        attach(first, 601)
 
 
 def test_peers_of_the_group_or_of_those_named_may_connect() -> None:

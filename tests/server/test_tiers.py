@@ -116,10 +116,6 @@ class TiersRig:
         return [disk.state for disk in self.tiers]
 
 
-def no_more_threads(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
-
-
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[TiersRig]:
     made = TiersRig(tmp_path)
@@ -137,15 +133,6 @@ def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: TiersRig
     assert rig.tiers.unsaved_removals()() == []
     rig.tiers.invalidated(b"one")
     assert rig.tiers.unsaved_removals()() == ["/somewhere"], "the next daemon may find it there"
-
-
-def test_without_a_thread_to_open_it_a_directory_says_so(rig: TiersRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", no_more_threads)
-        rig.attach()
-    assert rig.state() == [DiskState.FAILED]
-    assert "no more threads" in next(rig.tiers.problems)[1]
-    assert rig.tiers.close(0.0)
 
 
 def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig) -> None:
