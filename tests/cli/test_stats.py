@@ -14,7 +14,7 @@ import pytest
 
 from kvoffd_client import GroupSpec, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import BLOCK_BYTES, Cli, Terminal, run_cli
+from tests.kit.command import BLOCK_BYTES, Cli, Terminal, run_cli, run_cli_here
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 from tests.kit.wire import keys
@@ -82,13 +82,13 @@ def test_http_says_the_same_as_the_socket(cli: Cli, port: int) -> None:
     assert here.keys() == there.keys()
     assert not [name for name in here if name not in moving and here[name] != there[name]]
     for words in SECTIONS:
-        done = run_cli("stats", *words, "--url", f"127.0.0.1:{port}")
+        done = run_cli_here("stats", *words, "--url", f"127.0.0.1:{port}")
         assert (done.returncode, bool(done.stdout)) == (0, True), words
-    doctor = run_cli("doctor", "--json", "--url", f"http://127.0.0.1:{port}")
+    doctor = run_cli_here("doctor", "--json", "--url", f"http://127.0.0.1:{port}")
     report = json.loads(doctor.stdout)
     assert (report["value"]["loaded_tokens"], len(report["verdict"])) == (64, 2)
     assert not {one["check"] for one in report["findings"]} & {"no_engine", "broken_check"}
-    assert run_cli("doctor", "--self-test", "--url", f"http://127.0.0.1:{port}").returncode == 2
+    assert run_cli_here("doctor", "--self-test", "--url", f"http://127.0.0.1:{port}").returncode == 2
     done = run_cli("health", "--url", f"http://127.0.0.1:{port}")
     assert (done.returncode, done.stdout.startswith("ok"), done.stderr) == (0, True, "")
 
@@ -102,9 +102,9 @@ def test_a_url_that_leads_nowhere_is_one_sentence(port: int, tmp_path: Path) -> 
         f"http://127.0.0.1:{port}/x",
     ):
         for command in ("stats", "health", "doctor"):
-            done = run_cli(command, "--url", url)
+            done = run_cli_here(command, "--url", url)
             assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), url
-    done = run_cli("stats", "--url", "http://x", "--directory", str(tmp_path))
+    done = run_cli_here("stats", "--url", "http://x", "--directory", str(tmp_path))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
-import threading
 import time
 from contextlib import ExitStack, closing
 
@@ -14,7 +12,6 @@ import pytest
 
 from tests.faults.checked import STEP, CheckedEngine, Truth
 from tests.faults.daemons import Command
-from tests.faults.engine import EngineProcess
 from tests.kit.daemon import DaemonProcess
 from tests.kit.linux import cgroup
 from tests.kit.waiting import wait_until
@@ -38,67 +35,6 @@ def test_a_stopped_daemon_keeps_nobody_waiting() -> None:
         wait_until(lambda: engine.lookup(keys(*range(STEP)), 1.0) == STEP)
         assert engine.get(ALL) == list(ALL)
         assert books(daemon.directory).health == "ok"
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(400)
-def test_a_stop_is_logged_as_a_stop() -> None:
-    """Of a daemon that is busy: every line about its loop names the stop, and none a function."""
-    stop = threading.Event()
-    with DaemonProcess("16MiB") as daemon, EngineProcess(daemon) as one, EngineProcess(daemon) as other:
-        for engine in (one, other):
-            engine.wait_connected().send("loop", 0, BLOCKS, 0)
-        for _ in range(10):
-            daemon.process.send_signal(signal.SIGSTOP)
-            stop.wait(2.0)
-            daemon.process.send_signal(signal.SIGCONT)
-            stop.wait(10.5)  # it logs one such line in 10 s
-        blocked = [line for line in daemon.log.splitlines() if "was blocked for" in line]
-        assert blocked
-        assert all("stop" in line for line in blocked), blocked
-
-
-@pytest.mark.parametrize("rounds", [2, pytest.param(40, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])])
-def test_engines_killed_in_mid_store_leave_no_wrong_block(rounds: int) -> None:
-    """Another engine looks up the same keys all the time: what it gets is right, and nothing is held at the end."""
-    chance = random.Random(2)
-    with DaemonProcess("16MiB") as daemon, CheckedEngine(daemon, Truth()) as engine:
-        for at in range(0, BLOCKS, STEP):
-            engine.write(range(at, at + STEP))  # so their bytes are known, and none is stored
-        for _ in range(rounds):
-            with ExitStack() as running:
-                killed = [running.enter_context(EngineProcess(daemon)) for _ in range(2)]
-                for one in killed:
-                    assert one.wait_connected().ask("loop", 0, BLOCKS, 0) == "storing"
-                for one in killed:
-                    end = time.monotonic() + chance.uniform(0.05, 0.3)
-                    while time.monotonic() < end:
-                        engine.get(ALL)
-                    one.kill()
-                    engine.get(ALL)
-        engine.put(ALL)
-        assert engine.get(ALL) == list(ALL)
-        engine.close()
-        wait_until(lambda: not books(daemon.directory).held, explain=lambda: books(daemon.directory).held)
-        assert books(daemon.directory).balanced
-
-
-def test_an_engine_stopped_over_its_lease_gets_no_bytes() -> None:
-    """Its blocks may have been evicted since. Its load is refused, and it goes on."""
-    with (
-        DaemonProcess("4MiB", limits={"lease_ttl_s": 4}) as daemon,
-        EngineProcess(daemon) as stopped,
-    ):
-        assert stopped.wait_connected().ask("store", 0, 8, 0) == "stored"
-        assert stopped.ask("lookup", 0, 8) == "8"
-        assert books(daemon.directory).leases == 1
-        stopped.process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: books(daemon.directory).leases == 0)
-        stopped.process.send_signal(signal.SIGCONT)
-        assert "LEASE" in stopped.ask("load", 0, 8).upper()
-        assert stopped.ask("lookup", 0, 8) == "8"
-        assert stopped.ask("load", 0, 8) == "ok"
-        assert daemon.running
 
 
 # --- sessions --------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import time
 from collections import deque
@@ -36,15 +35,6 @@ def wait_until(
     while not (result := condition()):
         assert time.monotonic() < deadline, _failure(condition, deadline_s, explain() if explain else result)
         time.sleep(interval_s)
-    return result
-
-
-async def wait_until_async(condition: Callable[[], T], deadline_s: float = DEADLINE_S) -> T:
-    """``wait_until`` in an event loop, which goes on meanwhile."""
-    deadline = time.monotonic() + deadline_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, _failure(condition, deadline_s, result)
-        await asyncio.sleep(INTERVAL_S)
     return result
 
 

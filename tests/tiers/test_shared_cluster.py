@@ -58,9 +58,15 @@ class TestTlsCluster(SharedConformance):
 
 
 @pytest.fixture(params=["plain", "TLS"])
-def masters(request: pytest.FixtureRequest) -> Iterator[RedisCluster]:
+def fault(request: pytest.FixtureRequest) -> signal.Signals:
+    """What becomes of a master: without TLS it is killed, with TLS it is stopped."""
+    return signal.SIGSTOP if request.param == "TLS" else signal.SIGKILL
+
+
+@pytest.fixture
+def masters(request: pytest.FixtureRequest, fault: signal.Signals) -> Iterator[RedisCluster]:
     """A cluster that a test may break."""
-    own = request.getfixturevalue("trusted") if request.param == "TLS" else None
+    own = request.getfixturevalue("trusted") if fault == signal.SIGSTOP else None
     with RedisCluster(certificate=own) as running:
         yield running
 
@@ -186,7 +192,6 @@ def test_a_name_that_no_host_can_have_is_one_that_cannot_be_reached() -> None:
     assert refused.value.kind == "unreachable"
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_one_of_three_masters_what_the_others_have_is_found(
     masters: RedisCluster, fault: signal.Signals
 ) -> None:
@@ -234,7 +239,6 @@ def test_without_one_of_three_masters_what_the_others_have_is_found(
     assert rig.close()
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_master_that_fails_is_named_until_it_answers_again(masters: RedisCluster, fault: signal.Signals) -> None:
     rig = SharedRig(masters.url, ask_deadline_s=0.5).reachable()
     victim = masters.servers[1].name
