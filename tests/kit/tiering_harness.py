@@ -220,6 +220,3 @@ class TieringHarness(CacheRig):
             tier.settle()
             there |= {(block.space.fingerprint, block.space.group, block.key) for block, _ in tier.blocks.values()}
         assert self.tier_events.index == there - self.found
-
-
-__all__ = ["FoldedTierEvents", "TieringHarness"]

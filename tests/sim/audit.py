@@ -11,7 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import READY
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policy import Group
+from kvoffd.pool.allocator import SlotIds
 from kvoffd.server.jobs import LoadJob
 from kvoffd.server.service import Service
 from kvoffd_proto import codec
@@ -155,6 +158,20 @@ class Audit:
             self._check_pins()
         except (AssertionError, KeyError) as error:
             raise Broken(f"the cache's books: {error}") from error
+
+
+def watch_quotas(cache: Cache) -> None:
+    """Hold every change against what quotas promise: new blocks never take a namespace beyond its own."""
+    take = cache._take
+
+    def watched(group: Group, keys: bytes, below: float) -> SlotIds:
+        slots = take(group, keys, below)
+        quota_bytes = cache.quotas.get(group.namespace.fingerprint)
+        if quota_bytes is not None and len(slots):
+            assert group.namespace.held_bytes <= quota_bytes, "a namespace has more than its quota"
+        return slots
+
+    cache._take = watched  # type: ignore[method-assign]
 
 
 def readable_in(service: Service, fingerprint: bytes) -> Readable:

@@ -26,7 +26,7 @@ from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.kit.slot_cache import Part
-from tests.sim.audit import Audit, Readable, readable_in
+from tests.sim.audit import Audit, Readable, readable_in, watch_quotas
 from tests.sim.clock import Broken, Injected, Process
 from tests.sim.disk import SimDisk
 from tests.sim.memory import AddressSpace, Segment
@@ -43,7 +43,6 @@ from tests.sim.parts import (
     with_tiers,
 )
 from tests.sim.pool import WatchedPool, as_bytes, records_of
-from tests.sim.quota_oracle import QuotaOracle
 from tests.sim.shared import SimShared
 from tests.sim.tiers import SimTiers
 from tests.sim.transfer_engine import SimTransferEngine
@@ -136,7 +135,7 @@ class SimDaemon:
         self._in_queue = False
         jobs.finished = self._finished  # type: ignore[method-assign]
         self.tiers = self._make_tiers(life)
-        QuotaOracle(self.service.cache)
+        watch_quotas(self.service.cache)
         self.audit = Audit(self.service)
         self.lifelines: list[Lifeline] = []
         self._streams: list[Lifeline] = []

@@ -318,6 +318,3 @@ def _shards_at(job: Job) -> list[int]:
         places.append(at)
         at += len(view)
     return places
-
-
-__all__ = ["Device", "SimDisk"]

@@ -14,21 +14,24 @@ from tests.sim.client import OPTIONS
 from tests.sim.daemon import job_end_bound_s
 from tests.sim.parts import make_config
 from tests.sim.scenario import CHANCES, KINDS, TIMED, Scenario
-from tests.sim.seeds import EVENTS, ordinary
+from tests.sim.shared import CHANCES as SHARED_CHANCES
 from tests.sim.soak import Part, run_part, scenario_of
 from tests.sim.world import run
 
+SEEDS = range(200)
+EVENTS = (*KINDS, *(f"shared_{fault}" for fault in SHARED_CHANCES), "load_failed", "store_failed", "fence_gave_up")
+"""What has to happen in them, or the run would prove nothing."""
 PARTS = 8
 SAME = 10
 """So many seeds are run in another process too."""
 MORE = range(1000, 6000)
-"""The seeds of `make nightly`, besides the ordinary ones."""
+"""The seeds of `make nightly`, besides."""
 
 
 @cache
 def part(number: int) -> Part:
-    """What a part of the ordinary seeds brought. They run once, for all tests of this file."""
-    return run_part(ordinary()[number::PARTS])
+    """What a part of the seeds brought. They run once, for all tests of this file."""
+    return run_part(SEEDS[number::PARTS])
 
 
 @pytest.mark.parametrize("number", range(PARTS))
@@ -47,7 +50,7 @@ def test_seeds_bring_every_fault() -> None:
 
 
 def test_seeds_give_the_same_trace_in_any_process() -> None:
-    seeds = ordinary()[::PARTS][:SAME]
+    seeds = SEEDS[::PARTS][:SAME]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # it hashes strings otherwise than here
         elsewhere = pool.submit(run_part, seeds).result().digests
     assert elsewhere == {seed: part(0).digests[seed] for seed in seeds}

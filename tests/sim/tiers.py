@@ -67,6 +67,3 @@ class SimTiers(Tiers):
         """What is on disk of a namespace."""
         self.disk.check_dropped(self.disk.blocks())
         return {(name.group, name.key) for name in self.disk.blocks() if name.fingerprint == namespace.fingerprint}
-
-
-__all__ = ["SimTiers"]

@@ -400,6 +400,3 @@ def run(scenario: Scenario) -> Outcome:
         problem,
         trace,
     )
-
-
-__all__ = ["Outcome", "World", "run"]
