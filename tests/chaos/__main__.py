@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.chaos.footprint import measure_cycles
+from tests.chaos.cycles import measure_cycles
 from tests.chaos.rounds import run_rounds
 
 PRINT_EVERY = 25

@@ -45,19 +45,21 @@ ACTIONS = {
 """What may happen in a round, and how likely it is."""
 
 
+def run_module(name: str, *arguments: str, **streams: int) -> subprocess.Popen[bytes]:
+    """Start a module of the tests as a program."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), *filter(None, sys.path)])
+    return subprocess.Popen(
+        [sys.executable, "-m", name, *arguments], cwd=root, env={**os.environ, "PYTHONPATH": path}, **streams
+    )
+
+
 class ChaosEngineProcess:
     """One engine of ``tests.chaos.engine`` in a process of its own, and all that it reported."""
 
     def __init__(self, directory: Path, seed: int, log: int) -> None:
-        root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.engine", str(directory), str(seed)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
-        )
+        pipe = subprocess.PIPE
+        self.process = run_module("tests.chaos.engine", str(directory), str(seed), stdin=pipe, stdout=pipe, stderr=log)
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.steps: list[tuple[float, float, float]] = []
