@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.delivery import ROOT, debian, need, run, unpack, wheelhouse
+from tests.delivery.built import ROOT, debian, need, run, unpack, wheelhouse
 
 pytestmark = [pytest.mark.delivery, pytest.mark.timeout(900)]
 

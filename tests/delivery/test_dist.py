@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.delivery.built import ROOT, run
 from tests.kit.daemon import DaemonProcess
-from tests.kit.delivery import ROOT, run
 
 HERE = Path(__file__).parent
 LIBRARY = "kvoffd/libkvoffd.so"

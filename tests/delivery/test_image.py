@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.delivery import ROOT, debian, need, run
+from tests.delivery.built import ROOT, debian, need, run
 from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.delivery, pytest.mark.timeout(1200)]

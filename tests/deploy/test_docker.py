@@ -45,7 +45,7 @@ def test_the_image_brings_neither_torch_nor_cuda() -> None:
 
 def test_image_and_package_bring_the_same_extras() -> None:
     root = DOCKER.parents[1]
-    for name in ("deploy/debian/build_deb.sh", "Makefile", "tests/kit/delivery.py"):
+    for name in ("deploy/debian/build_deb.sh", "Makefile", "tests/delivery/built.py"):
         assert re.findall(r"(?:kvoffd|whl\)|wheel\})\[(.*?)\]", (root / name).read_text()) == ["s3"], name
 
 

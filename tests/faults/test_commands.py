@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kvoffd_client import AdminClient
 from tests.faults.checked import CheckedEngine, Truth
+from tests.faults.linux import tmpfs
 from tests.kit.command import CLI
 from tests.kit.daemon import DaemonProcess
-from tests.kit.linux import tmpfs
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests.faults.checked import CheckedEngine, Truth
 from tests.faults.daemons import Command, over_disk, wait_serving, wait_written
+from tests.faults.linux import Ext4, tmpfs
 from tests.kit.cases import case
 from tests.kit.daemon import DaemonProcess
-from tests.kit.linux import Ext4, tmpfs
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.faults.checked import STEP, CheckedEngine, Truth
 from tests.faults.daemons import Command
+from tests.faults.linux import cgroup
 from tests.kit.daemon import DaemonProcess
-from tests.kit.linux import cgroup
 from tests.kit.waiting import wait_until
 from tests.kit.wire import VERSION, Refused, WireClient, books, keys, refused
 

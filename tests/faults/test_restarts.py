@@ -19,9 +19,9 @@ from kvoffd_client import AdminClient, GroupKeys, SharedMemory
 from kvoffd_client.testing import FakeEngine
 from tests.faults.checked import CheckedEngine, Truth
 from tests.faults.daemons import Command
+from tests.faults.linux import tmpfs
 from tests.kit.cases import case
 from tests.kit.daemon import DaemonProcess
-from tests.kit.linux import tmpfs
 from tests.kit.wire import WireClient, books, keys
 
 BLOCKS = 128

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.kit.faulty_store import FaultyStore
 from tests.kit.redis_server import Authority, Certificate, RedisCluster
 from tests.kit.require import require
+from tests.tiers.faulty_store import FaultyStore
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ import pytest
 
 from kvoffd.tiers.store import Credentials, generation_key, open_store
 from kvoffd.tiers.tier import Result
-from tests.kit.faulty_bucket import FaultyBucket
-from tests.kit.faulty_store import FaultyStore
+from tests.tiers.faulty_bucket import FaultyBucket
+from tests.tiers.faulty_store import FaultyStore
 from tests.tiers.shared_rig import ONE, OTHER, Answer, SharedRig, key_of
 
 DONE = Result.DONE

@@ -20,8 +20,8 @@ from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis, _tls_context
 from kvoffd.tiers.store import Credentials, StoreError, generation_key, open_store
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Result
-from tests.kit.faulty_store import FaultyStore
 from tests.kit.redis_server import Certificate, RedisServer
+from tests.tiers.faulty_store import FaultyStore
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, Answer, SharedRig, name_of
 

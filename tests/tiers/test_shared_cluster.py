@@ -17,10 +17,10 @@ from kvoffd.tiers.redis_cluster import copies_of, masters_of, slot_of
 from kvoffd.tiers.redis_store import NEEDED_COMMANDS, Redis
 from kvoffd.tiers.store import Credentials, StoreError, generation_key
 from kvoffd.tiers.tier import Block, Result
-from tests.kit.faulty_store import FaultyStore
 from tests.kit.ports import free_port
 from tests.kit.redis_server import Certificate, RedisCluster, RedisServer
 from tests.kit.waiting import wait_until
+from tests.tiers.faulty_store import FaultyStore
 from tests.tiers.shared_conformance import SharedConformance
 from tests.tiers.shared_rig import ONE, Answer, SharedRig, name_of
 

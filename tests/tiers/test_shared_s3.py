@@ -17,9 +17,9 @@ import uvloop
 from kvoffd.errors import KvoffdError
 from kvoffd.tiers.store import Credentials, generation_key
 from kvoffd.tiers.tier import Result
-from tests.kit.faulty_bucket import FaultyBucket
 from tests.kit.s3_server import RcloneServer, S3Server
 from tests.kit.waiting import wait_until
+from tests.tiers.faulty_bucket import FaultyBucket
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, Answer, SharedRig, key_of, name_of
 

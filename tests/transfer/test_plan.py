@@ -7,15 +7,65 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvoffd.transfer import plan as plan_module
 from kvoffd.transfer.engine import host_copy
-from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts
+from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts, plan_blocks
 from kvoffd_proto.messages import PageRef, TensorLayout
-from tests.kit.copy_buffers import address_of, execute, plan_copy, random_bytes, reference_copy
+from tests.kit.copy_buffers import address_of, random_bytes
+
+
+def plan_copy(
+    layout: GroupLayout,
+    direction: Direction,
+    block_ids: npt.NDArray[np.int32],
+    first_block: int,
+    slot_address: npt.NDArray[np.uint64],
+    chosen: npt.NDArray[np.bool_] | None = None,
+) -> Plan:
+    """Plan one group's part of one job: ``block_ids`` ([m]) begin ``first_block`` blocks into key 0."""
+    position = np.arange(first_block, first_block + block_ids.size, dtype=np.int64)
+    return plan_blocks(layout, direction, block_ids, position, slot_address, chosen)
+
+
+def execute(plan: Plan) -> None:
+    """Executes a plan one piece after the other."""
+    for piece in zip(plan.destination.tolist(), plan.source.tolist(), plan.size.tolist(), strict=True):
+        ctypes.memmove(*piece)
+
+
+def reference_copy(
+    layers: list[tuple[int, int, int]],
+    blocks_per_key: int,
+    direction: Direction,
+    block_ids: list[int],
+    first_block: int,
+    slot_address: list[int],
+    chosen: list[bool] | None,
+) -> int:
+    """What a plan must do, said as plainly as can be: the definition of a slot's layout. Returns the bytes.
+
+    ``layers`` are address, stride and page bytes of each.
+    """
+    nbytes = 0
+    for number, block in enumerate(block_ids):
+        key, sub = divmod(first_block + number, blocks_per_key)
+        if chosen is not None and not chosen[key]:
+            continue
+        at = slot_address[key]
+        for address, stride, page in layers:
+            engine, pool = address + block * stride, at + sub * page
+            if direction is Direction.STORE:
+                ctypes.memmove(pool, engine, page)
+            else:
+                ctypes.memmove(engine, pool, page)
+            at += blocks_per_key * page
+            nbytes += page
+    return nbytes
 
 
 @dataclass

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.kit.engine import import_vllm
-from tests.kit.engine_home import EngineHome
-from tests.kit.engine_server import EngineServer
 from tests.kit.require import missing
+from tests.vllm.engine_home import EngineHome
+from tests.vllm.engine_server import EngineServer
 
 HERE = Path(__file__).parent
 

@@ -24,7 +24,7 @@ from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import KeyedSpec, group_transfers
 from kvoffd_proto import events
 from tests.kit.models import make_tiny_llama
-from tests.kit.vllm_config import cache_config, make_config
+from tests.vllm.vllm_config import cache_config, make_config
 
 BLOCK_TOKENS, KEY_BYTES = 32, 32
 ROOT = bytes(KEY_BYTES)

@@ -26,7 +26,7 @@ from kvoffd_client.vllm.manager import KvoffdManager
 from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
 from tests.kit.models import make_tiny_llama
-from tests.kit.vllm_config import cache_config, make_config
+from tests.vllm.vllm_config import cache_config, make_config
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

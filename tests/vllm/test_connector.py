@@ -40,8 +40,8 @@ from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, JobResult
 from tests.kit.models import make_tiny_llama
-from tests.kit.vllm_config import cache_config, make_config
-from tests.kit.vllm_fakes import FakeWorkerClient, block_hash, key
+from tests.vllm.vllm_config import cache_config, make_config
+from tests.vllm.vllm_fakes import FakeWorkerClient, block_hash, key
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from kvoffd_client.vllm.connector_metadata import (
     group_transfers,
 )
 from kvoffd_proto.errors import ErrorCode
-from tests.kit.vllm_fakes import KEY_BYTES, block_hash, key
+from tests.vllm.vllm_fakes import KEY_BYTES, block_hash, key
 
 POSITIONS = {(0).to_bytes(4, "big"): 0, (5).to_bytes(4, "big"): 1}
 

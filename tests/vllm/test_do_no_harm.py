@@ -16,8 +16,8 @@ from kvoffd_client.vllm.do_no_harm import (
 )
 from kvoffd_client.vllm.metrics import SLOW_LOADS
 from tests.kit.clock import Clock
-from tests.kit.manager_harness import KEYS, ManagerHarness
-from tests.kit.vllm_fakes import key
+from tests.vllm.manager_harness import KEYS, ManagerHarness
+from tests.vllm.vllm_fakes import key
 
 
 def measured(tokens_per_second: float, *loads: tuple[int, float], active: bool = True) -> DoNoHarm:

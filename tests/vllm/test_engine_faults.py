@@ -27,13 +27,13 @@ from tests.kit.engine import (
     wait_books,
     wait_connected,
 )
-from tests.kit.engine_home import EngineHome
 from tests.kit.redis_server import PROGRAM as REDIS
 from tests.kit.redis_server import RedisServer
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
 from tests.kit.wire import Books, KvSubscriber, books
 from tests.vllm.engine_events import EngineEvents, short_hash
+from tests.vllm.engine_home import EngineHome
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

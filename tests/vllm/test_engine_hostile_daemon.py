@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.kit.engine import completions, prompt, tokens
-from tests.kit.engine_home import EngineHome
 from tests.kit.waiting import wait_until
 from tests.vllm import hostile_daemon as ways
+from tests.vllm.engine_home import EngineHome
 from tests.vllm.hostile_daemon import HostileDaemon
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

@@ -13,7 +13,7 @@ from kvoffd_client.vllm.engine_namespace import (
     MemoryReport,
 )
 from tests.kit.clock import Clock
-from tests.kit.vllm_fakes import FakeSchedulerClient
+from tests.vllm.vllm_fakes import FakeSchedulerClient
 
 ONE = NamespaceSpec.named("one")
 OTHER = NamespaceSpec.named("other")

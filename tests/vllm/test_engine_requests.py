@@ -19,9 +19,9 @@ from tests.kit.engine import (
     wait_books,
     wait_stored,
 )
-from tests.kit.engine_home import EngineHome
 from tests.kit.models import TINY_LLAMA, write_lora_adapter
 from tests.kit.wire import Books, books
+from tests.vllm.engine_home import EngineHome
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

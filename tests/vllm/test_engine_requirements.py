@@ -20,9 +20,9 @@ from kvoffd_client.vllm import config as connector_config
 from kvoffd_client.vllm import connector as connector_module
 from kvoffd_client.vllm.config import check_engine
 from kvoffd_client.vllm.connector import KvoffdConnector
-from tests.kit.manager_harness import KEYS, ManagerHarness
 from tests.kit.models import make_tiny_llama
-from tests.kit.vllm_config import cache_config, full_attention, make_config
+from tests.vllm.manager_harness import KEYS, ManagerHarness
+from tests.vllm.vllm_config import cache_config, full_attention, make_config
 
 
 @pytest.fixture(scope="module")

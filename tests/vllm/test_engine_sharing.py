@@ -20,9 +20,9 @@ from tests.kit.engine import (
     wait_connected,
     wait_stored,
 )
-from tests.kit.engine_home import EngineHome
-from tests.kit.engine_server import EngineServer
 from tests.kit.models import make_tiny_gemma3
+from tests.vllm.engine_home import EngineHome
+from tests.vllm.engine_server import EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

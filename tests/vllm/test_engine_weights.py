@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.kit.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_books
-from tests.kit.engine_home import EngineHome
-from tests.kit.engine_server import EngineServer
 from tests.kit.models import make_tiny_llama
 from tests.kit.wire import Books
+from tests.vllm.engine_home import EngineHome
+from tests.vllm.engine_server import EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingW
 from kvoffd_client.vllm import compat
 from kvoffd_client.vllm.fingerprint import ENVIRONMENT, collect_factors, hash_probe, label_of, namespace_of
 from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama
-from tests.kit.vllm_config import HEADS, cache_config, full_attention, make_config
+from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import CudaIpcHandle, JobResult, TensorLayout
 from tests.kit.ordered_sender import wait_sent
 from tests.kit.stub_cuda import StubCuda, fresh_stub
-from tests.kit.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 from tests.kit.waiting import wait_until
+from tests.vllm.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 
 BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
 KEYED = KeyedSpec((block_hash(1) + block_hash(2),))

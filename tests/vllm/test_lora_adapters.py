@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, KeyedSpec
 from kvoffd_client.vllm.fingerprint import LoraAdapters
 from tests.kit.models import write_lora_adapter
-from tests.kit.vllm_fakes import key
+from tests.vllm.vllm_fakes import key
 
 
 def request(path: Path | str, int_id: int = 1) -> Any:

@@ -25,8 +25,8 @@ from kvoffd_client.vllm.metrics import (
     PREFILL_RATE,
 )
 from kvoffd_proto.errors import ErrorCode
-from tests.kit.manager_harness import HASHES, KEYS, ManagerHarness
-from tests.kit.vllm_fakes import block_hash, key
+from tests.vllm.manager_harness import HASHES, KEYS, ManagerHarness
+from tests.vllm.vllm_fakes import block_hash, key
 
 
 def test_blocks_that_come_up_from_disk_put_the_request_off_and_count_as_hits_of_the_disk() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from tests.kit.command import run_cli
 from tests.kit.engine import BLOCK_TOKENS, prompt, wait_books
-from tests.kit.engine_home import EngineHome
-from tests.kit.engine_server import EngineServer
 from tests.kit.wire import NamespaceStats, books
+from tests.vllm.engine_home import EngineHome
+from tests.vllm.engine_server import EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvoffd_client.vllm.connector_metadata import FailedJob
 from kvoffd_proto.messages import Outcome, RequestReport
-from tests.kit.manager_harness import CHUNK_TOKENS, HASHES, ManagerHarness
-from tests.kit.vllm_fakes import block_hash
+from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, ManagerHarness
+from tests.vllm.vllm_fakes import block_hash
 
 
 def told(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> RequestReport:

@@ -6,8 +6,8 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffd_client.vllm.connector_metadata import ChunkGroup, FailedJob
-from tests.kit.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
-from tests.kit.vllm_fakes import block_hash, key
+from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
+from tests.vllm.vllm_fakes import block_hash, key
 
 HIT, MISS, PENDING, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.RETRY
 

@@ -29,8 +29,8 @@ from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.clock import Clock
 from tests.kit.models import make_tiny_llama
-from tests.kit.vllm_config import HEADS, cache_config, full_attention, make_config
-from tests.kit.vllm_fakes import FakeSchedulerClient, block_hash
+from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config
+from tests.vllm.vllm_fakes import FakeSchedulerClient, block_hash
 
 BLOCK_TOKENS = 32
 BLOCKS = 30

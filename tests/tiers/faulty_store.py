@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO
 
-from .closing import ServerThread, ThreadsServer
+from tests.kit.closing import ServerThread, ThreadsServer
 
 Values = dict[bytes, bytes]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .require import missing, require
-from .waiting import wait_until
+from tests.kit.require import missing, require
+from tests.kit.waiting import wait_until
 
 CGROUPS = Path("/sys/fs/cgroup")
 

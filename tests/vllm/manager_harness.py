@@ -12,9 +12,8 @@ from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.connector_metadata import ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
 from kvoffd_client.vllm.manager import KvoffdManager
-
-from .clock import Clock
-from .vllm_fakes import FakeSchedulerClient, block_hash, key
+from tests.kit.clock import Clock
+from tests.vllm.vllm_fakes import FakeSchedulerClient, block_hash, key
 
 KEYS = [key(1), key(2), key(3)]
 HASHES = {block_hash(1), block_hash(2), block_hash(3)}

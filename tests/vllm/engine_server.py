@@ -15,10 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from .closing import Starting
-from .engine import ANSWER_DEADLINE_S, BLOCK_TOKENS, START_DEADLINE_S, STOP_DEADLINE_S, Completion, session_pids
-from .ports import free_port
-from .waiting import wait_until
+from tests.kit.closing import Starting
+from tests.kit.engine import (
+    ANSWER_DEADLINE_S,
+    BLOCK_TOKENS,
+    START_DEADLINE_S,
+    STOP_DEADLINE_S,
+    Completion,
+    session_pids,
+)
+from tests.kit.ports import free_port
+from tests.kit.waiting import wait_until
 
 MODEL = "tiny"
 

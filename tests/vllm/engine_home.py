@@ -6,11 +6,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from .daemon import DaemonProcess
-from .engine import EngineProcess, wait_connected
-from .engine_server import EngineServer
-from .models import make_tiny_llama
-from .shapes import add_tokenizer
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import EngineProcess, wait_connected
+from tests.kit.models import make_tiny_llama
+from tests.kit.shapes import add_tokenizer
+from tests.vllm.engine_server import EngineServer
 
 EXTRA = {
     # A daemon that is silent costs a prompt as much.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 
-from .closing import ServerThread
+from tests.kit.closing import ServerThread
 
 
 class FaultyBucket(ServerThread):
