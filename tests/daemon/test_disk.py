@@ -354,14 +354,3 @@ def test_a_full_file_system_costs_only_the_disk(tmp_path: Path) -> None:
             assert engine.lookup(keys(0)) == 1
     finally:
         subprocess.run(["umount", tmp_path], check=True)
-
-
-def test_an_engine_that_ends_while_blocks_come_leaves_nothing(shared_daemon: DaemonProcess) -> None:
-    daemon = shared_daemon
-    with engine_on(daemon) as engine:
-        fill(daemon, engine, 48)
-        for _ in range(5):
-            engine.scheduler.lookup([GroupKeys(0, b"".join(keys(*range(BATCH))))])
-    wait_until(lambda: not books(daemon.directory).held, explain=lambda: books(daemon.directory).held)
-    wait_until(lambda: books(daemon.directory).tiers.promotions_waiting == 0)
-    assert books(daemon.directory).balanced

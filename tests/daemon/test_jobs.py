@@ -84,19 +84,6 @@ def test_stored_bytes_come_back_into_other_blocks(
     assert not any(any(page(memory, block)) for block in range(32) if block not in touched), "a block was not asked for"
 
 
-def test_stored_bytes_stay_when_the_engine_writes_on(
-    worker: WireClient, scheduler: WireClient, memory: SharedMemory
-) -> None:
-    cache, before = worker.register(memory), page(memory, 0)
-    assert worker.store(cache, keys(1), [0]).ok
-    memory.view[:] = 0xEE
-    assert worker.store(cache, keys(1), [0]).nbytes == 0, "it is there already"
-    assert worker.store(cache, keys(1, 2), [0, 1]).nbytes == PAGE_BYTES
-    assert scheduler.lookup(1, keys(1)).pinned == 1
-    assert worker.load(cache, scheduler.lease(1), keys(1), [9]).ok
-    assert page(memory, 9) == before
-
-
 def test_a_key_in_two_stores_of_a_step_is_copied_once(
     shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
 ) -> None:
@@ -107,14 +94,6 @@ def test_a_key_in_two_stores_of_a_step_is_copied_once(
     assert sum(result.nbytes for result in results.values()) == 3 * PAGE_BYTES
     assert scheduler.lookup(1, keys(1, 2, 3)).states == "RRR"
     assert books(shared_daemon.directory).ready_bytes == 3 * PAGE_BYTES
-
-
-def test_namespaces_do_not_see_each_other(worker: WireClient, scheduler: WireClient, memory: SharedMemory) -> None:
-    assert worker.store(worker.register(memory), keys(1), [0]).ok
-    scheduler.open_namespace(OTHER)
-    assert scheduler.lookup(1, keys(1), OTHER).states == "-"
-    assert scheduler.reset(OTHER) == 0
-    assert scheduler.lookup(2, keys(1)).states == "R"
 
 
 def test_a_block_stored_in_part_is_stored_again_in_full(
@@ -234,17 +213,6 @@ def test_a_block_is_ready_when_every_rank_has_stored(shared_daemon: DaemonProces
             assert (page(first, 11), page(second, 12)) == (b"\1" * PAGE_BYTES, b"\2" * PAGE_BYTES)
             after = books(directory)
             assert (after.leases, after.pinned_blocks, after.pool.pinned_bytes) == (0, 0, 0)
-
-
-def test_a_shard_may_come_from_any_engine(shared_daemon: DaemonProcess, memory: SharedMemory) -> None:
-    """Rank 0 of one engine and rank 1 of another make the block whole."""
-    with engine(shared_daemon) as (zero, _), engine(shared_daemon) as (one, scheduler):
-        for client in (zero, one, scheduler):
-            client.open_namespace(OTHER, world_size=2)
-        caches = zero.register(memory, namespace=OTHER), one.register(memory, rank=1, namespace=OTHER)
-        assert zero.store(caches[0], keys(1), [0]).ok
-        assert one.store(caches[1], keys(1), [1]).ok
-        assert scheduler.lookup(1, keys(1), OTHER).states == "R"
 
 
 def test_a_block_that_lacks_a_shard_for_too_long_is_dropped(impatient: DaemonProcess, memory: SharedMemory) -> None:

@@ -255,14 +255,6 @@ def test_memory_that_is_emptied_under_its_jobs(client: WireClient) -> None:
     client.wait_ended(*jobs)
 
 
-def test_tensors_that_lie_over_each_other(client: WireClient, memory: SharedMemory) -> None:
-    """They are the engine's own affair."""
-    layout = [Tensor(0, 0, PAGE_BYTES, BLOCKS)] * 64
-    pages = [[Page(number, 256) for number in range(64)]]
-    cache = register(client, client.attach(memory.fd), tensors=layout, groups=pages)
-    assert client.store(cache, keys(1, 2, 3), [0, 1, 2]).ok
-
-
 # --- the lifeline ----------------------------------------------------------------------------------
 
 

@@ -111,18 +111,6 @@ def test_restart_brings_back_blocks_and_names(lasting: DaemonProcess) -> None:
         assert load(lasting) == sums
 
 
-def test_restart_lets_engines_that_stay_load_their_blocks(lasting: DaemonProcess) -> None:
-    with FakeEngine(lasting.directory, blocks=2 * BLOCKS) as engine:
-        engine.fill(range(BLOCKS), seed=1)
-        assert engine.store(KEYS, range(BLOCKS)).ok
-        lasting.kill()
-        lasting.start()
-        assert engine.wait_ready(30)
-        assert engine.lookup(KEYS) == BLOCKS
-        assert engine.load(KEYS, range(BLOCKS, 2 * BLOCKS)).ok
-        assert engine.checksums(range(BLOCKS)) == engine.checksums(range(BLOCKS, 2 * BLOCKS))
-
-
 def test_restart_brings_back_the_newest_first(pool_file: Path) -> None:
     """And what was oldest before is the first to go, but for what was asked for since."""
     with DaemonProcess("2MiB", pool_file=str(pool_file), eviction_policy="lru") as daemon:

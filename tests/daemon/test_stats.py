@@ -84,16 +84,6 @@ def test_the_books_balance_whatever_is_done() -> None:
             assert found.load.bytes == sum(loaded.values())
 
 
-def test_what_an_engine_learned_is_shown(shared_daemon: DaemonProcess) -> None:
-    with FakeEngine(shared_daemon.directory, "learned") as engine:
-        engine.scheduler.report(20_000.0, 300_000.0, 3, 1)
-        engine.scheduler.report(21_000.0, 0.0, 2, 0)
-        space = engine.namespace.fingerprint
-        wait_until(lambda: books(shared_daemon.directory).namespaces[space].skipped_loads == 5)
-        found = books(shared_daemon.directory).namespaces[space]
-        assert (found.prefill_tokens_per_second, found.load_tokens_per_second) == (21_000.0, 0.0)
-
-
 # --- quotas ----------------------------------------------------------------------------------------
 
 QUOTA_BLOCKS = 32

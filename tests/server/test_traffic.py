@@ -8,7 +8,7 @@ from typing import cast
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.observe.meters import WINDOWS_S
-from kvoffd.server.traffic import TrafficCounts, counts_of, figures
+from kvoffd.server.traffic import TrafficCounts, counts_of
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, Lifetime, Window
 
@@ -64,22 +64,6 @@ def test_windows_and_sums_keep_what_a_forgotten_namespace_counted() -> None:
     clock.now += 61
     traffic.tick()
     assert [part.asked_keys for part in windows(traffic)[:2]] == [0, 360]
-
-
-def test_what_is_asked_for_is_loaded_not_needed_or_a_miss() -> None:
-    space = namespace(1)
-    ask(space, 10, 4)
-    space.counters.found_disk = 3
-    space.counters.loaded_keys = 6
-    space.counters.misses[MissReason.LATE] = 2
-    space.counters.misses[MissReason.SKIPPED] = 1
-    found = Window(**figures(counts_of(space)))
-    assert found.found_keys == {"pool": 10, "disk": 3}
-    assert (found.loaded_keys, found.not_needed_keys, found.misses) == (6, 4, {"evicted": 4, "late": 2, "skipped": 1})
-    assert found.asked_keys == 17
-    space.counters.loaded_keys = 50  # of lookups that an earlier daemon answered
-    found = Window(**figures(counts_of(space)))
-    assert found.asked_keys == found.loaded_keys + found.not_needed_keys + sum(found.misses.values())
 
 
 def test_no_counter_falls_whichever_namespaces_have_a_row() -> None:

@@ -58,18 +58,6 @@ def test_a_structure_is_the_same_in_c_and_in_python(name: str) -> None:
     assert refusals(name, (ROOT / STRUCTURES[name][0]).read_text()) == ""
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_a_field_too_many_and_one_of_another_size_are_seen(name: str) -> None:
-    text = (ROOT / STRUCTURES[name][0]).read_text()
-    begin = text.index(f"struct {name} {{")
-    end = text.index("\n};", begin)
-    more = text[:end] + "\n    uint64_t more[2];" + text[end:]
-    shorter = text[:begin] + re.sub(r"u?int(64|32)_t (?=[^;*]*;)", "uint16_t ", text[begin:end], count=1) + text[end:]
-    for wrong in (more, shorter):
-        assert wrong != text
-        assert "static assertion failed" in refusals(name, wrong)
-
-
 def test_no_structure_is_left_out() -> None:
     places = {
         path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if "(ctypes.Structure)" in path.read_text()
