@@ -20,6 +20,7 @@ from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, MOST_LINE_BYTES, BadTrace, Trace, read_trace
 from kvoffd_client.cli import main as console
+from tests.kit.cases import case
 
 
 def trace_of(requests: list[list[int]]) -> Trace:
@@ -47,19 +48,17 @@ def most_hits(requests: list[list[int]], blocks: int) -> int:
     return max(best.values())
 
 
-@pytest.mark.parametrize(
-    "requests",
-    [
+def test_the_optimum_is_what_trying_everything_finds() -> None:
+    loads = (
         [[1, 2], [3], [1, 2], [3], [1, 4], [1, 2]],
         [[1, 2, 3], [1, 4], [5], [1, 2, 3], [5], [1, 4]],
         [[1], [2], [3], [1], [2], [3], [1], [2], [3]],
         [[1, 1, 1], [2], [1, 1, 2], [], [3, 3], [1, 2]],
-    ],
-)
-@pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_the_optimum_is_what_trying_everything_finds(requests: list[list[int]], blocks: int) -> None:
-    trace = trace_of(requests)
-    assert optimum_percent(uses_of(trace), blocks) == pytest.approx(100 * most_hits(requests, blocks) / trace.accesses)
+    )
+    for requests, blocks in product(loads, (1, 2, 3)):
+        trace, hits = trace_of(requests), most_hits(requests, blocks)
+        with case(requests, blocks):
+            assert optimum_percent(uses_of(trace), blocks) == pytest.approx(100 * hits / trace.accesses)
 
 
 def test_the_optimum_of_many_requests_and_very_long_ones_is_counted_too() -> None:
@@ -110,25 +109,21 @@ def test_without_sizes_it_takes_parts_of_all_blocks(tmp_path: Path, capsys: pyte
     assert [(one["size"], one["blocks"]) for one in told] == [(f"{n} blocks", n) for n in (2, 4, 8, 16)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--blocks", "0"], "is no list of numbers of blocks"),
-        (["--blocks", "many"], "is no list of numbers of blocks"),
-        (["--blocks", "5", "--policy", "fifo"], "There is no policy 'fifo'"),
-        (["--size", "1GiB"], "give --block-size"),
-        (["--size", "1GiB", "--block-size", "0"], "--block-size 0"),
-        (["--size", "1GiB", "--block-size", "2GiB"], "does not hold one block"),
-        (["--size", "much", "--block-size", "2MiB"], "--size: 'much' is not a size"),
-        (["--size", "1GiB", "--block-size", "2PB"], "--block-size: '2PB' has the unknown unit"),
-    ],
-)
-def test_what_is_wrong_is_said_in_a_sentence(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], sentence: str
-) -> None:
+def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "small.jsonl", [[1]])
-    assert main([str(file), *arguments]) == 2
-    assert sentence in capfd.readouterr().err
+    for arguments, sentence in (
+        ("--blocks 0", "is no list of numbers of blocks"),
+        ("--blocks many", "is no list of numbers of blocks"),
+        ("--blocks 5 --policy fifo", "There is no policy 'fifo'"),
+        ("--size 1GiB", "give --block-size"),
+        ("--size 1GiB --block-size 0", "--block-size 0"),
+        ("--size 1GiB --block-size 2GiB", "does not hold one block"),
+        ("--size much --block-size 2MiB", "--size: 'much' is not a size"),
+        ("--size 1GiB --block-size 2PB", "--block-size: '2PB' has the unknown unit"),
+    ):
+        with case(arguments):
+            assert main([str(file), *arguments.split()]) == 2
+            assert sentence in capfd.readouterr().err
 
 
 def test_what_a_recording_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,67 +136,49 @@ def test_what_a_recording_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert said.out.startswith("gaps: 3 requests, 3 blocks\n")
 
 
-@pytest.mark.parametrize(
-    "content", [b"\x1f\x8b\x08gzip", b"\x28\xb5\x2f\xfd\0\0", b"\x8f\x7f" * 5000, b"", b'{"hash_ids":[1,-2]}']
-)
-def test_what_is_no_trace_is_refused_in_a_sentence(
-    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "other"
-    file.write_bytes(content)
-    assert main(["--blocks=10", str(file)]) == 2
-    said = capsys.readouterr().err.replace(str(tmp_path), "")
-    assert len(said) < 160
-    assert ("zstd -d" in said) == content.startswith(b"\x28")
+    for content in (b"\x1f\x8b\x08gzip", b"\x28\xb5\x2f\xfd\0\0", b"\x8f\x7f" * 5000, b"", b'{"hash_ids":[1,-2]}'):
+        file.write_bytes(content)
+        with case(content[:20]):
+            assert main(["--blocks=10", str(file)]) == 2
+            said = capsys.readouterr().err.replace(str(tmp_path), "")
+            assert len(said) < 160
+            assert ("zstd -d" in said) == content.startswith(b"\x28")
 
 
-@pytest.mark.parametrize(
-    ("lengths", "tokens"),
-    [
+def test_tokens_of_a_block_are_told_by_lengths_where_nothing_else_does(tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    cases: tuple[tuple[list[tuple[object, int]], int], ...] = (
         ([(640, 10), (65, 2), (1, 1)], 64),
         ([(5120, 10), (513, 2)], 512),
-        ([(9, 1)], 512),
-        ([(640, 10), (6400, 10)], 512),
-        ([("x", 3)], 512),
+        ([(9, 1)], 512),  # any would do
+        ([(640, 10), (6400, 10)], 512),  # none fits
+        ([("x", 3)], 512),  # no length
         ([(4100, 4), (3071, 2), (7000, 6)], 1024),
         ([(40, 2), (63, 3)], 16),
-    ],
-    ids=["64", "512", "any", "none fits", "no length", "whole blocks of 1024", "whole blocks of 16"],
-)
-def test_tokens_of_a_block_are_told_by_lengths_where_nothing_else_does(
-    tmp_path: Path, lengths: list[tuple[object, int]], tokens: int
-) -> None:
-    file = tmp_path / "t.jsonl"
-    file.write_text(
-        "".join(json.dumps({"input_length": length, "hash_ids": [*range(count)]}) + "\n" for length, count in lengths)
     )
-    assert read_trace(file).tokens_per_block == tokens
-    with file.open("a") as more:
-        more.write('{"hash_ids": [1], "block_tokens": 32}\n')
-    assert read_trace(file).tokens_per_block == 32
+    for lengths, tokens in cases:
+        lines = [json.dumps({"input_length": length, "hash_ids": [*range(count)]}) + "\n" for length, count in lengths]
+        file.write_text("".join(lines))
+        with case(lengths):
+            assert read_trace(file).tokens_per_block == tokens
+            with file.open("a") as more:
+                more.write('{"hash_ids": [1], "block_tokens": 32}\n')
+            assert read_trace(file).tokens_per_block == 32
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(
-            "nonsense",
-            "[]",
-            "{}",
-            '{"hash_ids": "12"}',
-            '{"hash_ids": {}}',
-            '{"hash_ids": [1.5]}',
-            '{"hash_ids": [true]}',
-        ),
-        *('{"hash_ids": [-1]}', '{"hash_ids": [18446744073709551616]}', '{"hash_ids": [], "block_bytes": -1}'),
-        *('{"hash_ids": [1], "block_tokens": 2147483648}', '{"hash_ids": [1], "x": ' + 9999 * "[" + 9999 * "]" + "}"),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path, line: str) -> None:
+def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
-    file.write_text('{"hash_ids": [1]}\n' + line + "\n")
-    with pytest.raises(BadTrace, match=r"bad\.jsonl:2 is not a line"):
-        read_trace(file)
+    for line in (
+        *("nonsense", "[]", "{}", '{"hash_ids": "12"}', '{"hash_ids": {}}', '{"hash_ids": [1.5]}'),
+        *('{"hash_ids": [true]}', '{"hash_ids": [-1]}', '{"hash_ids": [18446744073709551616]}'),
+        *('{"hash_ids": [], "block_bytes": -1}', '{"hash_ids": [1], "block_tokens": 2147483648}'),
+        '{"hash_ids": [1], "x": ' + 9999 * "[" + 9999 * "]" + "}",
+    ):
+        file.write_text('{"hash_ids": [1]}\n' + line + "\n")
+        with case(line[:40]), pytest.raises(BadTrace, match=r"bad\.jsonl:2 is not a line"):
+            read_trace(file)
 
 
 def test_a_file_that_was_cut_off_is_replayed_as_far_as_it_goes(

@@ -25,6 +25,7 @@ from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.manager import KvoffdManager
 from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
+from tests.kit.cases import case
 from tests.kit.models import make_tiny_llama
 from tests.vllm.vllm_config import cache_config, make_config
 
@@ -75,12 +76,13 @@ CHANGES: dict[str, Patch] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_of_what_is_needed_is_refused_by_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    CHANGES[name](monkeypatch)
-    with pytest.raises(ImportError, match=r"which has changed: .*install one of those") as refused:
-        compat.require_vllm()
-    assert f"changed: {name}. This" in str(refused.value)
+def test_a_change_of_what_is_needed_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, change in CHANGES.items():
+        with case(name), monkeypatch.context() as patched:
+            change(patched)
+            with pytest.raises(ImportError, match=r"which has changed: .*install one of those") as refused:
+                compat.require_vllm()
+            assert f"changed: {name}. This" in str(refused.value)
 
 
 def test_the_connector_has_the_methods_that_it_says() -> None:
@@ -93,19 +95,21 @@ def test_the_connector_has_the_methods_that_it_says() -> None:
         assert not cls.__abstractmethods__
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.1.dev1+g0123456", "dev"])
-def test_an_old_vllm_is_refused_with_those_that_work(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", version)
-    with pytest.raises(ImportError, match=r"needs vLLM 0\.32 or newer, and this is vLLM .*tested with vLLM 0\.32 and"):
-        compat.require_vllm()
+def test_an_old_vllm_is_refused_with_those_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = r"needs vLLM 0\.32 or newer, and this is vLLM .*tested with vLLM 0\.32 and"
+    for version in ("0.31.9", "0.1.dev1+g0123456", "dev"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        with case(version), pytest.raises(ImportError, match=why):
+            compat.require_vllm()
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+cpu", "0.33.2"])
-def test_of_a_tested_release_nothing_is_said(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", version)
-    compat.require_vllm()
-    compat.check_version(strict=True)
-    assert not compat.untested()
+def test_of_a_tested_release_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.32.0", "0.32.1.dev3+cpu", "0.33.2"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        with case(version):
+            compat.require_vllm()
+            compat.check_version(strict=True)
+            assert not compat.untested()
 
 
 @pytest.fixture(scope="module")

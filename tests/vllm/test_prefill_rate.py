@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from vllm.config import SchedulerConfig
 
 from kvoffd_client.vllm.do_no_harm import PrefillRate, largest_chunk_of
+from tests.kit.cases import case
 from tests.kit.clock import Clock
 
 IDLE, DECODING = (), (1,) * 8
@@ -36,23 +39,20 @@ def rate_after(*steps: Step, most_running: int = 1, first: Step = ((2048,), 9.0)
     return rate
 
 
-EVERY_DEPTH = pytest.mark.parametrize("most_running", [1, 2, 5], ids=["sync", "async", "pipeline"])
+DEPTHS = 1, 2, 5
+"""Synchronous, asynchronous and pipelined engines."""
 
 
-@EVERY_DEPTH
-@pytest.mark.parametrize("before", [[(IDLE, 60.0)], [(DECODING, 0.01)] * 9], ids=["idle", "decoding"])
-@pytest.mark.parametrize("after", [[(IDLE, 60.0)], [(DECODING, 0.01)] * 9], ids=["one token", "decoding on"])
-def test_a_single_prompt_is_timed_whatever_goes_before_and_follows(
-    most_running: int, before: list[Step], after: list[Step]
-) -> None:
-    rate = rate_after(*before, ((2048, *DECODING), 0.2056), *after, most_running=most_running)
-    assert rate.tokens_per_second == pytest.approx(10_000)
+def test_a_single_prompt_is_timed_whatever_goes_before_and_follows() -> None:
+    around: tuple[list[Step], ...] = [(IDLE, 60.0)], [(DECODING, 0.01)] * 9
+    for depth, before, after in product(DEPTHS, around, around):
+        with case(depth, before, after):
+            rate = rate_after(*before, ((2048, *DECODING), 0.2056), *after, most_running=depth)
+            assert rate.tokens_per_second == pytest.approx(10_000)
 
 
-@EVERY_DEPTH
-@pytest.mark.parametrize(
-    "steps",
-    [
+def test_what_is_not_mostly_prompts_or_too_short_tells_nothing() -> None:
+    loads: tuple[list[Step], ...] = (
         [((1,) * 300, 0.03)] * 50,  # many users
         [((4,) * 300, 0.03)] * 50,  # with speculative tokens
         [((1000,) + (1,) * 400, 0.1)] * 5,
@@ -60,27 +60,21 @@ def test_a_single_prompt_is_timed_whatever_goes_before_and_follows(
         [((900,), 0.1), (DECODING, 0.01)] * 9,
         [((900,), 0.1), (IDLE, 60.0)] * 9,
         [((200,), 0.1)] * 9,
-    ],
-)
-def test_what_is_not_mostly_prompts_or_too_short_tells_nothing(steps: list[Step], most_running: int) -> None:
-    rate = rate_after(*steps, most_running=most_running)
-    assert rate.tokens_per_second == 0.0
+    )
+    for depth, steps in product(DEPTHS, loads):
+        with case(depth, steps[0]):
+            assert rate_after(*steps, most_running=depth).tokens_per_second == 0.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "chunk"),
-    [
-        ({"max_num_batched_tokens": 128}, 128),
-        ({"max_num_batched_tokens": 2048, "long_prefill_token_threshold": 40}, 40),
-        ({"max_num_batched_tokens": 4096}, 4096),
-    ],
-)
-def test_an_engine_that_computes_little_of_a_prompt_in_a_step_is_timed(settings: dict[str, int], chunk: int) -> None:
-    config = SchedulerConfig(max_model_len=1024, is_encoder_decoder=False, max_num_seqs=8, **settings)
-    assert largest_chunk_of(config) == chunk
-    prompts = [((chunk - 8, *DECODING), chunk / 10_000)] * (2048 // chunk + 2)
-    assert rate_after(*prompts, chunk=chunk).tokens_per_second == pytest.approx(10_000)
-    assert rate_after(*[((4,) * 300, 0.03)] * 50, chunk=chunk).tokens_per_second == 0.0, "speculative tokens"
+def test_an_engine_that_computes_little_of_a_prompt_in_a_step_is_timed() -> None:
+    for batched, threshold, chunk in ((128, 0, 128), (2048, 40, 40), (4096, 0, 4096)):
+        given = {"max_num_batched_tokens": batched, "long_prefill_token_threshold": threshold}
+        config = SchedulerConfig(max_model_len=1024, is_encoder_decoder=False, max_num_seqs=8, **given)
+        with case(given):
+            assert largest_chunk_of(config) == chunk
+            prompts = [((chunk - 8, *DECODING), chunk / 10_000)] * (2048 // chunk + 2)
+            assert rate_after(*prompts, chunk=chunk).tokens_per_second == pytest.approx(10_000)
+            assert rate_after(*[((4,) * 300, 0.03)] * 50, chunk=chunk).tokens_per_second == 0.0, "speculative tokens"
 
 
 def test_the_first_steps_in_which_an_engine_compiles_tell_nothing() -> None:
