@@ -221,7 +221,6 @@ PROTOTYPES: dict[str, tuple[str, ...]] = {
     # Devices and contexts.
     "cuDeviceGetCount": ("int *",),
     "cuDeviceGet": ("CUdevice *", "int"),
-    "cuDeviceGetUuid": ("CUuuid *", "CUdevice"),
     "cuDeviceGetUuid_v2": ("CUuuid *", "CUdevice"),
     "cuDeviceGetName": ("char *", "int", "CUdevice"),
     "cuDeviceGetPCIBusId": ("char *", "int", "CUdevice"),
@@ -267,9 +266,6 @@ PROTOTYPES: dict[str, tuple[str, ...]] = {
 }
 """The C types of each symbol's arguments; all return a CUresult."""
 
-OPTIONAL = frozenset({"cuDeviceGetUuid"})
-"""Symbols that a driver may be without: headers from 13.0 on do not declare them any more."""
-
 _COLUMNS = ("CUdeviceptr *", "CUdeviceptr *", "size_t *", "size_t", "CUmemcpyAttributes *", "size_t *", "size_t")
 BATCH_SYMBOL = "cuMemcpyBatchAsync"
 BATCH_FORMS: dict[int, tuple[str, ...]] = {
@@ -293,10 +289,8 @@ def argument_types(declared: tuple[str, ...]) -> list[type]:
 
 
 def declare(library: ctypes.CDLL, prototypes: dict[str, tuple[str, ...]]) -> None:
-    """Give the library's functions these prototypes. Raises AttributeError for one that is not there, but OPTIONAL."""
+    """Give the library's functions these prototypes. Raises AttributeError for one that is not there."""
     for name, declared in prototypes.items():
-        if name in OPTIONAL and not hasattr(library, name):
-            continue
         function = getattr(library, name)
         function.argtypes = argument_types(declared)
         function.restype = TYPES["CUresult"]
@@ -403,14 +397,10 @@ class Cuda:
         """Return ``domain:bus:device.function``, as in sysfs but in upper case."""
         return self._text("cuDeviceGetPCIBusId", device)
 
-    def device_uuid(self, device: int, *, whole: bool = False) -> bytes:
-        """Return 16 bytes: the UUID of the MIG instance where the device is one; with ``whole`` that of its GPU.
-
-        Drivers that do not tell that any more give the device's own.
-        """
+    def device_uuid(self, device: int) -> bytes:
+        """Return 16 bytes: of the GPU, or of the MIG instance where the device is one."""
         uuid = Uuid()
-        old = whole and hasattr(self._library, "cuDeviceGetUuid")
-        self._call("cuDeviceGetUuid" if old else "cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
+        self._call("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
         return bytes(uuid)
 
     def retain_context(self, device: int) -> int:

@@ -39,7 +39,6 @@ OURS = Declarations(
     cuda.STRUCTS,
     CONSTANTS,
     cuda.BATCH_FORMS,
-    gone=dict.fromkeys(cuda.OPTIONAL, 13000),
     since={
         "CU_MEM_HANDLE_TYPE_FABRIC": 12030,
         "CUDA_ERROR_CONTAINED": 12050,
@@ -64,8 +63,6 @@ def test_what_older_headers_are_said_to_lack_they_lack() -> None:
         include = include_directory(version)
         missing = {name for name, since in OURS.since.items() if since > header_version(include)}
         assert set(differences(replace(OURS, since={}), include)) == missing
-    gone = replace(OURS, gone={})
-    assert list(differences(gone, include_directory("newest"))) == list(cuda.OPTIONAL)
 
 
 def test_no_other_calls_of_cuda_are_made() -> None:

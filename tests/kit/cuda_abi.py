@@ -22,7 +22,6 @@ class Declarations:
         structs: by their C names; their fields have the names of C.
         constants: values by their C names.
         batch_forms: the forms of cuMemcpyBatchAsync, by version.
-        gone: symbols that newer headers do not declare any more, and since when.
         since: names that older headers do not have yet, and since when.
     """
 
@@ -31,7 +30,6 @@ class Declarations:
     structs: Mapping[str, type[ctypes.Structure]] = field(default_factory=dict)
     constants: Mapping[str, int] = field(default_factory=dict)
     batch_forms: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    gone: Mapping[str, int] = field(default_factory=dict)
     since: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -78,7 +76,7 @@ def _assertions(ours: Declarations, version: int) -> Iterator[tuple[str, str]]:
     """Name and C declaration of each; one line, which compiles if ours is right."""
 
     def is_known(name: str) -> bool:
-        return ours.since.get(name, 0) <= version < ours.gone.get(name, 1 << 31)
+        return ours.since.get(name, 0) <= version
 
     for name, arguments in ours.prototypes.items():
         if is_known(name):

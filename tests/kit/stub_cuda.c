@@ -29,8 +29,6 @@
 
 #include "cuda.h"
 #include "cudaTypedefs.h"
-#undef cuDeviceGetUuid /* Headers from 13.0 on do not declare the first form any more; drivers still have it. */
-CUresult cuDeviceGetUuid(CUuuid *out, CUdevice device);
 
 #define GRANULARITY (2u << 20)
 #define MANY 4096
@@ -61,7 +59,7 @@ static stream_t *streams[MANY];
 static event_t *events[MANY];
 static int many_ranges, many_streams, many_events, many_allocations = 1;
 static int contexts[DEVICES], made_contexts, initialised, released, hanging;
-static int version = 12080, devices = 1, first, mig, same_pid_allowed, batch_missing, import_ranges, translated;
+static int version = 12080, devices = 1, first, same_pid_allowed, batch_missing, import_ranges, translated;
 static CUresult lost;
 static unsigned seed;
 static char *text;
@@ -284,7 +282,6 @@ FOR_TESTS(void, stub_set, const char *what, int value) {
     pthread_mutex_lock(&lock);
     if (!strcmp(what, "version")) version = value;
     else if (!strcmp(what, "devices")) devices = value;
-    else if (!strcmp(what, "mig")) mig = value;
     else if (!strcmp(what, "same_pid_allowed")) same_pid_allowed = value;
     else if (!strcmp(what, "batch_missing")) batch_missing = value;
     else if (!strcmp(what, "import_ranges")) import_ranges = value;
@@ -313,10 +310,9 @@ CUresult cuGetErrorName(CUresult code, const char **out) {
 }
 CUresult cuDeviceGetCount(int *out) { ENTER("cuDeviceGetCount") *out = devices; return leave(0); }
 CUresult cuDeviceGet(CUdevice *out, int ordinal) { ENTER("cuDeviceGet") NEED_DEVICE(ordinal) *out = ordinal; return leave(0); }
-CUresult cuDeviceGetUuid(CUuuid *out, CUdevice device) { ENTER("cuDeviceGetUuid") NEED_DEVICE(device) memset(out, 0x10 + first + device, sizeof *out); return leave(0); }
 CUresult cuDeviceGetUuid_v2(CUuuid *out, CUdevice device) {
     ENTER("cuDeviceGetUuid_v2") NEED_DEVICE(device)
-    memset(out, (mig ? 0x80 : 0x10) + first + device, sizeof *out);
+    memset(out, 0x10 + first + device, sizeof *out);
     return leave(0);
 }
 CUresult cuDeviceGetName(char *out, int room, CUdevice device) { ENTER("cuDeviceGetName") NEED_DEVICE(device) snprintf(out, room, "Stub %d", device); return leave(0); }

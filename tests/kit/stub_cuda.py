@@ -76,7 +76,7 @@ class StubCuda:
         return Cuda(self.path)
 
     def set(self, what: str, value: int) -> None:
-        """version, devices, mig, same_pid_allowed, batch_missing, seed; import_ranges: imports have a range;
+        """version, devices, same_pid_allowed, batch_missing, seed; import_ranges: imports have a range;
         translated: GPUs have a host's memory at other addresses.
         """
         self._library.stub_set(what.encode(), value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -22,7 +22,6 @@ from kvoffd_client.session import ClientOptions, Closing
 from kvoffd_proto.messages import GroupKeys
 from kvoffd_proto.units import format_size
 from tests.bench.gpu.driver import BenchDriver
-from tests.bench.gpu.steps import Steps
 from tests.kit.waiting import wait_until
 
 KEY_BYTES = 32
@@ -154,25 +153,22 @@ class CopyJobs(Closing):
         self._driver.free(self._address)
 
 
-@contextmanager
-def ready_gpu(directory: Path) -> Iterator[BenchDriver]:
-    """The driver with a context on GPU 0, once the daemon in ``directory`` has tried to pin all of its pool."""
-    driver = BenchDriver()
-    with driver.context(driver.devices()[0]), AdminClient(directory) as admin:
-
-        def tried() -> bool:
-            pool = admin.stats().pool
-            return pool.pinned_for_gpu_bytes + pool.unpinnable_bytes >= pool.size_bytes
-
-        with CopyJobs(directory, driver, GRANULARITY, 2 * GRANULARITY):
-            wait_until(tried, PINNING_WAIT_S)
-            yield driver
-
-
 def measure_copies(directory: Path, piece_sizes: Sequence[int], job_bytes: int, rounds: int) -> list[Row]:
     """Streams of stores, of loads and of both at once, then single jobs, in turns with their floors. GB/s."""
     rows: list[Row] = []
-    with ready_gpu(directory) as driver, Floor(driver, job_bytes) as floor, AdminClient(directory) as admin:
+    driver = BenchDriver()
+    with ExitStack() as undo:
+        undo.enter_context(driver.context(driver.devices()[0]))
+        admin = undo.enter_context(AdminClient(directory))
+
+        def tried() -> bool:
+            """Whether the daemon has tried to pin all of its pool."""
+            pool = admin.stats().pool
+            return pool.pinned_for_gpu_bytes + pool.unpinnable_bytes >= pool.size_bytes
+
+        undo.enter_context(CopyJobs(directory, driver, GRANULARITY, 2 * GRANULARITY))  # the GPU stays in use
+        wait_until(tried, PINNING_WAIT_S)
+        floor = undo.enter_context(Floor(driver, job_bytes))
 
         def used() -> tuple[float, float, int]:
             """CPU seconds of the daemon, those of its checksums, and bytes that it copied."""
@@ -204,28 +200,6 @@ def measure_copies(directory: Path, piece_sizes: Sequence[int], job_bytes: int, 
                     case = f"{name}, pieces of {format_size(piece_bytes)}"
                     costs = {"cpu_s_per_gb": mean(cpu), "checksum_s_per_gb": mean(checksums)}
                     rows.append(_row(case, median(speeds), "GB/s", median(floors)) | costs)
-    return rows
-
-
-def measure_beside_compute(directory: Path, piece_sizes: Sequence[int], job_bytes: int, slice_s: float) -> list[Row]:
-    """Steps of a process that computes on the GPU, alone and while the daemon copies both ways, and these copies."""
-    rows: list[Row] = []
-    with ready_gpu(directory) as driver, Floor(driver, job_bytes) as floor:
-        for piece_bytes in piece_sizes:
-            with CopyJobs(directory, driver, piece_bytes, job_bytes) as jobs:
-                with Steps() as steps:
-                    time.sleep(slice_s)
-                    alone = steps.end()
-                with Steps() as steps:
-                    speeds, until = [], time.monotonic() + slice_s
-                    while time.monotonic() < until:
-                        jobs.store()
-                        speeds.append(jobs.both())
-                    beside = steps.end()
-            case = f"pieces of {format_size(piece_bytes)}"
-            both = floor.gb_per_s(store=True, load=True)
-            rows.append(_row(f"a step beside copies, {case}", beside["p50_ms"], "ms", alone["p50_ms"]))
-            rows.append(_row(f"store and load at once beside steps, {case}", median(speeds), "GB/s", both))
     return rows
 
 

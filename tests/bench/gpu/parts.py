@@ -28,7 +28,7 @@ from kvoffd.transfer.cuda.gpus import list_devices
 from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
 from kvoffd_proto import cuda
 from kvoffd_proto.messages import GroupKeys
-from tests.bench.gpu.copies import STREAM_JOBS, Row, measure_beside_compute, measure_copies
+from tests.bench.gpu.copies import STREAM_JOBS, Row, measure_copies
 from tests.bench.gpu.driver import BenchDriver
 from tests.bench.gpu.steps import Steps
 from tests.bench.report_file import machine
@@ -399,22 +399,19 @@ def copy(setup: Setup) -> dict[str, list[Row]]:
         return {"results": measure_copies(daemon.directory, sizes, job_bytes, 2 if setup.double else 5)}
 
 
-def compute(setup: Setup) -> dict[str, list[Row]]:
-    """A loop of kernels beside the copies, as an engine that decodes, and alone."""
-    sizes, job_bytes = ([64 * KIB], 4 * MIB) if setup.double else ([16 * KIB, 64 * KIB, MIB], 128 * MIB)
-    with setup.daemon(2 * job_bytes * STREAM_JOBS) as daemon:
-        slice_s = 0.1 if setup.double else 2.0
-        return {"results": measure_beside_compute(daemon.directory, sizes, job_bytes, slice_s)}
-
-
 def latency(setup: Setup) -> Found:
-    """How long the steps of a process that decodes take: alone, beside loads, beside stores, alone again."""
-    seconds, blocks = (0.2, 8) if setup.double else (5.0, 64)
+    """Steps of a process that decodes: alone, beside loads, beside stores, alone again; by size of a piece."""
+    sizes = [64 * KIB] if setup.double else [16 * KIB, 64 * KIB, MIB]
+    return {f"pieces of {size // KIB} KiB": _latency(setup, size) for size in sizes}
+
+
+def _latency(setup: Setup, page_bytes: int) -> Found:
+    seconds, blocks = (0.2, 8) if setup.double else (4.0, 64)
     keys = b"".join(number.to_bytes(32, "big") for number in range(blocks))
     numbers = list(range(blocks))
-    shape = {"layers": 8, "blocks": blocks, "page_bytes": 64 * KIB}
     job = iter(range(1, 1 << 20))
     found: Found = {}
+    shape = {"layers": 8, "blocks": blocks, "page_bytes": page_bytes}
     with setup.daemon(GIB // 4 if setup.double else 8 * GIB) as daemon, setup.exporter(daemon, **shape) as worker:
         worker.wait_ready(READY_S)
         assert worker.ask("store", job_id=next(job), keys=keys.hex(), blocks=numbers)["ok"]
@@ -543,8 +540,7 @@ PARTS = {
     "tests": Part(run_tests, 110),
     "batches": Part(batches, 50),
     "copy": Part(copy, 90),
-    "compute": Part(compute, 45),
-    "latency": Part(latency, 45),
+    "latency": Part(latency, 90),
     "death": Part(die, 65),
     "fault": Part(fault, 35),
 }
@@ -557,7 +553,7 @@ def is_wrong(name: str, found: Mapping[str, Any]) -> bool:
         case "sharing" | "pinning":
             return any(isinstance(one, str) or one.get("right_bytes") is False for one in found.values())
         case "latency":  # the copies beside the steps must have been there
-            return not all(found[name]["gb_per_s"] > 0 for name in ("stores", "loads"))
+            return not all(one[name]["gb_per_s"] > 0 for one in found.values() for name in ("stores", "loads"))
         case "batches":
             return any(isinstance(one, dict) and one["right_bytes"] is False for one in found.values())
         case "tests":

@@ -76,8 +76,8 @@ def test_a_part_that_failed_is_told_on_the_page() -> None:
         ("pinning", {"1 GiB": {"refused_bytes": 0}}, {"1 GiB": "TimeoutError: "}),
         (
             "latency",
-            {"loads": {"gb_per_s": 9.0}, "stores": {"gb_per_s": 9.0}},
-            {"loads": {"gb_per_s": 0.0}, "stores": {"gb_per_s": 9.0}},
+            {"64 KiB": {"loads": {"gb_per_s": 9.0}, "stores": {"gb_per_s": 9.0}}},
+            {"64 KiB": {"loads": {"gb_per_s": 0.0}, "stores": {"gb_per_s": 9.0}}},
         ),
         (
             "batches",

@@ -19,7 +19,6 @@ from tests.kit.copy_buffers import random_bytes
 from tests.kit.stub_cuda import StubCuda
 from tests.kit.waiting import wait_until
 
-FOREVER = float("inf")
 KIB = 1 << 10
 POOL = 4 * STEP_BYTES
 UNKNOWN = 999  # an error after which the driver goes on
@@ -27,11 +26,10 @@ SIZES = [1, 511, 4 * KIB, 16 * KIB - 8, 64 * KIB, 256 * KIB - 1, 256 * KIB, 300 
 
 
 class Machine:
-    """A stub GPU, a pinned pool, an engine between them, and a clock."""
+    """A stub GPU, a pinned pool, and an engine between them."""
 
     def __init__(self, stub: StubCuda) -> None:
         self.stub = stub
-        self.now = 100.0
         stub.start()
         self.driver = stub.driver()
         self.memory = PoolMemory.create(POOL, "test")
@@ -47,7 +45,7 @@ class Machine:
     @property
     def engine(self) -> GpuEngine:
         if self._engine is None:
-            self._engine = GpuEngine(self.driver, self.pins.chunks, clock=lambda: self.now)
+            self._engine = GpuEngine(self.driver, self.pins.chunks)
         return self._engine
 
     def close(self) -> None:
@@ -70,15 +68,8 @@ def machine(stub: StubCuda) -> Iterator[Machine]:
 class Job:
     """Pieces of the given sizes, 8 bytes from each other in the pool and on the GPU."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        sizes: list[int],
-        direction: Direction = Direction.STORE,
-        deadline: float = FOREVER,
-    ) -> None:
+    def __init__(self, machine: Machine, sizes: list[int], direction: Direction = Direction.STORE) -> None:
         self.outcome: Outcome | None = None
-        self.overdue = 0
         self.done = threading.Event()
         offsets = [np.cumsum([24, *(size + 8 for size in sizes[:-1])]).astype(np.uint64)] * 2
         assert int(max(offset[-1] for offset in offsets)) + sizes[-1] <= POOL
@@ -94,16 +85,12 @@ class Job:
         self._to, self._from = views
         self._from[:] = self.source
         self._to[:] = 0
-        self.transfer = Transfer(direction, self.plan, deadline, self._on_done, self._on_overdue)
+        self.transfer = Transfer(direction, self.plan, float("inf"), self._on_done)
         machine.engine.submit(self.transfer)
 
     def _on_done(self, transfer: Transfer, outcome: Outcome) -> None:
         self.outcome = outcome
         self.done.set()
-
-    def _on_overdue(self, transfer: Transfer) -> None:
-        assert transfer is self.transfer
-        self.overdue += 1
 
     def wait(self) -> Outcome | None:
         assert self.done.wait(10), "the transfer did not end"
@@ -264,26 +251,6 @@ def test_a_copy_that_is_stopped_waits_for_its_steps_in_flight(machine: Machine, 
     records = machine.stub.calls("cuEventRecord")
     assert (records, machine.stub.calls("cuEventSynchronize")) == (STEPS_IN_FLIGHT, STEPS_IN_FLIGHT)
     assert not job.is_copied()
-
-
-@pytest.mark.parametrize("direction", list(Direction))
-def test_a_copy_that_hangs_is_told_of_once_and_ends_only_when_the_gpu_lets_go(
-    machine: Machine, direction: Direction
-) -> None:
-    machine.pin()
-    machine.stub.hang("cuEventSynchronize")
-    job = Job(machine, [4 * KIB] * 8, direction, deadline=machine.now + 5)
-    machine.stub.wait_hanging()
-    for _ in range(3):
-        machine.now += 5
-        machine.engine.tick()
-    assert (job.overdue, job.outcome) == (1, None)
-    assert machine.engine.hangs_s() > 0
-    assert not machine.engine.close(0.0), "closing does not wait for it"
-    machine.stub.release()
-    assert job.wait() in (Outcome.DONE, Outcome.DEADLINE)
-    assert machine.engine.close(10)
-    assert not machine.engine.hangs_s()
 
 
 def test_streams_and_events_are_destroyed(machine: Machine) -> None:
