@@ -432,6 +432,7 @@ class Jobs:
         """All whose copy may still touch memory, oldest first."""
         self._ended_at = float("-inf")
         self._verify_due = 0.0
+        """From 1 on a load compares all its slots: ``verify_share`` of the loads do."""
         self.with_results: dict[int, Session] = {}
         """Sessions with results that were not published yet, by id."""
         self.counters = {direction: DirectionCounters() for direction in Direction}
@@ -467,7 +468,10 @@ class Jobs:
                 keep_lease = message.loads.keep_lease[number]
                 load = LoadJob((job_id,), session, registration, accepted_at, parts, lease_id, keep_lease)
                 jobs.append(load)
-                load.begin(self._cache, self._pool, verify=self._verifies())
+                self._verify_due += self._config.verify_share
+                verify = self._verify_due >= 1.0
+                self._verify_due -= verify
+                load.begin(self._cache, self._pool, verify=verify)
             if message.stores.job_ids:
                 batch = StoreBatch(message.stores.job_ids, session, registration, accepted_at, stores)
                 jobs.append(batch)
@@ -511,13 +515,6 @@ class Jobs:
             raise KvoffdError(
                 "The session's outstanding stores are far beyond its credit; wait for results.", ErrorCode.TOO_MANY
             )
-
-    def _verifies(self) -> bool:
-        """Count one more load; True where it compares all its slots: ``verify_share`` of the loads do."""
-        self._verify_due += self._config.verify_share
-        due = self._verify_due >= 1.0
-        self._verify_due -= due
-        return due
 
     # --- running ----------------------------------------------------------------------------------
 

@@ -53,7 +53,9 @@ class TrafficCounts:
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Go on to count what the namespace counted."""
-        if self._shown.pop(namespace, _NOBODY) is _NOBODY:
+        if namespace in self._shown:
+            del self._shown[namespace]
+        else:
             self._others.update(counts_of(namespace))
         if not namespace.of_bench:
             self._gone.update(counts_of(namespace))
@@ -119,9 +121,6 @@ class TrafficCounts:
             earlier.saved_seconds + total.get("saved_seconds", 0.0),
             earlier.disk_written_bytes + disk_written_bytes,
         )
-
-
-_NOBODY = object()
 
 
 def counts_of(namespace: Namespace) -> dict[str, float]:
