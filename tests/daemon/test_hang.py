@@ -22,7 +22,7 @@ KEYS = keys(*range(8))
 
 @pytest.fixture
 def daemon(pool_file: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess("16MiB", faults=True, pool_file=str(pool_file), limits={"job_deadline_s": 3}) as running:
+    with DaemonProcess("16MiB", faults=True, pool_file=str(pool_file), limits={"job_deadline_s": 1.5}) as running:
         yield running
 
 

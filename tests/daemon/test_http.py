@@ -169,7 +169,7 @@ def test_http_not_ready_while_the_daemon_stops() -> None:
         daemon.wait_log("Serving ")
         assert get(found, "/readyz").startswith(b"HTTP/1.1 200 ")
         worker.open_namespace()
-        with SharedMemory(PAGE_BYTES, "test") as memory, daemon.fault("store slow 5"):
+        with SharedMemory(PAGE_BYTES, "test") as memory, daemon.fault("store slow 3"):
             cache = worker.register(memory)
             worker.submit(cache, [store_of(1, keys(1), [0])])
             wait_until(lambda: books(daemon.directory).store.running_jobs == 1)
