@@ -636,11 +636,13 @@ class Cache:
             for present in held:
                 self.unpin(present)
         for plan in plans:
-            self._count_refused(plan.stored.group, plan.part.keys, plan.stored.no_space, MissReason.NO_SPACE)
-            self._count_refused(plan.stored.group, plan.part.keys, plan.stored.rejected, MissReason.REJECTED)
-        counters = namespace.counters
-        counters.dropped_keys += sum(len(plan.stored.no_space) for plan in plans)
-        counters.declined_keys += sum(len(plan.stored.rejected) for plan in plans)
+            stored, size = plan.stored, namespace.key_bytes
+            for numbers, reason in ((stored.no_space, MissReason.NO_SPACE), (stored.rejected, MissReason.REJECTED)):
+                if numbers:
+                    names = _some(plan.part.keys, np.array(numbers), size)
+                    self.blocks.note_misses(stored.group.number, names, size, reason)
+            namespace.counters.dropped_keys += len(stored.no_space)
+            namespace.counters.declined_keys += len(stored.rejected)
         return StoreTicket(rank, [plan.stored for plan in plans])
 
     def _plan(self, rank: int, group: Group, part: StorePart, ours: BlockIds = _NOTHING) -> _Plan:
@@ -672,8 +674,12 @@ class Cache:
         size, begin = group.key_bytes, 0
         names = _some(part.keys, plan.lacking, size)
         numbers, blocks = [plan.mine_keys], [plan.mine]
+        runs: Sequence[tuple[int, float]] = [(len(plan.lacking), inf)]
         try:
-            for count, score in self._scores(group, part, plan.lacking, names):
+            if part.starts is not None and plan.lacking.size and group.sizes and not group.namespace.of_bench:
+                starts = part.starts if len(part.starts) == 1 else np.unique(np.searchsorted(plan.lacking, part.starts))
+                runs = self.policy.admit(group, names, list(starts))
+            for count, score in runs:
                 end = begin + count
                 if score == REJECTED:
                     stored.rejected += plan.lacking[begin:end].tolist()
@@ -700,20 +706,6 @@ class Cache:
             self.blocks.shard[stored.slots] = WRITING_SHARD
             for block in stored.blocks.tolist() if self._partial else ():
                 self._partial.pop(block, None)
-
-    def _scores(
-        self, group: Group, part: StorePart, lacking: npt.NDArray[np.intp], names: bytes
-    ) -> Sequence[tuple[int, float]]:
-        """Lengths and scores of runs of the lacking keys."""
-        if part.starts is None or group.namespace.of_bench or not group.sizes or not lacking.size:
-            return [(len(lacking), inf)]
-        begins = [0] if len(part.starts) == 1 else np.unique(np.searchsorted(lacking, part.starts)).tolist()
-        return self.policy.admit(group, names, begins)
-
-    def _count_refused(self, group: Group, keys: bytes, numbers: Sequence[int], reason: MissReason) -> None:
-        if numbers:
-            names = _some(keys, np.array(numbers), group.key_bytes)
-            self.blocks.note_misses(group.number, names, group.key_bytes, reason)
 
     def commit_store(
         self,
