@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import zmq
@@ -20,6 +20,9 @@ from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
 from kvoffd_proto.paths import SocketPaths
 from kvoffd_proto.stats import DaemonStats, Stats
 from kvoffd_proto.units import printable
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
 
 TIMEOUT_S = 2.0
 URL_TIMEOUT_S = 1.4
@@ -55,17 +58,24 @@ def one_namespace(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.Namespa
     )
 
 
+def open_url(url: str, timeout_s: float) -> HTTPResponse:
+    """GET an address of the operator's network, without the proxy that ``http_proxy`` names. Raises as urlopen does."""
+    from urllib.request import ProxyHandler, build_opener  # only a URL needs these: they take long
+
+    answer: HTTPResponse = build_opener(ProxyHandler({})).open(url, timeout=timeout_s)
+    return answer
+
+
 def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
     """The statistics of a daemon at its ``http_address``, such as ``http://node:9464``. Raises DaemonUnavailable."""
-    from http.client import HTTPException  # only a URL needs these: they take long
+    from http.client import HTTPException
     from urllib.error import HTTPError, URLError
-    from urllib.request import urlopen
 
     base = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
         if not base.startswith(("http://", "https://")):
             raise ValueError("give http://HOST:PORT")
-        with urlopen(f"{base}/stats.json", timeout=timeout_s) as answer:
+        with open_url(f"{base}/stats.json", timeout_s) as answer:
             return msgspec.json.decode(answer.read(MAX_REPLY_BYTES), type=DaemonStats)
     except HTTPError as error:
         why = f"it answers {error.code}: {error.read(200).decode(errors='replace').strip()}"

@@ -73,7 +73,11 @@ def test_hits_misses_and_loads_are_those_that_there_were(cli: Cli) -> None:
     assert "never stored" in cli("stats", "--misses").out
 
 
-def test_http_says_the_same_as_the_socket(cli: Cli, port: int) -> None:
+def test_http_says_the_same_as_the_socket(cli: Cli, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for proxy in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(proxy, "http://127.0.0.1:1")  # nobody is there: a node is asked without it
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
     moving = {"uptime_seconds", "cpu_seconds", "requests", "sessions", "resident_bytes", "loop_blocked_seconds"}
     moving |= {"last_minute", "last_hour", "since_start", "disks", "tiers", "loop_blocked_max_seconds", "index_bytes"}
     here = stats(cli)

@@ -182,6 +182,7 @@ def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(40):
             engine.serve(chain(number % 4, 8))
         url = f"http://127.0.0.1:{server.port}"
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # an engine is asked without it
         hits = engine.loaded * TOKENS
 
         def checks(text: str) -> set[str]:

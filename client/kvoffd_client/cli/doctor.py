@@ -6,7 +6,6 @@ import http.client
 import os
 import time
 import urllib.error
-import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ import msgspec
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvoffd_client.admin_client import AdminClient, read_stats
+from kvoffd_client.admin_client import AdminClient, open_url, read_stats
 from kvoffd_client.cli.findings import FEWEST_LOOKUPS, Engine, Facts, Finding, Value, find, value_of
 from kvoffd_client.cli.format import TEXT_CELLS, Line, percent, print_json, print_line, print_lines, print_status
 from kvoffd_client.cli.machine import Machine, look_at
@@ -132,7 +131,7 @@ def metrics_url(given: str) -> str:
 def read_engine(where: str) -> Engine:
     """vLLM's counters. What is wrong is in ``problem``."""
     try:
-        with urllib.request.urlopen(where, timeout=ENGINE_TIMEOUT_S) as answer:
+        with open_url(where, ENGINE_TIMEOUT_S) as answer:
             text = answer.read(MOST_METRICS_BYTES).decode(errors="replace")
         metrics: dict[str, float] = defaultdict(float)
         models, age_seconds = set(), None
