@@ -19,7 +19,6 @@ from kvoffd.cache.policy import make_policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.logging import RareWarnings, log_what_python_prints
-from kvoffd.server.descriptors import check_loop_calls, raise_descriptor_limit
 from kvoffd.server.events import EventLog
 from kvoffd.server.health import health_reply
 from kvoffd.server.http import HttpServer
@@ -33,6 +32,7 @@ from kvoffd.server.sockets import Sockets
 from kvoffd.server.stats import daemon_stats
 from kvoffd.server.tiers import OpenStores, shared_stores
 from kvoffd.system.directory import DaemonDirectory
+from kvoffd.system.limits import check_loop_calls, raise_descriptor_limit
 from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
 from kvoffd.system.systemd import Notifier, take_stored_fds

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvoffd.observe.meters import MINUTE_S
-from kvoffd.server.descriptors import open_descriptors
+from kvoffd.system.limits import open_descriptors
 from kvoffd_proto import admin as a
 from kvoffd_proto.cuda import descriptor_limits
 from kvoffd_proto.stats import Window

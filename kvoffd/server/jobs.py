@@ -30,7 +30,7 @@ from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.pool.pool import Pool
-from kvoffd.server.host import Host
+from kvoffd.server.memory import Host
 from kvoffd.server.sessions import Registration, Session
 from kvoffd.transfer.engine import SlotChecksums, Transfer
 from kvoffd.transfer.plan import Direction, GroupLayout, Outcome, Plan, check_count, check_ids, concatenate, plan_blocks

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from kvoffd.config import Config
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.pool.pool import Pool
-from kvoffd.server.host import Host
 from kvoffd.system.files import OnError
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
@@ -26,6 +25,25 @@ STUCK_AFTER_S = 3.0
 
 Post: TypeAlias = Callable[[Callable[[], None]], None]
 """Has the service's thread call something soon; from any thread."""
+
+
+class Host(Protocol):
+    """Time, threads and memory of the daemon, or of the simulator. The service calls it in its own thread."""
+
+    def now(self) -> float:
+        """Seconds of a clock that never goes back."""
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have the service's thread call something soon. May be called in any thread."""
+
+    def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
+        """Map a client's memfd. Raises KvoffdError where it is not safe to use."""
+
+    def unmap(self, segments: Sequence[MappedSegment], then: Callable[[], None]) -> None:
+        """Unmap segments, which takes long, and call ``then``, both in any thread."""
+
+    def random(self, count: int) -> bytes:
+        """Random bytes that nobody can guess."""
 
 
 @dataclass(frozen=True)

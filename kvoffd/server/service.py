@@ -28,9 +28,8 @@ from kvoffd.pool.pool import Pool
 from kvoffd.server.events import EventLog, Frames
 from kvoffd.server.handlers import HANDLERS, Answer, Pending
 from kvoffd.server.health import health_reply
-from kvoffd.server.host import Host
 from kvoffd.server.jobs import Jobs
-from kvoffd.server.memory import MemoryMapper
+from kvoffd.server.memory import Host, MemoryMapper
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber

@@ -14,8 +14,7 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, UnknownNamespace, UnsafeSegment
-from kvoffd.server.host import Host
-from kvoffd.server.memory import EngineMemory
+from kvoffd.server.memory import EngineMemory, Host
 from kvoffd.transfer.plan import GroupLayout
 from kvoffd_proto import codec, events
 from kvoffd_proto.admin import LoggedRequest

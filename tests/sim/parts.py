@@ -19,7 +19,7 @@ from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.server.events import EventLog
-from kvoffd.server.host import Host
+from kvoffd.server.memory import Host
 from kvoffd.server.persistence import PolicyFile, State, StateFile
 from kvoffd.server.recovery import restore
 from kvoffd.server.service import Service
