@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvoffd.cache.block_table import FREE, READY, WRITING
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import StoreTicket
-from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, NamespaceMismatch, NotReady, ShardTooLarge, UnknownLease
+from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, NamespaceMismatch, NotReady, ShardTooLarge
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
 
@@ -199,22 +198,6 @@ def test_the_first_registration_fixes_a_ranks_shards() -> None:
 # --- lookups and leases -------------------------------------------------------------------------
 
 
-def test_a_lease_of_another_session_or_namespace_is_refused() -> None:
-    rig = full_rig()
-    first, second = rig.open("a"), rig.open("b")
-    rig.store(first, keys_of(1))
-    hold(rig, first, keys_of(1))
-    for namespace, session in ((first, 6), (second, SESSION)):
-        with pytest.raises(UnknownLease):
-            rig.cache.lookup(namespace, session, LEASE, [(0, keys_of(1))])
-    assert rig.cache.release(6, [LEASE]) == 0
-    with pytest.raises(UnknownLease):
-        rig.cache.begin_load(second, 0, LEASE, 0, keys_of(1))
-    with pytest.raises(BadKeys):
-        rig.cache.lookup(first, SESSION, LEASE, [(0, b"123")])
-    check_invariants(rig.cache)
-
-
 def test_leases_leave_others_space_and_what_they_may_not_hold_is_a_miss() -> None:
     rig = CacheRig(16, 4, leased_share=0.5)
     namespace = rig.open("a")
@@ -234,10 +217,7 @@ def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
     assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1, 2, 3, 4, 5))]) == ([bytes([A] + [R] * 4)], 4)
 
 
-# --- loads --------------------------------------------------------------------------------------
-
-
-# --- space --------------------------------------------------------------------------------------
+# --- loads and space -----------------------------------------------------------------------------
 
 
 def test_a_lease_ends_with_the_last_rank_that_loaded_well() -> None:
@@ -451,19 +431,6 @@ def test_wrong_bytes_drop_the_block_and_their_slot_is_never_used_again() -> None
     check_invariants(rig.cache)
     _, recovered = rig.successor()
     assert recovered.quarantined.tolist() == [check.slot], "after a restart neither"
-
-
-def test_a_slot_that_was_given_to_others_meanwhile_is_not_judged() -> None:
-    rig = full_rig(4)
-    namespace = rig.open("a")
-    rig.store(namespace, keys_of(1))
-    (check,) = rig.cache.checks(np.array([0], np.uint32))
-    rig.cache.invalidate(namespace, [(0, keys_of(1))])
-    assert rig.cache.check(check.slot, check.generation, 1)
-    rig.commit(rig.begin(namespace, 0, 0, keys_of(2)), checksum=9)
-    assert rig.cache.check(check.slot, check.generation, 1)
-    assert states(rig, namespace, keys_of(2)) == [R]
-    assert rig.cache.mismatches == 0
 
 
 # --- the policy ---------------------------------------------------------------------------------

@@ -93,14 +93,3 @@ def test_a_namespace_with_its_quota_does_not_look_through_all_others() -> None:
     there = rig.states(second, keys_of(*range(10_000, 10_500)))
     assert there == [2] * 449 + [0] * 50 + [2], "tails of chains first, and none that is leased"
     check_invariants(rig.cache)
-
-
-def test_a_quota_counts_the_slots_of_all_ranks() -> None:
-    rig = CacheRig(units=16, region_units=4)
-    namespace = rig.open("a", world_size=2)
-    set_quota(rig, namespace, 8)
-    for start in range(0, 40, 4):
-        assert rig.put(namespace, keys_of(*range(start, start + 4))) == 0
-        assert namespace.ready_blocks == 4
-    assert namespace.held_bytes == 8 * UNIT
-    check_invariants(rig.cache)
