@@ -21,7 +21,6 @@ from .waiting import wait_until
 ROOT = Path(__file__).parents[2]
 PLACES = f"{ROOT / '.venv-servers/bin'}:{Path(sys.executable).parent}"
 PROGRAM = shutil.which("moto_server", path=PLACES)
-RCLONE = shutil.which("rclone", path=PLACES)
 START_S = 20.0
 BUCKET = "kvoffd-test"
 
@@ -95,29 +94,3 @@ class S3Server(Starting):
 
     def close(self) -> None:
         self.kill()
-
-
-class RcloneServer(S3Server):
-    """rclone's, over a directory. Unlike moto's it checks signatures: the key is ``user``, its secret ``secret``."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self._directory = directory
-        self._flushed = 0
-
-    @property
-    def url(self) -> str:
-        return super().url.replace("/a/prefix?", f"/a/prefix/{self._flushed}?")
-
-    def start(self) -> Self:
-        require("rclone", RCLONE, "there is no rclone; `make servers` installs it")
-        assert RCLONE is not None
-        (self._directory / BUCKET).mkdir()
-        options = ["--config=", "--auth-key=user,secret", f"--addr=127.0.0.1:{self._port}"]
-        command = [RCLONE, "serve", "s3", *options, str(self._directory)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until(self.listens, START_S)
-        return self
-
-    def flush(self) -> None:
-        self._flushed += 1

@@ -6,10 +6,13 @@ import asyncio
 import errno
 import itertools
 import os
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple, Self, cast
 
 import pytest
 import uvloop
@@ -17,7 +20,8 @@ import uvloop
 from kvoffd.errors import KvoffdError
 from kvoffd.tiers.store import Credentials, generation_key
 from kvoffd.tiers.tier import Result
-from tests.kit.s3_server import RcloneServer, S3Server
+from tests.kit.require import require
+from tests.kit.s3_server import BUCKET, PLACES, START_S, S3Server
 from tests.kit.waiting import wait_until
 from tests.tiers.faulty_bucket import FaultyBucket
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
@@ -29,6 +33,7 @@ from kvoffd.tiers.s3_store import NO_KEYS, S3, _receive, open_bucket, open_s3
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = Result.DONE
+RCLONE = shutil.which("rclone", path=PLACES)
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +56,32 @@ class TestS3(SharedConformance):
     def url(self, server: S3Server) -> str:
         server.flush()
         return server.url
+
+
+class RcloneServer(S3Server):
+    """rclone's, over a directory. Unlike moto's it checks signatures: the key is ``user``, its secret ``secret``."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+        self._flushed = 0
+
+    @property
+    def url(self) -> str:
+        return super().url.replace("/a/prefix?", f"/a/prefix/{self._flushed}?")
+
+    def start(self) -> Self:
+        require("rclone", RCLONE, "there is no rclone; `make servers` installs it")
+        assert RCLONE is not None
+        (self._directory / BUCKET).mkdir()
+        options = ["--config=", "--auth-key=user,secret", f"--addr=127.0.0.1:{self._port}"]
+        command = [RCLONE, "serve", "s3", *options, str(self._directory)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(self.listens, START_S)
+        return self
+
+    def flush(self) -> None:
+        self._flushed += 1
 
 
 @pytest.fixture(scope="module")
