@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -
 
 
 def open_standard_streams() -> None:
-    """Put /dev/null where standard input, output or error is closed, as whoever starts a process may have them. Else a
+    """Put /dev/null where standard input, output or error is closed, as some programs start their children. Else a
     socket or a file of the daemon would have its number: what a library prints would go there, and libuv ends the
     process when it is to close one.
     """

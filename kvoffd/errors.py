@@ -27,7 +27,7 @@ class KvoffdError(Exception):
 
 
 def refusal_of(error: Exception) -> KvoffdError:
-    """What a client is told of an error that was raised for it: a failure of the daemon's own goes to the log."""
+    """The text that a client gets for an error. A failure of the daemon's own goes to the log."""
     if isinstance(error, KvoffdError):
         return error
     logger.error("A request failed inside the daemon.", exc_info=error)

@@ -391,7 +391,7 @@ class WorkerClient(Session):
         for result in batch.results:
             for named in (*result.failed, *result.declined):
                 if named.group >= len(self._namespace.groups) or len(named.keys) % self._namespace.key_bytes:
-                    # No keys of the namespace: whoever named them to the daemon again would fail.
+                    # No keys of the namespace: a request that names them again would fail.
                     self._fail_sent({result.job_id} & self._sent.keys(), ErrorCode.INTERNAL, now)
                     break
             else:

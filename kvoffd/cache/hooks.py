@@ -1,4 +1,4 @@
-"""What the cache calls: a listener for what becomes readable, and whoever looks after the tiers below the pool."""
+"""What the cache calls: a listener for blocks that become readable, and the tiers below the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept is what is worth most: the hits to be expected for the room it takes, by how keys came back so far.
+"""Keep the blocks with the most expected hits for their size, by how keys came back so far.
 
 A request's keys are told apart by what says whether and when they are asked for again: whether the request continues a
 conversation, which turn it is, how long the pause was, how much text is new, how many requests saw the key. Each such
@@ -31,7 +31,7 @@ from kvoffd_proto.stats import LearnedStats, PolicyClass
 UNIT_TOKENS = 512
 """Tokens of a block whose group does not say."""
 FORMAT = 5
-"""Of what a successor is told."""
+"""Version of what is kept for the next daemon."""
 SEED_BYTES = 16
 MAX_SPAN = 1024
 """Blocks that no request asked for, and that are entered together: a request for some of them takes as long as they are
@@ -99,7 +99,7 @@ class Counts(ctypes.Structure):
 
 
 _KEPT_BYTES = Counts.hazard.offset
-"""Of the counts, those that a successor is told."""
+"""So many bytes of the counts are kept for the next daemon."""
 
 
 class Learned:

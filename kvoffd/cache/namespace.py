@@ -49,7 +49,7 @@ class MissReason(IntEnum):
     LEASE_LIMIT = 8
     """It is in the pool, but the session may lease no more."""
     REJECTED = 9
-    """The policy did not find it worth storing."""
+    """The policy rejected it."""
     LATE = 10
     """It was found, but the engine did not wait for the answer."""
     SKIPPED = 11

@@ -114,7 +114,7 @@ class _Writer(QueueListener):
 
 
 class RareWarnings:
-    """Warnings of which one a minute is enough: whoever causes them could fill a disk. The others are for debugging."""
+    """Warnings of which one a minute is enough: a client that causes them could fill a disk. Others: debugging."""
 
     def __init__(self, logger: logging.Logger, level: int = logging.WARNING) -> None:
         self._logger, self._level = logger, level

@@ -22,7 +22,7 @@ def digest(data: memoryview) -> int:
 def digests(data: memoryview, parts: Sequence[tuple[int, int]]) -> list[int]:
     """The ``digest`` of each part of ``data``, given by its offset and length.
 
-    In one expression: whoever holds the GIL between two parts keeps a copy thread waiting for it.
+    In one expression: between two of them another thread could take the GIL and keep a copy thread waiting.
     """
     xxh3 = xxhash.xxh3_64_intdigest
     return [xxh3(data[offset : offset + length]) or _INSTEAD_OF_ZERO for offset, length in parts]

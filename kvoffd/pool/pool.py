@@ -87,7 +87,7 @@ class Pool:
 
     @property
     def memory_fds(self) -> tuple[int, int]:
-        """Descriptors of the pool and of its table, for whoever keeps them for the daemon's successor."""
+        """Descriptors of the pool and of its table, which systemd keeps for the next daemon."""
         return self._memory.fd, self._table_memory.fd
 
     @property

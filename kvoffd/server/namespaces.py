@@ -28,7 +28,7 @@ FORGET_AFTER_S = 60.0
 def open_namespace(service: Service, session: Session, message: m.OpenNamespace) -> m.NamespaceOpened:
     """Open or join a namespace.
 
-    An empty namespace that nobody has open gives its name to whoever comes with another geometry.
+    An empty namespace that nobody has open is replaced when a client opens it with another geometry.
     """
     cache, fingerprint = service.cache, message.namespace
     geometry = message.world_size, message.key_bytes, message.groups

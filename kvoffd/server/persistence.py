@@ -195,7 +195,7 @@ class State:
 
     Attributes:
         known: to be read; the methods change it.
-        is_there: whether there is a namespace; whoever resets very many makes that of no other be forgotten.
+        is_there: whether there is a namespace. Very many resets by one client make the daemon forget no other's.
     """
 
     def __init__(self, file: StateFile) -> None:

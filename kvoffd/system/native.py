@@ -39,7 +39,7 @@ class Native:
             columns = (address, address, address, number)
             self.host_copy = without_gil("host_copy", number, *columns, *columns, address)
             self.gpu_copy = without_gil("gpu_copy", None, address, address)
-            # These take microseconds, less than to get the GIL back from whoever else wants it: they keep it.
+            # These take microseconds, less than to get the GIL back from another thread: they keep it.
             self.recover_records = without_gil("recover_records", None, address, address, number, number)
             self.recover_blocks = without_gil("recover_blocks", None, address)
             some, slot = (address, number), ctypes.c_uint32

@@ -140,7 +140,7 @@ class RedisCluster(Store):
         node = self._nodes[address]
         try:
             node.connect()
-            if address in self._down_until:  # whoever is stopped can be connected to
+            if address in self._down_until:  # a stopped server accepts connections
                 node.ping(time.monotonic() + node.connect_s)
         except StoreError as error:
             self._down(address, error, raised=False)
@@ -226,7 +226,7 @@ class RedisCluster(Store):
             except StoreError as error:
                 if error.kind in LOST:
                     raise
-                self._raise_at = time.monotonic() + RAISE_PAUSE_S  # whoever may write does it
+                self._raise_at = time.monotonic() + RAISE_PAUSE_S  # a node that may write does it
         return generation, found
 
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:

@@ -68,7 +68,7 @@ QUIET_S = 10.0
 FULL_PAUSE_S = 5.0
 """How long nothing is written after the store refused it: it is full, a replica, or gives us no right to."""
 TOLD_S = 60.0
-"""How long operators are told of a refused write, unless one succeeds: there may be nothing more to write."""
+"""How long health shows a refused write, unless one succeeds: there may be nothing more to write."""
 STEADY_S = 5.0
 """How long it is reachable again until the log says so: what comes and goes does not fill it."""
 LOGGED_S = 60.0
@@ -726,7 +726,7 @@ class StoreConnection:
             except StoreError as error:
                 if error.kind in LOST:
                     raise
-                self._fail(error, "write")  # whoever may write does it
+                self._fail(error, "write")  # a node that may write does it
         if len(found) != len(keys):
             raise StoreError("protocol", f"{len(keys)} keys were asked for, and {len(found)} answered.")
         return known, found

@@ -115,7 +115,7 @@ class TierStats(NamedTuple):
 class Tier(ABC):
     """A store of whole blocks. Until a read or write ends, its pool memory stays as it is; no other is touched.
 
-    A failure is a miss of which the listener is told; an error of a device is never raised here.
+    A failure is a miss, and the listener is called with it. An error of a device is never raised here.
     """
 
     name: str
@@ -165,8 +165,8 @@ class Tier(ABC):
     def remove_all(self, fingerprint: bytes | None) -> int:
         """Remove what there is of a namespace, of whatever generation, also what is being written; None: of all.
 
-        Returns how many blocks could be read. The listener is told of none. A store that others use only forgets what
-        it knows.
+        Returns how many blocks could be read. The listener is called for none. A store that others use only forgets
+        what it knows.
         """
 
     def removals_kept(self) -> Callable[[], bool]:

@@ -58,7 +58,7 @@ AGREE = 1.1
 class Kind(NamedTuple):
     """A kind of finding: its level, what it means, and the command or setting that mends it.
 
-    ``error``: something does not work. ``warning``: the cache works worse than it could. ``info``: worth knowing.
+    ``error``: something does not work. ``warning``: the cache works worse than it could. ``info``: good to know.
     """
 
     level: str

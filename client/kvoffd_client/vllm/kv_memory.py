@@ -141,7 +141,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def describe_layers(
     kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], groups: Sequence[Sequence[str]], num_blocks: int
 ) -> tuple[tuple[LayerSpec, ...], ...]:
-    """Return for each layer of each group what a page of it holds, for whoever opens a block outside an engine.
+    """Return for each layer of each group what a page of it holds, for programs that open a block outside an engine.
 
     Nothing is decided by it. ``kv_caches`` are vLLM's tensors by layer name, ``[blocks, heads, tokens, content]`` in
     whatever order of memory; ``num_blocks`` counts the blocks of vLLM's manager.

@@ -54,7 +54,7 @@ class LoadRoom:
         """Return whether a request may be loaded, or computed without a load, now.
 
         ``computed`` of its tokens will be in the cache then. False: it must be computed, since it is too long. None:
-        perhaps when others have gone on.
+        perhaps when others have ended.
         """
         others = [each for each in self._loaded if each is not request and not each.is_finished()]
         if not loads:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvoffd_client.vllm.manager import KeyedLookup, RequestState
 
 MAX_WAITING = 256
-"""Requests that were scheduled in the latest steps; of more nothing is told."""
+"""The most requests of the latest steps that are reported."""
 
 
 class RequestLog:

@@ -96,7 +96,7 @@ class KvoffdSpec(OffloadingSpec):
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return this worker's half, which registers in the background once it is told its namespace."""
+        """Return this worker's half, which registers in the background once it knows its namespace."""
         if self.namespace is None:
             raise RuntimeError('KvoffdSpec needs its own connector: use "kv_connector": "KvoffdConnector".')
         on_gpu = any(cache.tensor.device.type == "cuda" for cache in kv_caches.tensors)

@@ -31,7 +31,7 @@ UNREGISTER_TIMEOUT_S = 10.0
 class KvoffdWorker(OffloadingWorker):
     """vLLM's OffloadingWorker over the daemon. A job that cannot be done ends as failed; none is ever refused.
 
-    vLLM is told of failed jobs that they ended, since it asserts that none fails; ``take_report`` tells which did.
+    Failed jobs are reported to vLLM as ended, since it asserts that none fails. ``take_report`` has those that did.
 
     Without a namespace (see ``join``) every job fails at once.
 

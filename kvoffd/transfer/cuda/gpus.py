@@ -156,7 +156,7 @@ OnMapped = Callable[[GpuMemory | KvoffdError], None]
 
 
 def _outcome(work: Callable[[], Found]) -> Found | KvoffdError:
-    """Return what it returns, or why it cannot: whoever waits for it is answered, whatever happens."""
+    """Return what it returns, or why it cannot: a waiting caller always gets an answer."""
     try:
         return work()
     except CudaError as error:
