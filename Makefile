@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench gpu servers nightly shapes routers fuzz bench-peers gpu-files dist deb image delivery clean
+.PHONY: help venv demo test lint bench gpu servers nightly shapes routers next-vllm fuzz bench-peers gpu-files dist deb image delivery clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -62,6 +62,9 @@ shapes: $(VENV)/.engine .venv-torchvision/.built ## run a real vLLM in every sha
 
 routers: $(VENV)/.tools .venv-routers/.built ## have Dynamo's indexer and vLLM's router read KV events (0.4 GB)
 	$(BIN)/pytest tests/routers $(ARGS)
+
+next-vllm: $(VENV)/.engine ## run the connector's tests with the newest vLLM's Python over the CPU build's binaries
+	$(BIN)/python -m tests.tools.next_vllm .venv-next $(ARGS)
 
 fuzz: $(VENV)/.fuzz ## fuzz every decoder by coverage, half a minute each
 	@$(BIN)/python -m tests.fuzz $(ARGS)
