@@ -116,8 +116,10 @@ def scripted(load: Load) -> None:
 def from_disk(load: Load, daemon: DaemonProcess) -> None:
     """What comes up when its request was given up."""
     engine = load.engine
-    assert engine.store(keys(0, 8), range(8)).ok
     with AdminClient(daemon.directory) as admin:
+        # What is stored before the disk serves is written only once it is used again.
+        wait_until(lambda: admin.stats().disks[0].state == "serving")
+        assert engine.store(keys(0, 8), range(8)).ok
         wait_until(lambda: admin.stats().disks[0].blocks >= 8)
         for number, unused in enumerate(("late", "coming"), 1):
             for first in range(1000 * number, 1000 * number + POOL_BLOCKS, 8):
