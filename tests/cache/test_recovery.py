@@ -413,7 +413,7 @@ def test_any_bytes_in_the_records_and_regions_are_survived(junk: bytes, seed: in
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 255), st.integers(8, 103), st.binary(min_size=1, max_size=8)), max_size=6))
 def test_wrong_records_with_right_checksums_are_survived(changes: list[tuple[int, int, bytes]]) -> None:
-    """All but their generations, by which a block is told from what was stored under its key before."""
+    """All but their generations, which distinguish a block from an earlier one with its key."""
     pool = Pool()
     slots = [
         *pool.store(3, 0, keys_of(*range(20))).ravel(),

@@ -164,7 +164,7 @@ def test_credit_is_an_eighth_of_the_pool_among_writers(bench: Bench) -> None:
 
 
 def test_descriptors_of_all_sessions_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was closed makes room for another, whoever had it."""
+    """A closed descriptor makes space for another one, of any session."""
     monkeypatch.setattr(bench.service.sessions, "_max_attached", 600)
     first, second = bench.session(registers=False), bench.session(registers=False)
     attach = partial(bench.service.sessions.attach, fd=-1)
