@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 OVERDUE_GRACE_S = 1.0
 # Stores whose checksums wait for a thread; one more is read by the thread that copied it.
 MAX_UNREAD_STORES = 4
-# Read for checksums between two looks at whether the transfer must end.
-READ_BYTES = 8 << 20
+# Read for checksums between two looks at whether the transfer must end, and by one thread of several.
+READ_BYTES = 4 << 20
 
 _STRIPE_BYTES = 64
 
@@ -94,21 +94,45 @@ class Transfer:
         self.ending = self.ending or outcome
         self.stop.value = 1
 
+    def unread_parts(self) -> deque[list[int]]:
+        """Return the numbers of the slots whose checksums are not known yet, in parts of about READ_BYTES."""
+        parts: deque[list[int]] = deque()
+        nbytes = READ_BYTES
+        if (checksums := self.checksums) is not None:
+            for number, found in enumerate(checksums.sums):
+                if not found:
+                    if nbytes >= READ_BYTES:
+                        parts.append([])
+                        nbytes = 0
+                    parts[-1].append(number)
+                    nbytes += checksums.slots[number][1]
+        return parts
+
+    def read_part(self, part: Sequence[int]) -> None:
+        """Take the checksums of these slots, unless it must end."""
+        if (checksums := self.checksums) is not None and not self.stop.value:
+            for number, found in zip(
+                part, checksums.digests([checksums.slots[number] for number in part]), strict=True
+            ):
+                checksums.sums[number] = found
+
     def read_slots(self) -> None:
-        """Take the checksums that are not known yet, unless it must end; it must where a load's slot has another."""
-        if (checksums := self.checksums) is None:
+        """Take all checksums that are not known yet; it must end where a load's slot has another than is expected."""
+        for part in self.unread_parts():
+            self.read_part(part)
+        if (checksums := self.checksums) is None or checksums.expected is None or self.stop.value:
             return
-        slots, sums = checksums.slots, checksums.sums
-        unread = deque(number for number, found in enumerate(sums) if not found)
-        while unread and not self.stop.value:
-            some, nbytes = [], 0
-            while unread and nbytes < READ_BYTES:
-                nbytes += slots[unread[0]][1]
-                some.append(unread.popleft())
-            for number, found in zip(some, checksums.digests([slots[number] for number in some]), strict=True):
-                sums[number] = found
-        if not unread and checksums.expected is not None and sums != list(checksums.expected):
+        if checksums.sums != list(checksums.expected):
             self.must_end(Outcome.CORRUPT)
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """The checksums of one store, which threads take side by side: parts that none has begun, and all that are open."""
+
+    transfer: Transfer
+    parts: deque[list[int]]
+    open: int
 
 
 class CopyStats(NamedTuple):
@@ -133,9 +157,10 @@ class CopyQueue:
 
     Each of these copies until all is copied or ``transfer.stop`` is set. Nothing touches the memory afterwards, also
     where it raises, which fails the transfer. It may fill in a store's checksums. ``readers`` more threads, if any,
-    take those of what was stored, so that the copy goes on with the next store.
+    take those of what was stored side by side, so that the copy goes on with the next store.
 
-    Everything mutable is guarded by ``_wake``. Each thread begins with ``on_start``.
+    Everything mutable is guarded by the one lock of ``_wake`` and ``_to_read``, for which readers wait. Each thread
+    begins with ``on_start``.
     """
 
     def __init__(
@@ -148,11 +173,12 @@ class CopyQueue:
     ) -> None:
         self._clock = clock
         self._on_start = on_start
-        self._wake = threading.Condition()
+        lock = threading.Lock()
+        self._wake, self._to_read = threading.Condition(lock), threading.Condition(lock)
         self._waiting: dict[Transfer, None] = {}
         # With the thread that copies it; 0 while none does.
         self._running: dict[Transfer, int] = {}
-        self._unread: deque[Transfer] = deque()
+        self._unread: deque[_Reading] = deque()
         # Transfers that do not come back, and since when their thread has not even wanted a CPU.
         self._overdue: dict[Transfer, float] = {}
         self._stopped = False
@@ -221,6 +247,7 @@ class CopyQueue:
             for transfer in self._running:
                 transfer.must_end(Outcome.FAILED)
             self._wake.notify_all()
+            self._to_read.notify_all()
         for transfer in waiting:
             _call(transfer.on_done, transfer, Outcome.CANCELLED)
 
@@ -248,7 +275,7 @@ class CopyQueue:
             transfer.must_end(Outcome.DEADLINE)
         with _failing(transfer):
             if not storing:
-                self._read(transfer)
+                self._read(transfer.read_slots)
             if transfer.ending is None:
                 copy(transfer)
         checksums = transfer.checksums
@@ -258,31 +285,39 @@ class CopyQueue:
             unread = storing and transfer.ending is None and checksums is not None and 0 in checksums.sums
             if unread and len(self._unread) < self._max_unread:
                 self._running[transfer] = 0
-                self._unread.append(transfer)
-                self._wake.notify_all()
+                parts = transfer.unread_parts()
+                self._unread.append(_Reading(transfer, parts, len(parts)))
+                self._to_read.notify(len(parts))
                 return
         if unread:
             with _failing(transfer):
-                self._read(transfer)
+                self._read(transfer.read_slots)
         self._end(transfer)
 
     def _read_all(self) -> None:
         self._on_start()
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._unread or self._stopped)
+                self._to_read.wait_for(lambda: self._unread or self._stopped)
                 if not self._unread:
                     return
-                transfer = self._unread.popleft()
+                reading = self._unread[0]
+                transfer, part = reading.transfer, reading.parts.popleft()
+                if not reading.parts:
+                    self._unread.popleft()
                 self._running[transfer] = threading.get_native_id()
             with _failing(transfer):
-                self._read(transfer)
-            self._end(transfer)
+                self._read(partial(transfer.read_part, part))
+            with self._wake:
+                reading.open -= 1
+                ended = not reading.open
+            if ended:
+                self._end(transfer)
 
-    def _read(self, transfer: Transfer) -> None:
+    def _read(self, read: Callable[[], None]) -> None:
         began = time.thread_time()
         try:
-            transfer.read_slots()
+            read()
         finally:
             with self._wake:
                 self._checksum_seconds += time.thread_time() - began

@@ -161,6 +161,27 @@ class MemcpyAttributes(ctypes.Structure):  # since 12.8
     )
 
 
+class Memcpy2D(ctypes.Structure):
+    _fields_ = (
+        ("srcXInBytes", ctypes.c_size_t),
+        ("srcY", ctypes.c_size_t),
+        ("srcMemoryType", ctypes.c_uint),
+        ("srcHost", ctypes.c_void_p),
+        ("srcDevice", ctypes.c_uint64),
+        ("srcArray", ctypes.c_void_p),
+        ("srcPitch", ctypes.c_size_t),
+        ("dstXInBytes", ctypes.c_size_t),
+        ("dstY", ctypes.c_size_t),
+        ("dstMemoryType", ctypes.c_uint),
+        ("dstHost", ctypes.c_void_p),
+        ("dstDevice", ctypes.c_uint64),
+        ("dstArray", ctypes.c_void_p),
+        ("dstPitch", ctypes.c_size_t),
+        ("WidthInBytes", ctypes.c_size_t),
+        ("Height", ctypes.c_size_t),
+    )
+
+
 class IpcMemHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_SIZE),)
 
@@ -174,6 +195,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "CUmemAccessDesc": MemAccessDesc,
     "CUmemAllocationProp": MemAllocationProp,
     "CUmemcpyAttributes": MemcpyAttributes,
+    "CUDA_MEMCPY2D": Memcpy2D,
     "CUipcMemHandle": IpcMemHandle,
     "CUuuid": Uuid,
 }
@@ -241,6 +263,7 @@ PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuEventSynchronize": ("CUevent",),
     "cuEventDestroy_v2": ("CUevent",),
     "cuMemcpyAsync": ("CUdeviceptr", "CUdeviceptr", "size_t", "CUstream"),
+    "cuMemcpy2DAsync_v2": ("const CUDA_MEMCPY2D *", "CUstream"),
     # Memory of the GPU and of the host.
     "cuMemGetInfo_v2": ("size_t *", "size_t *"),
     "cuMemHostRegister_v2": ("void *", "size_t", "unsigned int"),
@@ -329,7 +352,7 @@ class Cuda:
     the calling thread. All raise CudaError, the constructor where there is no driver, or too old a one.
 
     Args:
-        batches: whether copies may be made in batches at all.
+        batches: whether copies may be made in batches, and in rows, at all.
 
     Attributes:
         lost: why this process must end, as a call has found first; else None. See ``RELAUNCH_ERRORS``.
@@ -544,15 +567,16 @@ class Cuda:
     def copy_calls(self) -> dict[str, int]:
         """Return the addresses that the copy loop in C calls, by its names.
 
-        ``batch`` is missing where no batch may be made: by the setting, before CUDA 12.8, and where the GPU has
-        registered host memory at other addresses than this process (Windows' subsystem for Linux, some virtual GPUs):
-        only single copies translate these, a batch would lose the context (sgl-project/sglang#40232).
+        ``rows`` and ``batch`` are missing by the setting, and where the GPU has registered host memory at other
+        addresses than this process (Windows' subsystem for Linux, some virtual GPUs): only single copies translate
+        these, a batch would lose the context (sgl-project/sglang#40232). Drivers before CUDA 12.8 have no batches.
         """
         calls = {field: self._address_of(getattr(self._library, name)) for field, name in _COPY_CALLS.items()}
         version, attribute = self.version(), DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-        if not self._batches or version < min(BATCH_FORMS):
+        if not self._batches or not self._number("cuDeviceGetAttribute", attribute, self._number("cuCtxGetDevice")):
             return calls
-        if not self._number("cuDeviceGetAttribute", attribute, self._number("cuCtxGetDevice")):
+        calls["rows"] = self._address_of(self._library.cuMemcpy2DAsync_v2)
+        if version < min(BATCH_FORMS):
             return calls
         # Asked for a newer version than its own, a driver may answer with the older call, which takes other arguments.
         form = max(known for known in BATCH_FORMS if known <= version)

@@ -450,6 +450,20 @@ CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream w
     push(stream, to, from, size);
     return leave(0);
 }
+CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *rows, CUstream where) {
+    ENTER("cuMemcpy2DAsync_v2") NEED_CONTEXT
+    stream_t *stream = stream_of(where);
+    NEED_HANDLE(stream)
+    NEED(rows->srcMemoryType == CU_MEMORYTYPE_UNIFIED && rows->dstMemoryType == CU_MEMORYTYPE_UNIFIED)
+    NEED(!rows->srcXInBytes && !rows->srcY && !rows->dstXInBytes && !rows->dstY && rows->WidthInBytes && rows->Height)
+    NEED(rows->srcPitch >= rows->WidthInBytes && rows->dstPitch >= rows->WidthInBytes && rows->srcPitch <= INT32_MAX && rows->dstPitch <= INT32_MAX)
+    for (size_t i = 0; i < rows->Height; i++)
+        NEED(is_sound(rows->dstDevice + i * rows->dstPitch, rows->srcDevice + i * rows->srcPitch, rows->WidthInBytes, 1))
+    note("rows %zu of %zu", rows->Height, rows->WidthInBytes);
+    for (size_t i = 0; i < rows->Height; i++)
+        push(stream, rows->dstDevice + i * rows->dstPitch, rows->srcDevice + i * rows->srcPitch, rows->WidthInBytes);
+    return leave(0);
+}
 static CUresult batch_12080(CUdeviceptr *to, CUdeviceptr *from, size_t *size, size_t count, CUmemcpyAttributes *attributes, size_t *firsts, size_t many, size_t *failed, CUstream where) {
     ENTER("cuMemcpyBatchAsync") NEED_CONTEXT
     *failed = SIZE_MAX;

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { BATCH = 1, COPY, RECORD, WAIT, SYNC }; /* calls that fail or are refused; engine.py names them */
+enum { ROWS = 1, BATCH, COPY, RECORD, WAIT, SYNC }; /* calls that fail or are refused; engine.py names them */
 
 #if !defined(CUDA_VERSION) /* a test compiles this behind NVIDIA's cuda.h */
 typedef int CUresult;
@@ -13,8 +13,28 @@ typedef unsigned long long CUdeviceptr;
 typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
 typedef struct CUmemcpyAttributes_st CUmemcpyAttributes;
+enum { CU_MEMORYTYPE_UNIFIED = 4 };
+typedef struct {
+    size_t srcXInBytes, srcY;
+    int srcMemoryType;
+    const void *srcHost;
+    CUdeviceptr srcDevice;
+    void *srcArray;
+    size_t srcPitch;
+    size_t dstXInBytes, dstY;
+    int dstMemoryType;
+    void *dstHost;
+    CUdeviceptr dstDevice;
+    void *dstArray;
+    size_t dstPitch;
+    size_t WidthInBytes, Height;
+} CUDA_MEMCPY2D;
 #endif
+/* Larger distances between rows are refused. */
+enum { MAX_PITCH = INT32_MAX };
+
 typedef CUresult copy_call(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream);
+typedef CUresult rows_call(const CUDA_MEMCPY2D *rows, CUstream stream);
 typedef CUresult batch_call(CUdeviceptr *to, CUdeviceptr *from, size_t *size, size_t count,
                             CUmemcpyAttributes *attributes, size_t *first, size_t attributes_count, CUstream stream);
 typedef CUresult batch_call_12080(CUdeviceptr *to, CUdeviceptr *from, size_t *size, size_t count,
@@ -27,7 +47,8 @@ typedef CUresult sync_call(CUstream stream);
 /* One stream, and the plan on its way through it. engine.py has the same structure. */
 struct gpu_copying {
     copy_call *copy;
-    void *batch; /* NULL where there is none */
+    rows_call *rows; /* NULL where there are none */
+    void *batch;     /* NULL where there is none */
     record_call *record;
     wait_call *wait;
     sync_call *sync;
@@ -41,8 +62,8 @@ struct gpu_copying {
     uint64_t chunk_bytes, first_chunk;
     uint64_t from_pool; /* whether the sources are in the pool, or else the destinations */
     uint64_t step_bytes, step_pieces;
-    uint64_t plain_bytes;   /* from this size on pieces are copied one by one */
-    CUdeviceptr *to, *from; /* [step_pieces] room for a batch */
+    uint64_t rows_bytes, fewest_rows; /* smaller pieces are copied as rows, where there are so many */
+    CUdeviceptr *to, *from;           /* [step_pieces] room for a batch */
     size_t *sizes;
 
     const uint64_t *destination, *source, *size; /* [pieces] */
@@ -50,7 +71,7 @@ struct gpu_copying {
 
     uint64_t piece, piece_done; /* the next piece, and the bytes of it that are given to the driver */
     uint64_t next_event, steps; /* steps in flight, the oldest behind event next_event - steps */
-    uint64_t refused;           /* status of a batch that single copies could do: there are none from then on */
+    uint64_t refused, refused_status; /* the call that single copies could do: there are none of it from then on */
     uint64_t failed, status;    /* the call that failed, and its status; then the plan is not copied */
     uint64_t lost;              /* status of the wait for what was in flight then: nobody knows what becomes of it */
 };
@@ -67,8 +88,19 @@ static int copy_one(struct gpu_copying *c, CUdeviceptr to, CUdeviceptr from, siz
     return fail(c, COPY, c->copy(to, from, size, c->stream));
 }
 
+/* Copies one by one what a call was refused for: a piece that is copied twice does no harm. */
+static int copy_refused(struct gpu_copying *c, int call, int status, const void *to, const void *from,
+                        const size_t *sizes, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++)
+        if (copy_one(c, ((const CUdeviceptr *)to)[i], ((const CUdeviceptr *)from)[i], sizes[i]))
+            return 1;
+    c->refused = call, c->refused_status = status; /* single copies do work, so it was the call */
+    return 0;
+}
+
 /* Copies what is in `to`, `from` and `sizes`. */
-static int copy_many(struct gpu_copying *c, uint64_t count)
+static int copy_batch(struct gpu_copying *c, uint64_t count)
 {
     size_t first = 0, fail_index = 0;
     int status;
@@ -80,11 +112,53 @@ static int copy_many(struct gpu_copying *c, uint64_t count)
         status = ((batch_call *)c->batch)(c->to, c->from, c->sizes, count, c->attributes, &first, 1, c->stream);
     if (!status)
         return 0;
-    /* Copying a piece twice does no harm, so it does not matter how far the batch came. */
-    for (uint64_t i = 0; i < count; i++)
-        if (copy_one(c, c->to[i], c->from[i], c->sizes[i]))
-            return 1;
-    c->refused = status, c->batch = NULL; /* single copies do work, so it was the batch */
+    if (copy_refused(c, BATCH, status, c->to, c->from, c->sizes, count))
+        return 1;
+    c->batch = NULL;
+    return 0;
+}
+
+/* How many pieces from the next one on have one size and equal distances on both sides, as the layers of a block do,
+ * and end before `pool_end`. */
+static uint64_t count_rows(const struct gpu_copying *c, uint64_t most, uint64_t pool_end)
+{
+    const uint64_t *to = c->destination + c->piece, *from = c->source + c->piece, *size = c->size + c->piece;
+    const uint64_t *pool = c->from_pool ? from : to;
+    uint64_t rows = 1;
+
+    if (most < 2 || to[1] - to[0] > MAX_PITCH || from[1] - from[0] > MAX_PITCH || to[1] - to[0] < *size ||
+        from[1] - from[0] < *size)
+        return 1;
+    while (rows < most && size[rows] == *size && to[rows] - to[rows - 1] == to[1] - to[0] &&
+           from[rows] - from[rows - 1] == from[1] - from[0] && pool[rows] + *size <= pool_end)
+        rows++;
+    return rows;
+}
+
+/* Copies that many pieces from the next one on as rows of one copy, one piece as two rows: a row alone would be copied
+ * as a small piece is. */
+static int copy_rows(struct gpu_copying *c, uint64_t rows)
+{
+    const uint64_t *to = c->destination + c->piece, *from = c->source + c->piece;
+    const size_t *size = c->size + c->piece;
+    uint64_t height = rows == 1 && *size % 2 == 0 ? 2 : rows, width = height > rows ? *size / 2 : *size;
+    CUDA_MEMCPY2D all = {
+        .srcMemoryType = CU_MEMORYTYPE_UNIFIED,
+        .srcDevice = *from,
+        .srcPitch = rows > 1 ? from[1] - from[0] : width,
+        .dstMemoryType = CU_MEMORYTYPE_UNIFIED,
+        .dstDevice = *to,
+        .dstPitch = rows > 1 ? to[1] - to[0] : width,
+        .WidthInBytes = width,
+        .Height = height,
+    };
+    int status = c->rows(&all, c->stream);
+
+    if (!status)
+        return 0;
+    if (copy_refused(c, ROWS, status, to, from, size, rows))
+        return 1;
+    c->rows = NULL;
     return 0;
 }
 
@@ -94,24 +168,38 @@ static void launch_step(struct gpu_copying *c)
 {
     uint64_t count = 0, nbytes = 0;
 
-    for (uint64_t taken = 0; c->piece < c->pieces && taken < c->step_pieces; taken++) {
+    for (uint64_t taken = 0; c->piece < c->pieces && taken < c->step_pieces;) {
         uint64_t to = c->destination[c->piece] + c->piece_done, from = c->source[c->piece] + c->piece_done;
-        uint64_t pool = c->from_pool ? from : to, size = c->size[c->piece] - c->piece_done;
-        if (size > c->step_bytes - pool % c->step_bytes)
-            size = c->step_bytes - pool % c->step_bytes;
+        uint64_t pool = c->from_pool ? from : to, size = c->size[c->piece] - c->piece_done, rows = 0;
+        uint64_t pool_end = pool - pool % c->step_bytes + c->step_bytes;
+        if (size > pool_end - pool)
+            size = pool_end - pool;
         if (taken && nbytes + size > c->step_bytes)
             break;
-        if (c->batch && size < c->plain_bytes &&
-            __atomic_load_n(c->pinned + (pool / c->chunk_bytes - c->first_chunk), __ATOMIC_RELAXED))
-            c->to[count] = to, c->from[count] = from, c->sizes[count++] = size;
-        else if (copy_one(c, to, from, size))
-            return;
-        nbytes += size;
+        int pinned = __atomic_load_n(c->pinned + (pool / c->chunk_bytes - c->first_chunk), __ATOMIC_RELAXED);
+        if (pinned && c->rows && size < c->rows_bytes && size == c->size[c->piece]) {
+            uint64_t most = c->pieces - c->piece, room = (c->step_bytes - nbytes) / size;
+            if (most > c->step_pieces - taken)
+                most = c->step_pieces - taken;
+            rows = count_rows(c, most < room ? most : room, pool_end);
+        }
+        if (rows && rows >= c->fewest_rows) {
+            if (copy_rows(c, rows))
+                return;
+        } else {
+            rows = 1;
+            if (pinned && c->batch)
+                c->to[count] = to, c->from[count] = from, c->sizes[count++] = size;
+            else if (copy_one(c, to, from, size))
+                return;
+        }
+        taken += rows;
+        nbytes += rows * size;
         c->piece_done += size;
         if (c->piece_done == c->size[c->piece])
-            c->piece++, c->piece_done = 0;
+            c->piece += rows, c->piece_done = 0;
     }
-    if (count && copy_many(c, count))
+    if (count && copy_batch(c, count))
         return;
     if (fail(c, RECORD, c->record(c->event[c->next_event], c->stream)))
         return;
@@ -131,7 +219,7 @@ static void wait_oldest(struct gpu_copying *c)
 void kvoffd_gpu_copy(struct gpu_copying *c, const uint32_t *stop)
 {
     c->piece = c->piece_done = c->next_event = c->steps = 0;
-    c->refused = c->failed = c->status = c->lost = 0;
+    c->refused = c->refused_status = c->failed = c->status = c->lost = 0;
     while (c->piece < c->pieces && !c->failed && !__atomic_load_n(stop, __ATOMIC_RELAXED)) {
         if (c->steps == c->in_flight)
             wait_oldest(c);

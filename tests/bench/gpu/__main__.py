@@ -51,11 +51,13 @@ def run_part(name: str, setup: Setup) -> dict[str, Any]:
             except subprocess.TimeoutExpired:
                 pass  # it is in a call of a driver that hangs, and does not end
         seconds = time.monotonic() - began
+        tail = said.read_text(errors="replace")[-TAIL_CHARACTERS:]
         if answer.exists():
             found = json.loads(answer.read_text())
-            return {"outcome": "wrong" if is_wrong(name, found) else "done", "seconds": seconds, "found": found}
+            if not is_wrong(name, found):
+                return {"outcome": "done", "seconds": seconds, "found": found}
+            return {"outcome": "wrong", "seconds": seconds, "found": {**found, "said": tail.splitlines()}}
         late = seconds >= PARTS[name].most_s
-        tail = said.read_text(errors="replace")[-TAIL_CHARACTERS:]
         return {"outcome": "not done in time" if late else "failed", "seconds": seconds, "found": tail}
 
 

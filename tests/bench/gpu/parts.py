@@ -46,8 +46,8 @@ WATCH_S = 2.0
 KILLING_S = 50.0
 """After this long no further daemon is killed."""
 BATCH_PIECES = 512
-OWN_PIDS = ("unshare", "--pid", "--fork", "--kill-child")
-"""Runs a command as number 1 of a pid namespace of its own; root may."""
+OWN_PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""Runs a command as number 1 of a pid namespace of its own, with its own /proc, which CUDA reads; root may."""
 NVIDIA_SMI_S = 10.0
 """Where no process has the GPU open, it starts the GPU first, which takes seconds."""
 LOW_MEMLOCK = 8 << 20

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.transfer.cuda.engine import PLAIN_BYTES, STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, GpuEngine
+from kvoffd.transfer.cuda.engine import STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, GpuEngine
 from kvoffd.transfer.cuda.pinning import PinnedPool
 from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.plan import Direction, Outcome, Plan
@@ -66,12 +66,14 @@ def machine(stub: StubCuda) -> Iterator[Machine]:
 
 
 class Job:
-    """Pieces of the given sizes, 8 bytes from each other in the pool and on the GPU."""
+    """Pieces of the given sizes, 8 bytes from each other in the pool and ``gap`` on the GPU."""
 
-    def __init__(self, machine: Machine, sizes: list[int], direction: Direction = Direction.STORE) -> None:
+    def __init__(
+        self, machine: Machine, sizes: list[int], direction: Direction = Direction.STORE, gap: int = 8
+    ) -> None:
         self.outcome: Outcome | None = None
         self.done = threading.Event()
-        offsets = [np.cumsum([24, *(size + 8 for size in sizes[:-1])]).astype(np.uint64)] * 2
+        offsets = [np.cumsum([24, *(size + one for size in sizes[:-1])]).astype(np.uint64) for one in (8, gap)]
         assert int(max(offset[-1] for offset in offsets)) + sizes[-1] <= POOL
         views, bases = [machine.pool, machine.gpu.view], [machine.memory.address, machine.gpu.address]
         if direction is Direction.LOAD:
@@ -154,7 +156,7 @@ def test_batches_are_bounded_and_few_steps_are_with_the_gpu_at_a_time(machine: M
     """So that a load behind a store on the same copy engine waits for them, and not for the store."""
     machine.pin()
     machine.stub.hang("cuEventSynchronize")
-    job = Job(machine, [4 * KIB] * 2000 + [64 * KIB] * 350)
+    job = Job(machine, [16 * KIB] * 600 + [64 * KIB] * 300)
     machine.stub.wait_hanging()
 
     def batches() -> list[tuple[int, int]]:
@@ -162,7 +164,7 @@ def test_batches_are_bounded_and_few_steps_are_with_the_gpu_at_a_time(machine: M
         return [(int(count), int(nbytes)) for count, nbytes in lines]
 
     assert len(batches()) == STEPS_IN_FLIGHT
-    load = Job(machine, [4 * KIB], Direction.LOAD)
+    load = Job(machine, [64 * KIB], Direction.LOAD)
     assert load.wait() is Outcome.DONE
     assert not job.done.is_set()
     machine.stub.release()
@@ -172,18 +174,49 @@ def test_batches_are_bounded_and_few_steps_are_with_the_gpu_at_a_time(machine: M
     assert machine.stub.calls("cuMemcpyAsync") == 0
 
 
-def test_after_a_refused_batch_pieces_are_copied_one_by_one(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    """Said and counted once; in the other direction batches go on."""
+@pytest.mark.parametrize(("call", "size"), [("cuMemcpyBatchAsync", 64 * KIB), ("cuMemcpy2DAsync_v2", 4 * KIB)])
+def test_what_a_call_is_refused_for_is_copied_one_by_one(
+    machine: Machine, caplog: pytest.LogCaptureFixture, call: str, size: int
+) -> None:
+    """Said and counted once; in the other direction such calls go on."""
     machine.pin()
-    machine.stub.fail("cuMemcpyBatchAsync", 1, 1)
+    machine.stub.fail(call, 1, 1)
     with caplog.at_level(logging.WARNING):
-        for batches, direction in ((1, Direction.STORE), (1, Direction.STORE), (2, Direction.LOAD)):
-            assert Job(machine, [4 * KIB] * 100, direction).is_done()
-            assert machine.stub.calls("cuMemcpyBatchAsync") == batches
+        for calls, direction in ((1, Direction.STORE), (1, Direction.STORE), (2, Direction.LOAD)):
+            assert Job(machine, [size] * 100, direction).is_done()
+            assert machine.stub.calls(call) == calls
     (record,) = caplog.records
-    assert "CUDA_ERROR_INVALID_VALUE (1)" in record.message
+    assert f"{call} failed: CUDA_ERROR_INVALID_VALUE (1)" in record.message
     refused = [machine.engine.stats(direction).refused_batches for direction in (Direction.STORE, Direction.LOAD)]
     assert refused == [1, 0]
+
+
+def rows(machine: Machine) -> list[str]:
+    """The copies in rows that were made: their number and length in bytes."""
+    return [line.removeprefix("rows ") for line in machine.stub.log() if line.startswith("rows ")]
+
+
+@pytest.mark.parametrize("gap", [8, 1000, 64 * KIB])
+def test_small_pieces_at_equal_distances_are_rows_of_one_copy(machine: Machine, gap: int) -> None:
+    """As the layers of a block are. No other small piece goes to a GPU but as two halves: see ROWS_BYTES."""
+    machine.pin()
+    assert Job(machine, [4 * KIB] * 40 + [64 * KIB] + [8 * KIB] * 3 + [5 * KIB], Direction.LOAD, gap).is_done()
+    assert rows(machine) == ["40 of 4096", "3 of 8192", "2 of 2560"]
+    assert machine.stub.calls("cuMemcpyBatchAsync") == 1
+    assert Job(machine, [4 * KIB] * 40 + [64 * KIB] + [8 * KIB] * 3, Direction.STORE, gap).is_done()
+    assert rows(machine)[3:] == ["40 of 4096"], "few rows are slower than a batch"
+    assert Job(machine, [32 * KIB] * 3, Direction.LOAD, gap).is_done()
+    assert len(rows(machine)) == 4
+
+
+def test_rows_end_where_the_distance_changes_and_where_pinned_chunks_may_end(machine: Machine) -> None:
+    machine.pin()
+    assert Job(machine, [4 * KIB, 4 * KIB, 2 * KIB, 4 * KIB, 4 * KIB], Direction.LOAD).is_done()
+    assert rows(machine) == ["2 of 4096", "2 of 1024", "2 of 4096"]
+    assert Job(machine, [16 * KIB] * 1000, Direction.LOAD).is_done()
+    assert all(int(one.split()[0]) <= STEP_PIECES for one in rows(machine))
+    assert machine.stub.calls("cuMemcpyAsync") == 0
+    assert machine.engine.stats(Direction.LOAD).refused_batches == 0, "the double refuses rows in two registrations"
 
 
 def test_where_single_copies_fail_too_the_batch_is_not_blamed(machine: Machine) -> None:
@@ -197,15 +230,11 @@ def test_where_single_copies_fail_too_the_batch_is_not_blamed(machine: Machine) 
 
 @pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize"])
 def test_an_error_fails_the_transfer_after_its_copies_have_ended(machine: Machine, call: str) -> None:
-    machine.pin()
     machine.stub.fail(call, 2, UNKNOWN)
     bad = Job(machine, [2 << 20] * 12)
     assert bad.wait() is Outcome.FAILED
     launched = next(int(line.split()[1]) for line in machine.stub.log() if line.startswith("copy "))
-    # A small part of the first piece, cut off where a multiple of STEP_BYTES is, is kept for a batch.
-    cut = -machine.memory.address % STEP_BYTES
-    begin = cut if 24 < cut < 24 + PLAIN_BYTES else 24
-    first = slice(begin, begin + launched)
+    first = slice(24, 24 + launched)
     assert np.array_equal(machine.pool[first], bad.expected_to[first]), "a copy was left in the stream"
     assert Job(machine, [4 * KIB] * 10, Direction.LOAD).is_done()
 
