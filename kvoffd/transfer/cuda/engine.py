@@ -28,8 +28,7 @@ _log = logging.getLogger(__name__)
 # Steps that the GPU has at a time: enough to keep it busy, few enough that a load behind them on a shared copy engine
 # waits for 24 MiB at most, which is half a millisecond on PCIe 5.
 STEPS_IN_FLIGHT = 3
-# Pieces are cut where their pool address is a multiple of this, so that none is longer. Boundaries between pinned
-# chunks are multiples too: the driver refuses a copy that lies in two registrations.
+# Longer pieces are cut, and those that lie in two pinned chunks: the driver refuses a copy in two registrations.
 STEP_BYTES = 8 << 20
 # The copy engine starts when the call returns, so short batches overlap with their predecessors; and drivers have
 # crashed on batches of tens of thousands (vllm-project/vllm#49276).
@@ -55,7 +54,7 @@ class PinnedChunks:
 
     Attributes:
         flags: bool, [chunks]; may change at any time from False to True.
-        chunk_bytes: a chunk lies between two multiples of this; a multiple of STEP_BYTES.
+        chunk_bytes: a chunk lies between two multiples of this.
         first: the number of the first chunk, its address divided by ``chunk_bytes``.
     """
 

@@ -88,17 +88,6 @@ static int copy_one(struct gpu_copying *c, CUdeviceptr to, CUdeviceptr from, siz
     return fail(c, COPY, c->copy(to, from, size, c->stream));
 }
 
-/* Copies one by one what a call was refused for: a piece that is copied twice does no harm. */
-static int copy_refused(struct gpu_copying *c, int call, int status, const void *to, const void *from,
-                        const size_t *sizes, uint64_t count)
-{
-    for (uint64_t i = 0; i < count; i++)
-        if (copy_one(c, ((const CUdeviceptr *)to)[i], ((const CUdeviceptr *)from)[i], sizes[i]))
-            return 1;
-    c->refused = call, c->refused_status = status; /* single copies do work, so it was the call */
-    return 0;
-}
-
 /* Copies what is in `to`, `from` and `sizes`. */
 static int copy_batch(struct gpu_copying *c, uint64_t count)
 {
@@ -112,9 +101,11 @@ static int copy_batch(struct gpu_copying *c, uint64_t count)
         status = ((batch_call *)c->batch)(c->to, c->from, c->sizes, count, c->attributes, &first, 1, c->stream);
     if (!status)
         return 0;
-    if (copy_refused(c, BATCH, status, c->to, c->from, c->sizes, count))
-        return 1;
-    c->batch = NULL;
+    /* Copying a piece twice does no harm, so it does not matter how far the batch came. */
+    for (uint64_t i = 0; i < count; i++)
+        if (copy_one(c, c->to[i], c->from[i], c->sizes[i]))
+            return 1;
+    c->refused = BATCH, c->refused_status = status, c->batch = NULL; /* single copies do work, so it was the batch */
     return 0;
 }
 
@@ -126,6 +117,8 @@ static uint64_t count_rows(const struct gpu_copying *c, uint64_t most, uint64_t 
     const uint64_t *pool = c->from_pool ? from : to;
     uint64_t rows = 1;
 
+    if (most > c->pieces - c->piece)
+        most = c->pieces - c->piece;
     if (most < 2 || to[1] - to[0] > MAX_PITCH || from[1] - from[0] > MAX_PITCH || to[1] - to[0] < *size ||
         from[1] - from[0] < *size)
         return 1;
@@ -135,35 +128,35 @@ static uint64_t count_rows(const struct gpu_copying *c, uint64_t most, uint64_t 
     return rows;
 }
 
-/* Copies that many pieces from the next one on as rows of one copy, one piece as two rows: a row alone would be copied
- * as a small piece is. */
-static int copy_rows(struct gpu_copying *c, uint64_t rows)
+/* Copies that many pieces from the next one on as rows of one copy; where it is one, `size` bytes of it as two rows: a
+ * row alone would be copied as a small piece is. */
+static int copy_rows(struct gpu_copying *c, uint64_t rows, CUdeviceptr to, CUdeviceptr from, size_t size)
 {
-    const uint64_t *to = c->destination + c->piece, *from = c->source + c->piece;
-    const size_t *size = c->size + c->piece;
-    uint64_t height = rows == 1 && *size % 2 == 0 ? 2 : rows, width = height > rows ? *size / 2 : *size;
+    const uint64_t *destination = c->destination + c->piece, *source = c->source + c->piece;
+    uint64_t parts = rows == 1 && size % 2 == 0 ? 2 : 1;
     CUDA_MEMCPY2D all = {
         .srcMemoryType = CU_MEMORYTYPE_UNIFIED,
-        .srcDevice = *from,
-        .srcPitch = rows > 1 ? from[1] - from[0] : width,
+        .srcDevice = from,
+        .srcPitch = rows > 1 ? source[1] - source[0] : size / parts,
         .dstMemoryType = CU_MEMORYTYPE_UNIFIED,
-        .dstDevice = *to,
-        .dstPitch = rows > 1 ? to[1] - to[0] : width,
-        .WidthInBytes = width,
-        .Height = height,
+        .dstDevice = to,
+        .dstPitch = rows > 1 ? destination[1] - destination[0] : size / parts,
+        .WidthInBytes = size / parts,
+        .Height = rows * parts,
     };
     int status = c->rows(&all, c->stream);
 
     if (!status)
         return 0;
-    if (copy_refused(c, ROWS, status, to, from, size, rows))
-        return 1;
-    c->rows = NULL;
+    for (uint64_t i = 0; i < rows; i++)
+        if (copy_one(c, to + i * all.dstPitch, from + i * all.srcPitch, size))
+            return 1;
+    c->refused = ROWS, c->refused_status = status, c->rows = NULL;
     return 0;
 }
 
-/* Gives the next step to the driver, and an event behind it. Pieces are cut where their pool address is a multiple of
- * `step_bytes`. */
+/* Gives the next step to the driver, and an event behind it. A piece is cut where a pinned chunk ends, and where it is
+ * longer than a step. */
 static void launch_step(struct gpu_copying *c)
 {
     uint64_t count = 0, nbytes = 0;
@@ -171,20 +164,22 @@ static void launch_step(struct gpu_copying *c)
     for (uint64_t taken = 0; c->piece < c->pieces && taken < c->step_pieces;) {
         uint64_t to = c->destination[c->piece] + c->piece_done, from = c->source[c->piece] + c->piece_done;
         uint64_t pool = c->from_pool ? from : to, size = c->size[c->piece] - c->piece_done, rows = 0;
-        uint64_t pool_end = pool - pool % c->step_bytes + c->step_bytes;
-        if (size > pool_end - pool)
-            size = pool_end - pool;
+        uint64_t chunk = pool / c->chunk_bytes, chunk_end = (chunk + 1) * c->chunk_bytes;
+        if (size > c->step_bytes)
+            size = c->step_bytes;
+        if (size > chunk_end - pool)
+            size = chunk_end - pool;
         if (taken && nbytes + size > c->step_bytes)
             break;
-        int pinned = __atomic_load_n(c->pinned + (pool / c->chunk_bytes - c->first_chunk), __ATOMIC_RELAXED);
-        if (pinned && c->rows && size < c->rows_bytes && size == c->size[c->piece]) {
-            uint64_t most = c->pieces - c->piece, room = (c->step_bytes - nbytes) / size;
+        int pinned = __atomic_load_n(c->pinned + (chunk - c->first_chunk), __ATOMIC_RELAXED);
+        if (pinned && c->rows && size < c->rows_bytes) {
+            uint64_t most = (c->step_bytes - nbytes) / size;
             if (most > c->step_pieces - taken)
                 most = c->step_pieces - taken;
-            rows = count_rows(c, most < room ? most : room, pool_end);
+            rows = size == c->size[c->piece] ? count_rows(c, most, chunk_end) : 1;
         }
         if (rows && rows >= c->fewest_rows) {
-            if (copy_rows(c, rows))
+            if (copy_rows(c, rows, to, from, size))
                 return;
         } else {
             rows = 1;

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.transfer.cuda.engine import STEP_BYTES, PinnedChunks
+from kvoffd.transfer.cuda.engine import PinnedChunks
 from kvoffd_proto.cuda import Cuda, CudaError
 from kvoffd_proto.units import format_size
 
@@ -40,14 +40,12 @@ class PinnedPool:
     pinned is copied by calls that allow that. Chunks begin at multiples of ``chunk_bytes`` of the address, so that no
     piece of a plan, cut as ``gpu_copy.c`` cuts, lies in two of them.
 
-    The pool's address is on a page boundary, and its pages have been touched. ``chunk_bytes`` are pinned at a time: a
-    multiple of STEP_BYTES.
+    The pool's address is on a page boundary, and its pages have been touched. ``chunk_bytes`` are pinned at a time.
     """
 
     def __init__(
         self, driver: Cuda, address: int, size_bytes: int, chunk_bytes: int = CHUNK_BYTES, linger_s: float = 0.0
     ) -> None:
-        assert not chunk_bytes % STEP_BYTES
         self.driver = driver
         self._size_bytes, self._linger_s = size_bytes, linger_s
         end = address + -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
