@@ -63,8 +63,8 @@ if HANDLERS.keys() != m.EXCHANGES.keys():
 class Service:
     """The parts of one daemon, what it is about to send, and what it counts.
 
-    Its sockets call ``handle`` for each request, send what ``outgoing`` gives, and call ``after_send`` then. Between
-    requests they call ``background`` as long as it has more to do.
+    Its sockets call ``handle`` for each request, send what ``outgoing`` gives, and call ``after_send`` then: at once if
+    ``urgent``, else a little later. Between requests they call ``background`` as long as it has more to do.
     """
 
     def __init__(
@@ -100,8 +100,6 @@ class Service:
         """Routes and frames that are to be sent."""
         self.publications: list[Frames] = []
         """What is to be published."""
-        self.lookups: list[float] = []
-        """Seconds of lookups that are to be counted once their replies are out."""
         self.errors: Counter[str] = Counter()
         self.requests = 0
         self.replies_dropped: Counter[str] = Counter()
@@ -148,6 +146,8 @@ class Service:
                         f"{MAX_PENDING} requests of the session wait for their replies, its limit; wait for some.",
                         ErrorCode.TOO_MANY,
                     )
+                if not isinstance(request, m.Lookup):  # which calls it when it has answered
+                    self.cache.note_requests()
                 answer = handler(self, session, request)
         except codec.CODEC_ERRORS as error:
             refusal = KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED)
@@ -176,12 +176,14 @@ class Service:
         replies, self.replies = self.replies, []
         return publications, replies
 
+    @property
+    def urgent(self) -> bool:
+        """Whether ``after_send`` may begin to bring up blocks that lookups wait for."""
+        tiering = self.tiers.tiering
+        return tiering is not None and any(level.promoter.queued_blocks for level in tiering.levels)
+
     def after_send(self) -> None:
         """Work that may wait until the replies are out: what lookups leave behind."""
-        if self.lookups:
-            for seconds in self.lookups:
-                self.lookup_times.observe(seconds)
-            self.lookups.clear()
         self.cache.note_requests()
         if (tiering := self.tiers.tiering) is not None:
             tiering.pump()

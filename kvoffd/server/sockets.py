@@ -37,6 +37,8 @@ MAX_SUBSCRIPTION_BYTES = 4096
 BACKLOG = 1024
 DRAIN_S, DRAINED_AT_ONCE = 0.002, 64
 """How long, and how many messages, before the loop looks at lifelines and timers."""
+REST_S = 0.002
+"""What follows a reply is put off by so much."""
 NOBODY = 2**32 - 1
 """No user and no group has this id."""
 # pyzmq makes an enum's member of each of these where it is given one; plain numbers are faster.
@@ -56,7 +58,7 @@ class Sockets:
         self._directory = directory
         self._loop = asyncio.get_running_loop()
         self._posted: deque[Callable[[], None]] = deque()
-        self._post_woke = self._due = False
+        self._post_woke = self._due = self._rest_due = False
         self._service: Service | None = None
         """While the sockets are open."""
         self._closed = False
@@ -202,8 +204,16 @@ class Sockets:
                 self._jobs.send(frame, _NOBLOCK)
             except zmq.ZMQError as error:
                 service.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
-        service.after_send()
+        if service.urgent or not replies:
+            service.after_send()
+        elif not self._rest_due:  # on few cores it would keep libzmq's thread from sending
+            self._rest_due = True
+            self._loop.call_later(REST_S, self._rest)
         return bool(replies)
+
+    def _rest(self) -> None:
+        self._rest_due = False
+        self.wake()
 
     # --- who may connect --------------------------------------------------------------------------
 

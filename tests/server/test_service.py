@@ -126,6 +126,21 @@ def test_load_fails_when_others_find_its_block_corrupt(bench: Bench) -> None:
     assert (result.error, result.failed) == (ErrorCode.CHECKSUM, [m.GroupKeys(0, KEY)])
 
 
+def test_the_policy_knows_what_was_asked_for_before_it_judges_a_store(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows the reply to a lookup may be put off, but not beyond the next message that needs it."""
+    seen, cache = list[str](), bench.service.cache
+    cache.watchers.append(lambda chains: seen.append("asked"))
+    admit = cache.policy.admit
+    monkeypatch.setattr(cache.policy, "admit", lambda *given: seen.append("judged") or admit(*given))  # type: ignore[func-returns-value]
+    scheduler, worker = bench.session(m.Role.SCHEDULER), bench.session()
+    bench.ask(scheduler, m.Lookup(3, NAMESPACE, 1 << 32, [m.GroupKeys(0, KEY)]))
+    assert not seen
+    bench.copy(worker)
+    assert seen == ["asked", "judged"]
+
+
 # --- registrations ---------------------------------------------------------------------------------
 
 

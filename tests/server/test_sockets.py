@@ -37,6 +37,9 @@ class Echo:
         self.during: Callable[[bytes], None] = lambda frame: None
         self.steps = 0
         """Of background work that are left."""
+        self.urgent = False
+        self.turns = list[str]()
+        """What was sent, and when ``after_send`` was called."""
 
     def handle(self, route: bytes, frame: bytes) -> None:
         self.during(frame)
@@ -45,13 +48,14 @@ class Echo:
     def outgoing(self) -> tuple[list[tuple[bytes, bytes, bytes]], list[tuple[bytes, bytes]]]:
         replies, self.replies = self.replies, []
         publications, self.publications = self.publications, []
+        self.turns.append(f"{len(replies)} replies")
         return publications, replies
 
     def count_error(self, code: ErrorCode) -> None:
         self.errors[code] += 1
 
     def after_send(self) -> None:
-        pass
+        self.turns.append("after")
 
     def background(self) -> bool:
         self.steps = max(0, self.steps - 1)
@@ -192,6 +196,25 @@ def test_completions_are_sent_before_replies(directory: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         with_clients(directory, run, service)
     assert sent == ["_events"] * 3 + ["_jobs"] * 2
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_what_follows_a_reply_is_put_off_unless_it_is_urgent(directory: Path, urgent: bool) -> None:
+    """On few cores it would keep libzmq's thread from sending the reply."""
+    service = Echo()
+    service.urgent = urgent
+
+    def run(room: Room) -> None:
+        client = room.client()
+        client.send(b"request")
+        assert client.recv() == b"request"
+        deadline = time.monotonic() + 10
+        while "after" not in service.turns[service.turns.index("1 replies") :]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    turns = with_clients(directory, run, service).turns
+    assert turns[turns.index("1 replies") + 1] == ("after" if urgent else "0 replies")
 
 
 def test_replies_beyond_the_high_water_mark_are_counted_and_others_are_answered(directory: Path) -> None:

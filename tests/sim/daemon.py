@@ -16,6 +16,7 @@ from kvoffd.pool.pool import Pool
 from kvoffd.server.jobs import LoadJob, StoreBatch
 from kvoffd.server.memory import STUCK_AFTER_S
 from kvoffd.server.sessions import Peer
+from kvoffd.server.sockets import REST_S
 from kvoffd.system.mappings import MappedSegment, close_segments
 from kvoffd.transfer.engine import OVERDUE_GRACE_S
 from kvoffd.transfer.plan import Direction, Outcome
@@ -145,7 +146,7 @@ class SimDaemon:
         self._work_due = False
         self._session_of_route: dict[bytes, int] = {}
         self._ended_draining = 0
-        self._flush_due = False
+        self._flush_due = self._rest_due = False
         self._turns = 0
         self._unregistering = 0
         self.clock.note(f"daemon starts, life {life}, pool {world.pool_bytes}")
@@ -328,7 +329,11 @@ class SimDaemon:
             self.clock.note(f"reply {sender.hex()} {type(reply).__name__} {crc}")
             self._removal_answered(sender, reply)
             self._dealers[sender].reply((frame,))
-        self.service.after_send()
+        if self.service.urgent or not replies:
+            self.service.after_send()
+        elif not self._rest_due:
+            self._rest_due = True
+            self.process.after(REST_S, self._rest)
         if self.service.events.pending:  # what came up from disk took others' place
             self._schedule_flush()
         else:
@@ -341,6 +346,10 @@ class SimDaemon:
 
     def _flush_now(self) -> None:
         self._flush_due = False
+        self.flush()
+
+    def _rest(self) -> None:
+        self._rest_due = False
         self.flush()
 
     # --- copies and time ---------------------------------------------------------------------------
