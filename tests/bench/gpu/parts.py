@@ -123,7 +123,9 @@ def look_at_driver(setup: Setup) -> Found:
         "shmem_huge_pages": _first_line("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
         "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
-        "variables": {name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "NVIDIA_VISIBLE"))},
+        "variables": {
+            name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "NVIDIA_VISIBLE"))
+        },
     }
     with context(setup) as bench:
         address = bench.allocate(4 * MIB)
