@@ -77,6 +77,7 @@ class ManagerHarness:
             pooling_params=None,
             is_finished=lambda: False,
         )
+        self.manager._requests[context.req_id].request = self.requests[context.req_id]
         for number in range(hashes):
             context.set_offload_key_position(key(number + 1), (number + 1) * CHUNK_TOKENS)
 

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, make_offload_key
 from vllm.v1.request import Request
 
 from kvoffd_client.vllm import block_tokens
@@ -58,14 +58,13 @@ def chain_of(request: Request) -> list[bytes]:
 
 def told(connector: KvoffdConnector, request: Request, chunks: list[int]) -> tuple[bytes, bytes]:
     """The parents and tokens that a store of these chunks of a request tells."""
-    manager, context = connector._manager, ReqContext("r")
-    manager.on_new_request(context)
-    manager._requests["r"].request = request
+    manager = connector._manager
     keys = [chain_of(request)[chunk] for chunk in chunks]
-    context = SimpleNamespace(get_offload_key_position=lambda key: (chain_of(request).index(key) + 1) * BLOCK_TOKENS)
     spec = KeyedSpec.of(keys, manager._positions)
     assert manager.events is not None
-    manager._attach_tokens(spec, manager._requests["r"], manager.events, keys, context)
+    spec.origins = manager.events.origins_of(
+        request, {key: (chain_of(request).index(key) + 1) * BLOCK_TOKENS for key in keys}
+    )
     blocks = GPULoadStoreSpec(list(chunks), group_sizes=[len(chunks)], block_indices=[chunks[0]])
     (transfer,) = group_transfers(blocks, spec, 1, KEY_BYTES, is_store=True)
     return transfer.parents, transfer.tokens

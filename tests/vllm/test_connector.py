@@ -41,7 +41,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, JobResult
 from tests.kit.models import make_tiny_llama
 from tests.vllm.vllm_config import cache_config, make_config
-from tests.vllm.vllm_fakes import FakeWorkerClient, block_hash, key
+from tests.vllm.vllm_fakes import FakeWorkerClient, block_hash
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_a_worker_whose_weights_were_changed_stores_nothing_until_they_are_named
     weights.changed = True
     step(scheduler, [worker], tokens=1)
     assert half.worker.registered is None
-    keyed = KeyedSpec.of([key(1)], {(0).to_bytes(4, "big"): 0})
+    keyed = KeyedSpec((block_hash(1),))
     assert half.worker.submit_store(9, GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), keyed)
     assert [result.job_id for result in half.worker.get_finished()] == [9]
     assert half.worker.take_report().failed_jobs[9].error is ErrorCode.UNSUPPORTED
@@ -189,9 +189,9 @@ def test_a_failed_load_is_received_and_failed_and_no_assertion_ends_the_worker(
     worker: tuple[KvoffdConnector, FakeWorkerClient],
 ) -> None:
     connector, client = worker
-    positions, blocks = {(0).to_bytes(4, "big"): 0}, GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
-    keyed = {number: KeyedSpec.of([key(number)], positions) for number in (2, 3)}
-    load = TransferJob("request", KeyedSpec.of([key(1)], positions, 7, request_id="request"), blocks)
+    blocks = GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
+    keyed = {number: KeyedSpec((block_hash(number),)) for number in (2, 3)}
+    load = TransferJob("request", KeyedSpec((block_hash(1),), 7, "request"), blocks)
     stores = {number + 4: TransferJob("request", blocks, keyed[number]) for number in (2, 3)}
     for metadata in (
         ConnectorMetadata(load_jobs={5: load}, store_jobs=stores),
@@ -222,9 +222,9 @@ def test_a_step_s_loads_and_the_last_one_s_stores_begin_in_one_message_before_th
     worker: tuple[KvoffdConnector, FakeWorkerClient],
 ) -> None:
     connector, client = worker
-    positions, blocks = {(0).to_bytes(4, "big"): 0}, GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
-    store = TransferJob("r", blocks, KeyedSpec.of([key(1)], positions))
-    load = TransferJob("r", KeyedSpec.of([key(2)], positions, 7, request_id="r"), blocks)
+    blocks = GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
+    store = TransferJob("r", blocks, KeyedSpec((block_hash(1),)))
+    load = TransferJob("r", KeyedSpec((block_hash(2),), 7, "r"), blocks)
     first = ConnectorMetadata(load_jobs={}, store_jobs={3: store})
     connector.handle_preemptions(first)
     connector.bind_connector_metadata(first)
@@ -239,7 +239,7 @@ def test_stores_are_noted_by_start_load_kv_which_vllm_calls_in_every_stage(
     """With pipeline stages and speculation its first runner calls wait_for_save() in the last stage alone."""
     connector, client = worker
     blocks = GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
-    store = TransferJob("r", blocks, KeyedSpec.of([key(1)], {(0).to_bytes(4, "big"): 0}))
+    store = TransferJob("r", blocks, KeyedSpec((block_hash(1),)))
     for job_id in (0, 1):
         connector.bind_connector_metadata(ConnectorMetadata(load_jobs={}, store_jobs={job_id: store}))
         connector.start_load_kv(None)

@@ -12,7 +12,6 @@ from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.vllm.connector_metadata import (
     FailedJob,
     KeyedSpec,
-    LoadTime,
     TransferMismatch,
     WorkerReport,
     group_transfers,
@@ -38,10 +37,9 @@ def ids(transfer: GroupTransfer) -> list[int]:
 
 
 def test_keys_are_sorted_by_group_in_their_order_and_survive_the_way_to_the_workers() -> None:
-    spec = KeyedSpec.of([key(3), key(1), key(9, 5), key(2)], POSITIONS, lease_id=7)
+    spec = KeyedSpec.of([key(3), key(1), key(9, 5), key(2)], POSITIONS)
     received = pickle.loads(pickle.dumps(spec))  # noqa: S301 - our own bytes
     assert received.groups == (hashes(3, 1, 2), hashes(9))
-    assert received.lease_id == 7
 
 
 def test_blocks_go_to_their_groups_and_empty_groups_are_left_out() -> None:
@@ -79,10 +77,10 @@ def test_reports_of_ranks_are_merged_with_every_failure_and_the_least_credit() -
         meta.mark_completed(1)
     second.mark_completed(2)
     second.failed_jobs[2] = FailedJob(ErrorCode.NOT_READY)
-    first.load_times, second.load_times = {1: LoadTime((2,), 0.5), 3: LoadTime((1,), 0.1)}, {1: LoadTime((2,), 0.2)}
+    first.load_times, second.load_times = {1: (64, 0.5), 3: (32, 0.1)}, {1: (64, 0.2)}
     merged = first.aggregate(second)
     assert merged.completed_jobs == {1: 2, 2: 1}
     assert merged.failed_jobs == {2: FailedJob(ErrorCode.NOT_READY)}
     assert merged.credit_bytes == 300
-    assert merged.load_times == {1: LoadTime((2,), 0.5), 3: LoadTime((1,), 0.1)}, "the slowest rank's"
+    assert merged.load_times == {1: (64, 0.5), 3: (32, 0.1)}, "the slowest rank's"
     assert merged.waited_s == 0.1

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvoffd_client.vllm.connector_metadata import LoadTime, WorkerReport
+from kvoffd_client.vllm.connector_metadata import WorkerReport
 from kvoffd_client.vllm.do_no_harm import (
     LEAST_LOAD_SAMPLES,
     LEAST_WAITS,
-    REPORT_EVERY_S,
     SAMPLE_AGE_S,
     STORE_PAUSE_S,
     DoNoHarm,
+    PrefillRate,
 )
+from kvoffd_client.vllm.manager import REPORT_EVERY_S
 from kvoffd_client.vllm.metrics import SLOW_LOADS
 from tests.kit.clock import Clock
 from tests.vllm.manager_harness import KEYS, ManagerHarness
@@ -22,7 +23,8 @@ from tests.vllm.vllm_fakes import key
 
 def measured(tokens_per_second: float, *loads: tuple[int, float], active: bool = True) -> DoNoHarm:
     """After loads of so many tokens in so many seconds, in an engine that computes as fast as that."""
-    found = DoNoHarm(Clock(), active=active)
+    clock = Clock()
+    found = DoNoHarm(clock, PrefillRate(clock, 1, 256), active=active)
     found.prefill.tokens_per_second = tokens_per_second
     for tokens, seconds in loads:
         found.note_load(tokens, seconds)
@@ -51,7 +53,7 @@ def test_load_is_skipped_where_enough_loads_of_its_length_were_slower() -> None:
 
 def test_load_that_was_skipped_is_tried_again_after_a_while() -> None:
     clock = Clock()
-    found = DoNoHarm(clock, active=True)
+    found = DoNoHarm(clock, PrefillRate(clock, 1, 256), active=True)
     found.prefill.tokens_per_second = 10_000
     for _ in range(2):
         for _ in range(LEAST_LOAD_SAMPLES):
@@ -65,7 +67,7 @@ def test_load_that_was_skipped_is_tried_again_after_a_while() -> None:
 
 def test_stores_pause_where_vllm_waits_for_them_again_and_again(said: list[str]) -> None:
     clock = Clock()
-    found = DoNoHarm(clock, active=True)
+    found = DoNoHarm(clock, PrefillRate(clock, 1, 256), active=True)
     for _ in range(100):
         found.note_wait(0.04)
     found.note_wait(20.0)  # a daemon that hung once
@@ -88,7 +90,7 @@ def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -
     rig.prefill.tokens_per_second = 10_000
     rig.request("r", {key(1)})
     for _ in range(LEAST_LOAD_SAMPLES):
-        rig.manager.workers_report(WorkerReport(load_times={1: LoadTime((1,), 0.5)}))
+        rig.manager.workers_report(WorkerReport(load_times={1: (1000, 0.5)}))
     assert not rig.manager.load_is_worth_it("r", 1000)
     assert not rig.manager.load_is_worth_it("r", 1000), "vLLM asks until it is scheduled"
     assert any("1000 tokens take 0.50 s here, and computing them 0.10 s" in line for line in said)

@@ -75,7 +75,7 @@ class Engine:
 
     def reported_late(self) -> int:
         """Late lookups of which the daemon knows, once the engine has sent its report."""
-        self.manager._harm._report_at = 0.0
+        self.manager._report_at = 0.0
         self.prompt_s()
         (found,) = self.admin.stats().namespaces
         return found.late_lookups

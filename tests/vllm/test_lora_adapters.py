@@ -15,8 +15,8 @@ from tests.kit.models import write_lora_adapter
 from tests.vllm.vllm_fakes import key
 
 
-def request(path: Path | str, int_id: int = 1) -> Any:
-    return LoRARequest("name", int_id, str(path))
+def request(path: Path | str, int_id: int = 1, *, in_place: bool = False) -> Any:
+    return LoRARequest("name", int_id, str(path), load_inplace=in_place)
 
 
 def test_equal_adapters_are_one_wherever_they_are_and_others_are_not(tmp_path: Path) -> None:
@@ -24,9 +24,11 @@ def test_equal_adapters_are_one_wherever_they_are_and_others_are_not(tmp_path: P
     copied = tmp_path / "copied"
     shutil.copytree(one, copied)
     adapters = LoraAdapters()
-    assert (
-        adapters.content_of(request(one)) == adapters.content_of(request(copied)) != adapters.content_of(request(other))
+    first, second, third = (
+        adapters.content_of(request(path, number)) for number, path in enumerate((one, copied, other), 1)
     )
+    assert first == second != third
+    assert third is not None
     (one / "adapter_config.json").write_text("{}")
     assert LoraAdapters().content_of(request(one)) != adapters.content_of(request(copied))
 
@@ -63,6 +65,29 @@ def test_an_adapter_that_is_loaded_anew_with_another_content_is_unknown_until_a_
     adapters.engine_cache_reset()
     write_lora_adapter(path, seed=1)
     assert adapters.content_of(request(path, int_id=4)) == first, "of which no cache has another's blocks"
+
+
+def test_an_adapter_that_is_loaded_in_place_is_read_again_though_its_id_and_path_are_the_same(tmp_path: Path) -> None:
+    path = write_lora_adapter(tmp_path / "one", seed=1)
+    adapters = LoraAdapters()
+    first = adapters.content_of(request(path))
+    write_lora_adapter(path, seed=2)
+    assert adapters.content_of(request(path, in_place=True)) is None, "vLLM's own cache has blocks of the first"
+    adapters.engine_cache_reset()
+    second = adapters.content_of(request(path, in_place=True))
+    assert second not in (None, first)
+    moved = write_lora_adapter(tmp_path / "two", seed=1)
+    assert adapters.content_of(request(moved, in_place=True)) == first
+    assert adapters.content_of(request(path)) is None, "vLLM computes it with the one that has its id now"
+
+
+def test_an_id_that_vllm_has_loaded_for_another_adapter_is_unknown(tmp_path: Path) -> None:
+    one, other = write_lora_adapter(tmp_path / "one", seed=1), write_lora_adapter(tmp_path / "other", seed=2)
+    adapters = LoraAdapters()
+    first = adapters.content_of(request(one))
+    assert adapters.content_of(request(other)) is None
+    assert adapters.content_of(request(one)) == first
+    assert adapters.content_of(request(other, 2)) is None, "vLLM's own cache has blocks of the first under its name"
 
 
 def test_an_adapter_without_files_is_unknown(tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ Step = tuple[tuple[int, ...], float]
 def rate_after(*steps: Step, most_running: int = 1, first: Step = ((2048,), 9.0), chunk: int = 2048) -> PrefillRate:
     """As vLLM's loop begins steps, and takes their outputs when as many run as may or none is to begin."""
     clock, ends = Clock(), [0.0]
-    rate = PrefillRate(clock)
-    rate.begin_engine(most_running, chunk)
+    rate = PrefillRate(clock, most_running, chunk)
     running: list[float] = []
 
     def end_first() -> None:
@@ -85,8 +84,7 @@ def test_the_first_steps_in_which_an_engine_compiles_tell_nothing() -> None:
 
 def test_steps_that_failed_never_end() -> None:
     clock = Clock()
-    rate = PrefillRate(clock)
-    rate.begin_engine(2, 2048)
+    rate = PrefillRate(clock, 2, 2048)
     rate.step_begins([2048])
     rate.step_ended()
     for tokens in (1, 2048):

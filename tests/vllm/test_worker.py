@@ -18,7 +18,7 @@ from kvoffd_client.jobs import Job
 from kvoffd_client.vllm import spec as spec_module
 from kvoffd_client.vllm import worker as worker_module
 from kvoffd_client.vllm.config import ConnectorOptions
-from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, KeyedSpec, LoadTime
+from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, KeyedSpec
 from kvoffd_client.vllm.kv_memory import SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
@@ -32,7 +32,7 @@ from tests.vllm.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
 KEYED = KeyedSpec((block_hash(1) + block_hash(2),))
 NAMESPACE = NamespaceSpec.named("model")
-LEASED = KeyedSpec(KEYED.groups, lease_id=77, request_id="r")
+LEASED = KeyedSpec(KEYED.groups, lease_id=77, request_id="r", load_tokens=64)
 
 
 def make_worker(client: FakeWorkerClient | None) -> KvoffdWorker:
@@ -135,7 +135,7 @@ def test_jobs_reach_the_client_and_their_results_come_back() -> None:
     ]
     assert found == [(1, True, 1024, 0.5), (2, True, 2048, 0.25)]
     report = worker.take_report()
-    assert (report.failed_jobs, report.load_times) == ({}, {2: LoadTime((2,), 0.25)})
+    assert (report.failed_jobs, report.load_times) == ({}, {2: (64, 0.25)})
 
 
 def test_jobs_that_fail_say_why_and_with_which_keys() -> None:

@@ -68,11 +68,11 @@ class HostBlockEvents:
     def __init__(self, groups: Mapping[int, ChunkGroup], kinds: Mapping[int, str]) -> None:
         self.groups = groups
         self._kinds = kinds
-        self._published: dict[str, dict[bytes, int]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
-        """By medium, the keys that routers know of, with the index of their group."""
+        self._published: dict[str, set[bytes]] = {MEDIUM_CPU: set(), MEDIUM_STORAGE: set()}
+        """By medium, the keys that routers know of."""
         self._known: OrderedDict[bytes, BlockTokens] = OrderedDict()
         self._waiting: deque[KvEvent] = deque()
-        self._found: list[KVCacheEvent] = []
+        self._made: list[KVCacheEvent] = []
         self._cleared: KVCacheEvent | None = None
 
     def take(self, namespace: EngineNamespace) -> list[KVCacheEvent]:
@@ -82,18 +82,31 @@ class HostBlockEvents:
         blocks = 0
         while self._waiting and blocks < MAX_BLOCKS_PER_STEP:
             blocks += self._apply(self._waiting.popleft())
-        found, self._found = self._found, []
-        return found
+        made, self._made = self._made, []
+        return made
 
     def found(self, request: Any, index: int, chain: Sequence[bytes], count: int) -> None:
         """A lookup has found the first ``count`` blocks of a request, of one group, in the pool."""
         published, size = self._published[MEDIUM_CPU], self.groups[index].tokens_per_chunk
         places = [place for place, key in enumerate(chain[:count]) if key not in published]
-        if not places or not hashed_by_tokens(request):
-            return
-        for place in places:
-            self._know(chain[place], tokens_of(request, chain, place, size))
-        self._store(MEDIUM_CPU, index, [chain[place] for place in places])
+        if places and hashed_by_tokens(request):
+            for place in places:
+                self._know(chain[place], tokens_of(request, chain, place, size))
+            self._store(MEDIUM_CPU, index, [chain[place] for place in places])
+
+    def origins_of(self, request: Any, ends: Mapping[bytes, int]) -> dict[int, tuple[bytes, bytes]]:
+        """Return by group the parents and token ids of a request's blocks, as ``GroupBlocks`` has them.
+
+        ``ends`` are their keys, with the tokens from the request's first one to the block's last.
+        """
+        origins = {}
+        for index, group in self.groups.items() if hashed_by_tokens(request) else ():
+            chain, size = group.keys(request.block_hashes), group.tokens_per_chunk
+            places = [end // size - 1 for key, end in ends.items() if key.endswith(group.suffix)]
+            blocks = [tokens_of(request, chain, place, size) for place in places]
+            parents = b"".join([one.parent[:-GROUP_ID_BYTES] for one in blocks])
+            origins[index] = parents, b"".join([one.token_ids for one in blocks])
+        return origins
 
     def note_engine_events(self, events: Iterable[KVCacheEvent]) -> None:
         """Take note of what vLLM publishes of its own cache, before ours: after its AllBlocksCleared routers know of no
@@ -102,7 +115,7 @@ class HostBlockEvents:
         cleared = [event for event in events if isinstance(event, AllEngineBlocksCleared)]
         if cleared and cleared[-1] is not self._cleared:
             self._cleared = cleared[-1]
-            self._found.clear()
+            self._made.clear()
             for published in self._published.values():
                 published.clear()
 
@@ -110,17 +123,17 @@ class HostBlockEvents:
         """Publish what an event of the daemon says. Returns how many blocks it is about."""
         if isinstance(event, AllBlocksCleared):
             for medium, published in self._published.items():
-                self._remove(medium, list(published))
+                for index, group in self.groups.items():
+                    self._remove(medium, index, [key for key in published if key.endswith(group.suffix)])
             return 1
         index, medium = event.group_idx, event.medium
         if medium not in self._published or index not in self.groups:
             return 1
-        suffix = self.groups[index].suffix
+        suffix, size = self.groups[index].suffix, self.groups[index].tokens_per_chunk * TOKEN_ID_BYTES
         keys = [block_hash + suffix for block_hash in event.block_hashes]
         if not isinstance(event, DaemonStored):
-            self._remove(medium, keys)
+            self._remove(medium, index, keys)
             return len(keys)
-        size = self.groups[index].tokens_per_chunk * TOKEN_ID_BYTES
         if len(event.parents) == len(keys) and len(event.token_ids) == size * len(keys):
             for at, (key, parent) in enumerate(zip(keys, event.parents, strict=True)):
                 self._know(key, BlockTokens(parent + suffix, event.token_ids[at * size : (at + 1) * size]))
@@ -134,47 +147,30 @@ class HostBlockEvents:
 
     def _store(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
         """Publish blocks that came to a medium, as far as they can be; each chain in one event."""
-        published, run = self._published[medium], list[bytes]()
+        published, group = self._published[medium], self.groups[index]
+        last, event = b"", None
         for key in keys:
             known = self._known.get(key)
             if known is None or key in published:
                 continue
             if not known.is_first and not any(known.parent in one for one in self._published.values()):
                 continue
-            if run and run[-1] != known.parent:
-                self._publish_run(medium, index, run)
-                run = []
-            published[key] = index
-            run.append(key)
-        if run:
-            self._publish_run(medium, index, run)
+            if event is None or known.parent != last:
+                parent = None if known.is_first else _external(known.parent)
+                event = BlockStored([], parent, [], group.tokens_per_chunk, None, medium, None)
+                event.group_idx, event.kv_cache_spec_kind = group.group_id, self._kinds[index]
+                self._made.append(event)
+            event.block_hashes.append(_external(key))
+            event.token_ids.extend(memoryview(known.token_ids).cast("I"))
+            published.add(key)
+            last = key
 
-    def _publish_run(self, medium: str, index: int, run: Sequence[bytes]) -> None:
-        group, first = self.groups[index], self._known[run[0]]
-        self._found.append(
-            BlockStored(
-                block_hashes=[_external(key) for key in run],
-                parent_block_hash=None if first.is_first else _external(first.parent),
-                token_ids=[token for key in run for token in memoryview(self._known[key].token_ids).cast("I")],
-                block_size=group.tokens_per_chunk,
-                lora_id=None,
-                medium=medium,
-                lora_name=None,
-                group_idx=group.group_id,
-                kv_cache_spec_kind=self._kinds[index],
-            )
-        )
-
-    def _remove(self, medium: str, keys: Iterable[bytes]) -> None:
-        """Withdraw those of the keys that were published."""
+    def _remove(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
+        """Withdraw those of a group's keys that were published."""
         published = self._published[medium]
-        gone: dict[int, list[bytes]] = {}
-        for key in keys:
-            if (index := published.pop(key, None)) is not None:
-                gone.setdefault(index, []).append(key)
-        for index, of_group in gone.items():
-            hashes = [_external(key) for key in of_group]
-            self._found.append(BlockRemoved(hashes, medium, self.groups[index].group_id))
+        if gone := [key for key in keys if key in published]:
+            published.difference_update(gone)
+            self._made.append(BlockRemoved([_external(key) for key in gone], medium, self.groups[index].group_id))
 
 
 def _external(key: bytes) -> Any:

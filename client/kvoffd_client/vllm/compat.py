@@ -15,11 +15,6 @@ TESTED = ((0, 32), (0, 33))
 """Releases that the engine tests ran with: major and minor number."""
 _TESTED = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
 
-# The methods that this connector's classes have. A release may ask for fewer, not for others.
-MANAGER_METHODS = frozenset({"lookup", "on_new_request", "prepare_load", "prepare_store"})
-WORKER_METHODS = frozenset({"get_finished", "submit_load", "submit_store", "wait"})
-SPEC_METHODS = frozenset({"get_manager", "get_worker"})
-
 
 def release_of(version: str) -> tuple[int, int] | None:
     """Return major and minor number of a version string, None when it has none."""
@@ -41,11 +36,31 @@ def require_vllm() -> None:
             f"kvoffd's vLLM connector needs vLLM {'.'.join(map(str, MINIMUM))} or newer, and this is vLLM {version}. "
             f"It was tested with vLLM {_TESTED}."
         )
-    if missing := _changes():
+    try:
+        changed = [name for name, holds in _checks().items() if not _is_true(holds)]
+    except ImportError as error:
+        changed = [str(error)]
+    _refuse(changed)
+
+
+def require_methods(*classes: type) -> None:
+    """Raise ImportError where vLLM asks for methods that these classes of the connector do not have."""
+    _refuse([f"{cls.__mro__[1].__name__}'s methods" for cls in classes if inspect.isabstract(cls)])
+
+
+def _refuse(changed: list[str]) -> None:
+    if changed:
         raise ImportError(
-            f"kvoffd's vLLM connector does not fit vLLM {version}, which has changed: {'; '.join(missing)}. This "
-            f"kvoffd was tested with vLLM {_TESTED}: install one of those, or a newer kvoffd."
+            f"kvoffd's vLLM connector does not fit vLLM {vllm.__version__}, which has changed: {'; '.join(changed)}. "
+            f"This kvoffd was tested with vLLM {_TESTED}: install one of those, or a newer kvoffd."
         )
+
+
+def _is_true(holds: Callable[[], bool]) -> bool:
+    try:
+        return holds()
+    except Exception:  # whatever another release does in place of it
+        return False
 
 
 def untested() -> str:
@@ -64,85 +79,56 @@ def check_version(*, strict: bool) -> None:
         raise ValueError(f"kvoffd cannot serve this engine, since strict_version is set. {sentence}")
 
 
-def _fields(cls: Any) -> set[str]:
-    return {item.name for item in dataclasses.fields(cls)}
-
-
-def _parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
 def _checks() -> dict[str, Callable[[], bool]]:
     """What the connector needs of vLLM, by what an error calls it. Raises ImportError where a module has moved."""
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.v1.kv_offload import base
 
-    def fills_block_lists() -> bool:
+    def parameters(function: Any, *names: str) -> Callable[[], bool]:
+        return lambda: tuple(inspect.signature(function).parameters) == ("self", *names)
+
+    def fields(cls: Any, *names: str) -> Callable[[], bool]:
+        return lambda: {*names} <= {item.name for item in dataclasses.fields(cls)}
+
+    def attributes(cls: Any, *names: str) -> Callable[[], bool]:
+        return lambda: {*names} <= {*cls.__init__.__code__.co_names}
+
+    def block_lists() -> bool:
         spec = base.GPULoadStoreSpec([3], [1], [0])
         return (list(spec.block_ids), list(spec.group_sizes), list(spec.block_indices)) == ([3], [1], [0])
 
-    def tells_positions() -> bool:
+    def positions() -> bool:
         context = base.ReqContext("request")
-        key = b"key"
-        context.set_offload_key_position(key, 32)
-        return context.get_offload_key_position(key) == 32 and hasattr(context, "load_tier_filter")
+        context.set_offload_key_position(b"key", 32)
+        return context.get_offload_key_position(b"key") == 32 and hasattr(context, "load_tier_filter")
 
+    jobs = ("load_jobs", "store_jobs", "jobs_to_flush")
+    half = OffloadingConnectorWorker
     return {
-        "OffloadingManager's methods": lambda: base.OffloadingManager.__abstractmethods__ <= MANAGER_METHODS,
-        "OffloadingWorker's methods": lambda: base.OffloadingWorker.__abstractmethods__ <= WORKER_METHODS,
-        "OffloadingSpec's methods": lambda: base.OffloadingSpec.__abstractmethods__ <= SPEC_METHODS,
-        "OffloadingSpec's constructor": lambda: _parameters(base.OffloadingSpec.__init__) == ["self", "config"],
-        "OffloadingConnector's methods": lambda: not OffloadingConnector.__abstractmethods__,
-        "OffloadingConnector's constructor": lambda: (
-            _parameters(OffloadingConnector.__init__) == ["self", "vllm_config", "role", "kv_cache_config"]
+        "OffloadingSpec's constructor": parameters(base.OffloadingSpec.__init__, "config"),
+        "OffloadingConnector's constructor": parameters(
+            OffloadingConnector.__init__, "vllm_config", "role", "kv_cache_config"
         ),
-        "the scheduler half's manager": lambda: "manager" in OffloadingConnectorScheduler.__init__.__code__.co_names,
-        "the worker half's worker and spec": lambda: (
-            {"worker", "spec"} <= {*OffloadingConnectorWorker.__init__.__code__.co_names}
+        "the scheduler half's manager": attributes(OffloadingConnectorScheduler, "manager"),
+        "the worker half's worker and spec": attributes(half, "worker", "spec"),
+        "the worker half's prepare_store_kv": parameters(half.prepare_store_kv, "metadata"),
+        "the worker half's start_kv_transfers": parameters(half.start_kv_transfers, "metadata"),
+        "TransferJob's fields": fields(common.TransferJob, "req_id", "src_spec", "dst_spec"),
+        "OffloadingConnectorMetadata's fields": fields(common.OffloadingConnectorMetadata, *jobs),
+        "OffloadingWorkerMetadata's fields": fields(
+            common.OffloadingWorkerMetadata, "completed_jobs", "transfer_stats"
         ),
-        "the worker half's methods": lambda: all(
-            _parameters(getattr(OffloadingConnectorWorker, name)) == ["self", "metadata"]
-            for name in ("prepare_store_kv", "start_kv_transfers")
-        ),
-        "TransferJob's fields": lambda: {"req_id", "src_spec", "dst_spec"} <= _fields(common.TransferJob),
-        "OffloadingConnectorMetadata's fields": lambda: (
-            {"load_jobs", "store_jobs", "jobs_to_flush"} <= _fields(common.OffloadingConnectorMetadata)
-        ),
-        "OffloadingWorkerMetadata's fields": lambda: (
-            {"completed_jobs", "transfer_stats"} <= _fields(common.OffloadingWorkerMetadata)
-        ),
-        "KVConnectorTransferResults' failed_recving": lambda: (
-            "failed_recving" in _parameters(connector_base.KVConnectorTransferResults)
-        ),
-        "TransferResult's fields": lambda: (
-            {"job_id", "success", "transfer_size", "transfer_time"} <= _fields(base.TransferResult)
-        ),
-        "GPULoadStoreSpec": fills_block_lists,
+        "KVConnectorTransferResults": lambda: bool(KVConnectorTransferResults(failed_recving=set())),
+        "TransferResult": lambda: bool(base.TransferResult(1, True, transfer_size=1, transfer_time=1.0)),
+        "GPULoadStoreSpec": block_lists,
         "make_offload_key": lambda: base.make_offload_key(b"h" * 32, 7) == b"h" * 32 + b"\0\0\0\7",
         "LookupResult": lambda: {"HIT", "HIT_PENDING", "MISS", "RETRY"} == {one.name for one in base.LookupResult},
-        "ReqContext": tells_positions,
+        "ReqContext": positions,
     }
-
-
-def _changes() -> list[str]:
-    """What the connector needs of vLLM and does not find in this one."""
-    try:
-        checks = _checks()
-    except ImportError as error:
-        return [str(error)]
-    changed = []
-    for name, holds in checks.items():
-        try:
-            fits = holds()
-        except Exception:  # whatever another release does in place of it
-            fits = False
-        if not fits:
-            changed.append(name)
-    return changed
 
 
 def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
@@ -166,14 +152,14 @@ def note_given_blocks(scheduler: Any, block_ids: Iterable[int]) -> None:
     scheduler._current_batch_allocated_block_ids.update(block_ids)
 
 
-def patch_v2_runner_fence(runner: object, fence: Callable[[Any], None]) -> bool:
+def patch_v2_runner_fence(runner: Any, fence: Callable[[Any], None]) -> bool:
     """Have ``fence``, a handle_preemptions(), called before vLLM's second model runner writes into blocks.
 
     The first runner calls it before anything else. The second one calls it just before the model's forward pass, when
     it has zeroed new blocks and copied others (those of mamba layers, and of caches of mixed precision), which stores
     may still have to read. It is called again later, as ever. False where this is no such runner.
     """
-    write = getattr(runner, _WRITES_BLOCKS, None)
+    write = getattr(runner, "update_requests", None)  # which the first runner has not
     if not callable(write):
         return False
 
@@ -184,12 +170,8 @@ def patch_v2_runner_fence(runner: object, fence: Callable[[Any], None]) -> bool:
                 fence(metadata)
         write(scheduler_output)
 
-    setattr(runner, _WRITES_BLOCKS, update_requests)
+    runner.update_requests = update_requests
     return True
-
-
-_WRITES_BLOCKS = "update_requests"
-"""The method of the second runner that writes into blocks; the first one has none of that name."""
 
 
 def _offloading_metadata(metadata: object) -> Iterator[Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import msgspec
 import vllm
+from msgspec import Meta, Struct
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
@@ -40,11 +41,10 @@ REFUSED = {
     "sync_load_budget_bytes": "a load that fails inside a step cannot be recomputed",
 }
 
-KV_LAYOUTS = ("vllm", "block_outermost")
+Positive = Annotated[float, Meta(gt=0, lt=3_600_000)]
 
 
-@dataclass(frozen=True)
-class ConnectorOptions:
+class ConnectorOptions(Struct, frozen=True):
     """The connector's own options, checked.
 
     Attributes:
@@ -69,11 +69,11 @@ class ConnectorOptions:
 
     directory: str = ""
     salt: str = ""
-    lookup_deadline_ms: float = 200.0
-    disk_wait_ms: float = 1000.0
-    store_fence_timeout_s: float = 2.0
+    lookup_deadline_ms: Positive = 200.0
+    disk_wait_ms: Annotated[float, Meta(ge=0, lt=3_600_000)] = 1000.0
+    store_fence_timeout_s: Positive = 2.0
     do_no_harm: bool = True
-    kv_layout: str = "vllm"
+    kv_layout: Literal["vllm", "block_outermost"] = "vllm"
     strict_version: bool = False
 
     @property
@@ -90,7 +90,7 @@ class ConnectorOptions:
         return self.directory or str(default_directory())
 
 
-OWN_KEYS = tuple(item.name for item in fields(ConnectorOptions))
+OWN_KEYS = ConnectorOptions.__struct_fields__
 
 
 def parse_options(extra_config: Mapping[str, object]) -> tuple[ConnectorOptions, list[str]]:
@@ -101,40 +101,26 @@ def parse_options(extra_config: Mapping[str, object]) -> tuple[ConnectorOptions,
             cannot work with a daemon. The sentence names the key.
     """
     unknown = []
-    for key in extra_config:
-        if key in OWN_KEYS or key in VLLM_KEYS:
-            continue
-        if key in REFUSED:
-            if extra_config[key]:
-                raise ValueError(
-                    f"kv_connector_extra_config: {key} cannot be used with KvoffdConnector, since {REFUSED[key]}; "
-                    "leave it out."
-                )
-            continue
+    for key in extra_config.keys() - VLLM_KEYS - {*OWN_KEYS}:
         near = difflib.get_close_matches(key, OWN_KEYS, n=1, cutoff=0.75)
-        if near or key.startswith("kvoffd"):
-            wanted = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(OWN_KEYS)}."
-            raise ValueError(f"kv_connector_extra_config: {key!r} is no option of KvoffdConnector; {wanted}")
-        unknown.append(key)
-    values = {key: _checked(key, extra_config[key]) for key in OWN_KEYS if key in extra_config}
-    return ConnectorOptions(**values), unknown  # type: ignore[arg-type]
-
-
-def _checked(key: str, value: object) -> str | float | bool:
-    default = getattr(ConnectorOptions, key)
-    if key == "kv_layout":
-        fits, wanted = value in KV_LAYOUTS, " or ".join(KV_LAYOUTS)
-    elif isinstance(default, bool):
-        fits, wanted = isinstance(value, bool), "true or false"
-    elif isinstance(default, str):
-        fits, wanted = isinstance(value, str), "a string"
-    else:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        least_fits = number and (value > 0 or (value == 0 and key == "disk_wait_ms"))  # type: ignore[operator]
-        fits, wanted = least_fits and value < 3_600_000, "a positive number"  # type: ignore[operator]
-    if not fits:
-        raise ValueError(f"kv_connector_extra_config: {key!r} must be {wanted}; it is {value!r}.")
-    return type(default)(value)
+        if key in REFUSED:
+            problem = f"{key} cannot be used with KvoffdConnector, since {REFUSED[key]}; leave it out."
+            if not extra_config[key]:
+                continue
+        elif near:
+            problem = f"{key!r} is no option of KvoffdConnector; did you mean {near[0]!r}?"
+        elif key.startswith("kvoffd"):
+            problem = f"{key!r} is no option of KvoffdConnector; the options are {', '.join(OWN_KEYS)}."
+        else:
+            unknown.append(key)
+            continue
+        raise ValueError(f"kv_connector_extra_config: {problem}")
+    try:
+        return msgspec.convert(
+            {key: extra_config[key] for key in OWN_KEYS if key in extra_config}, ConnectorOptions
+        ), unknown
+    except msgspec.ValidationError as error:
+        raise ValueError(f"kv_connector_extra_config: {error}.") from error
 
 
 HAS_SLEEP_HOOKS = hasattr(OffloadingConnector, "restore_kv_caches")

@@ -18,6 +18,7 @@ from kvoffd_client.vllm.compat import (
     forget_session_blocks,
     note_given_blocks,
     patch_v2_runner_fence,
+    require_methods,
     require_vllm,
     untested,
 )
@@ -394,3 +395,6 @@ class KvoffdConnector(OffloadingConnector):
 
 def _has_states(group: Any) -> bool:
     return any(isinstance(spec, MambaSpec) for spec in iter_layer_specs(group.kv_cache_spec))
+
+
+require_methods(KvoffdConnector, KvoffdManager, KvoffdSpec, KvoffdWorker)

@@ -59,25 +59,18 @@ class KeyedSpec(LoadStoreSpec):
         groups: per group on the wire its block hashes, concatenated.
         lease_id: the lease a load reads under; NO_LEASE for stores.
         request_id: the request that a load is for; None for stores.
-        parents: per group what ``GroupBlocks.parents`` says; empty where a store tells none.
-        tokens: as ``parents``, for ``GroupBlocks.tokens``.
+        load_tokens: what a load brings, in tokens.
+        origins: by group on the wire, what a store tells of its blocks: ``GroupBlocks.parents`` and ``tokens``.
     """
 
     groups: tuple[bytes, ...] = field(repr=False)
     lease_id: int = NO_LEASE
     request_id: str | None = None
-    parents: tuple[bytes, ...] = field(default=(), repr=False)
-    tokens: tuple[bytes, ...] = field(default=(), repr=False)
+    load_tokens: int = 0
+    origins: Mapping[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(
-        cls,
-        keys: Collection[OffloadKey],
-        positions: Mapping[bytes, int],
-        lease_id: int = NO_LEASE,
-        adapter: bytes = b"",
-        request_id: str | None = None,
-    ) -> KeyedSpec:
+    def of(cls, keys: Collection[OffloadKey], positions: Mapping[bytes, int], adapter: bytes = b"") -> KeyedSpec:
         """Sort vLLM's keys into groups, in their order. ``positions`` maps group ids to indices on the wire.
 
         ``adapter`` is the content of the request's LoRA adapter; see ``of_adapter``.
@@ -87,7 +80,7 @@ class KeyedSpec(LoadStoreSpec):
             groups[positions[key[-GROUP_ID_BYTES:]]].append(key[:-GROUP_ID_BYTES])
         if adapter:
             groups = [of_adapter(group, adapter) for group in groups]
-        return cls(tuple(map(b"".join, groups)), lease_id, request_id)
+        return cls(tuple(map(b"".join, groups)))
 
     @property
     def keys(self) -> tuple[tuple[int, bytes], ...]:
@@ -136,7 +129,7 @@ def group_transfers(
                 f"Group {index}: {size} blocks that begin {first_block} blocks into the first of {count} keys "
                 f"of {blocks_per_chunk} blocks."
             )
-        origins = [told[index] if told else b"" for told in (keyed.parents, keyed.tokens)]
+        origins = keyed.origins.get(index, (b"", b""))
         transfers.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
     return transfers
 
@@ -155,14 +148,6 @@ class FailedJob:
     error: ErrorCode | None
     keys: tuple[tuple[int, bytes], ...] = ()
     request_id: str | None = None
-
-
-@dataclass(frozen=True)
-class LoadTime:
-    """How long a load took that ended well, in seconds, and how many keys it had of each group on the wire."""
-
-    keys_of_groups: tuple[int, ...]
-    seconds: float
 
 
 @dataclass
@@ -188,14 +173,14 @@ class WorkerReport(OffloadingWorkerMetadata):
 
     Attributes:
         failed_jobs: by job id; the first rank's report stands.
-        load_times: by job id; the slowest rank's.
+        load_times: of loads that ended well, by job id, their tokens and seconds; the slowest rank's.
         credit_bytes: bytes of stores each worker may have outstanding, the least of all ranks; None: no news.
         memory: by rank; only ranks with news.
         waited_s: how long vLLM waited for stores; the longest of all ranks.
     """
 
     failed_jobs: dict[int, FailedJob] = field(default_factory=dict)
-    load_times: dict[int, LoadTime] = field(default_factory=dict)
+    load_times: dict[int, tuple[int, float]] = field(default_factory=dict)
     credit_bytes: int | None = None
     memory: dict[int, MemoryReport] = field(default_factory=dict)
     waited_s: float = 0.0
@@ -204,15 +189,18 @@ class WorkerReport(OffloadingWorkerMetadata):
         merged = super().aggregate(other)
         if not isinstance(other, WorkerReport):
             other = WorkerReport()
-        slowest = dict(self.load_times)
-        for job_id, load in other.load_times.items():
-            slowest[job_id] = max(load, slowest.get(job_id, load), key=lambda one: one.seconds)
+        credits_bytes = [one.credit_bytes for one in (self, other) if one.credit_bytes is not None]
+        # Of one job all ranks have the same tokens.
+        slowest = {
+            job_id: max(self.load_times.get(job_id, (0, 0.0)), other.load_times.get(job_id, (0, 0.0)))
+            for job_id in self.load_times.keys() | other.load_times.keys()
+        }
         return WorkerReport(
-            completed_jobs=merged.completed_jobs,
-            transfer_stats=merged.transfer_stats,
-            failed_jobs={**other.failed_jobs, **self.failed_jobs},
-            load_times=slowest,
-            credit_bytes=min((c for c in (self.credit_bytes, other.credit_bytes) if c is not None), default=None),
-            memory=self.memory | other.memory,
-            waited_s=max(self.waited_s, other.waited_s),
+            merged.completed_jobs,
+            merged.transfer_stats,
+            {**other.failed_jobs, **self.failed_jobs},
+            slowest,
+            min(credits_bytes, default=None),
+            self.memory | other.memory,
+            max(self.waited_s, other.waited_s),
         )

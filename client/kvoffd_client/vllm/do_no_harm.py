@@ -8,7 +8,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from kvoffd_client.vllm.log import logger
-from kvoffd_proto.messages import MAX_REPORTED
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig
@@ -23,7 +22,6 @@ LEAST_TOKENS = 1024
 """Steps of prompts in a row are timed together until they have so many tokens."""
 SAMPLES = 9
 """That are remembered: one slow step is no slow engine."""
-
 
 LOAD_SAMPLES = 9
 """Loads of about one length that are remembered."""
@@ -43,20 +41,26 @@ LEAST_WAITED_S = 0.05
 WAITED_SHARE = 0.2
 """Stores pause where vLLM waited for them for this part of the window, in that many waits."""
 STORE_PAUSE_S = 60.0
-REPORT_EVERY_S = 10.0
 
 
 class PrefillRate:
-    """Tokens a second.
+    """Tokens a second that an engine computes of prompts.
+
+    Args:
+        most_running: how many steps vLLM begins at most before the first of them ends.
+        largest_chunk: how many tokens of a prompt the engine computes in a step at most.
 
     Attributes:
         tokens_per_second: 0 before it is known.
         step_s: seconds of a step with few tokens, the median of the latest; 0 before it is known. No prompt takes less.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], most_running: int, largest_chunk: int) -> None:
         self._clock = clock
-        self.begin_engine(1, LEAST_STEP_TOKENS)
+        self._least_step = min(LEAST_STEP_TOKENS, largest_chunk)
+        self._least_request = min(LEAST_REQUEST_TOKENS, largest_chunk // 2)
+        self._running: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=most_running)
+        """When each step began, and the tokens of its requests. One that failed never ends: it falls out."""
         self._ended = 0.0
         """When the last step ended."""
         self._tokens, self._seconds = 0, 0.0
@@ -68,53 +72,32 @@ class PrefillRate:
         self.tokens_per_second = 0.0
         self.step_s = 0.0
 
-    def begin_engine(self, most_running: int, largest_chunk: int) -> None:
-        """Take how many steps vLLM begins at most before the first of them ends, and how many tokens of a prompt the
-        engine computes in a step at most."""
-        self._least_step = min(LEAST_STEP_TOKENS, largest_chunk)
-        self._least_request = min(LEAST_REQUEST_TOKENS, largest_chunk // 2)
-        self._running: deque[tuple[float, int, int]] = deque(maxlen=most_running)
-        """When each step began, its tokens, and those again if it is one of prompts. One that failed never ends: it
-        falls out."""
-
     def step_begins(self, request_tokens: Collection[int]) -> None:
         """Note that the scheduler begins a step with so many tokens of each request."""
-        self._running.append((self._clock(), sum(request_tokens), self._prompt_step_tokens(request_tokens)))
+        self._running.append((self._clock(), tuple(request_tokens)))
 
     def step_ended(self) -> None:
         """Note that the output of the first of the steps that run has come."""
         if not self._running:
             return
-        now = self._clock()
-        began, all_tokens, tokens = self._running.popleft()
-        seconds = now - max(began, self._ended)  # the engine computed others before
-        self._ended = now
-        if 0 < all_tokens < self._least_step and self._is_warm:
+        now, (began, request_tokens) = self._clock(), self._running.popleft()
+        seconds, self._ended = now - max(began, self._ended), now  # the engine computed others before
+        tokens = sum(request_tokens)
+        if 0 < tokens < self._least_step and self._is_warm:
             self._small_steps.append(seconds)
             self.step_s = median(self._small_steps)
-        if not tokens:
+        of_prompts = sum(count for count in request_tokens if count >= self._least_request)
+        if tokens < self._least_step or of_prompts < PROMPT_SHARE * tokens:
             self._tokens, self._seconds = 0, 0.0
             return
         self._tokens += tokens
         self._seconds += seconds
-        if self._tokens >= LEAST_TOKENS:
-            self._note(self._tokens / max(self._seconds, 1e-6))
-            self._tokens, self._seconds = 0, 0.0
-
-    def _note(self, rate: float) -> None:
-        if not self._is_warm:
-            self._is_warm = True
+        if self._tokens < LEAST_TOKENS:
             return
-        self._samples.append(rate)
-        self.tokens_per_second = median(self._samples)
-
-    def _prompt_step_tokens(self, request_tokens: Collection[int]) -> int:
-        """All tokens of a step that mostly computes prompts; 0 for another."""
-        tokens = sum(request_tokens)
-        if tokens < self._least_step:
-            return 0
-        of_prompts = sum(count for count in request_tokens if count >= self._least_request)
-        return tokens if of_prompts >= PROMPT_SHARE * tokens else 0
+        if self._is_warm:
+            self._samples.append(self._tokens / max(self._seconds, 1e-6))
+            self.tokens_per_second = median(self._samples)
+        self._is_warm, self._tokens, self._seconds = True, 0, 0.0
 
 
 def largest_chunk_of(config: SchedulerConfig) -> int:
@@ -136,20 +119,17 @@ class DoNoHarm:
 
     Attributes:
         stores_paused_until: no store before that time.
-        skipped_loads, late_lookups, paused_stores: since the last report.
     """
 
-    def __init__(self, clock: Callable[[], float], *, active: bool) -> None:
-        self.prefill = PrefillRate(clock)
+    def __init__(self, clock: Callable[[], float], prefill: PrefillRate, *, active: bool) -> None:
+        self.prefill = prefill
         self._clock = clock
-        self._active = active
+        self.active = active
         self._loads: dict[int, deque[tuple[float, float]]] = {}
         """By length, when loads ended and their seconds per token."""
         self._waits: deque[tuple[float, float]] = deque(maxlen=1000)
         """When vLLM waited for stores, and how long."""
         self.stores_paused_until = float("-inf")
-        self.skipped_loads = self.late_lookups = self.paused_stores = 0
-        self._report_at = clock() + REPORT_EVERY_S
         self._say_at = clock()
 
     @property
@@ -170,7 +150,7 @@ class DoNoHarm:
         samples = self._loads.get(tokens.bit_length(), ())
         lately = [per_token for at, per_token in samples if at >= now - SAMPLE_AGE_S]
         enough = LEAST_DEAR if tokens * sum(lately) >= DEAR_S else LEAST_LOAD_SAMPLES
-        if not self._active or not rate or len(lately) < enough:
+        if not self.active or not rate or len(lately) < enough:
             return True
         loaded_s, computed_s = tokens * median(lately), tokens / rate
         if loaded_s <= MARGIN * computed_s or loaded_s - computed_s <= LEAST_LOSS_S:
@@ -187,7 +167,7 @@ class DoNoHarm:
     def note_wait(self, seconds: float) -> None:
         """Note that vLLM waited so long for stores, in all workers at once."""
         now = self._clock()
-        if not self._active or seconds < LEAST_WAITED_S or now < self.stores_paused_until:
+        if not self.active or seconds < LEAST_WAITED_S or now < self.stores_paused_until:
             return
         self._waits.append((now, seconds))
         while self._waits[0][0] < now - WINDOW_S:
@@ -201,16 +181,3 @@ class DoNoHarm:
                 "stored for %.0f s. More KV cache memory in the engine, or a faster daemon, would help.",
                 *(waited_s, WINDOW_S, STORE_PAUSE_S),
             )
-
-    def take_report(self) -> tuple[float, float, int, int, int] | None:
-        """What to report to the daemon now, if anything: both rates, left out loads and stores, late lookups.
-
-        What is not new is reported too: the daemon may have been restarted.
-        """
-        if self._clock() < self._report_at:
-            return None
-        self._report_at = self._clock() + REPORT_EVERY_S
-        counts = [min(count, MAX_REPORTED) for count in (self.skipped_loads, self.paused_stores, self.late_lookups)]
-        figures = (*self.rates, counts[0], counts[1], counts[2])
-        self.skipped_loads = self.late_lookups = self.paused_stores = 0
-        return figures if any(figures) else None

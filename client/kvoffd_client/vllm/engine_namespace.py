@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import cast
 
 from kvoffd_client.namespace import NamespaceSpec
@@ -17,6 +18,8 @@ from kvoffd_proto.messages import RequestReport
 
 PATIENCE_S = 10.0
 """How long an engine waits in steps for its workers' reports, and then for the daemon to have their memory."""
+WANTED, FAILED = inf, -inf
+"""In place of the time since when the namespace is waited for: it will be, or never."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class EngineNamespace:
         client: the connection; one that is not ready before the namespace is known first.
         generation: counts resets and changes of weights.
         current: the namespace; None while it is not known.
-        usable: whether the daemon can have the memory of all workers, as far as they have said.
+        engine_cache_stale: vLLM's own cache has blocks of other weights than the namespace names: nothing is stored.
         on_leave: called when the weights, or adapters, may be others from now on.
     """
 
@@ -88,28 +91,31 @@ class EngineNamespace:
         self.client = cast(SchedulerClient, Unconnected())
         self.generation = 0
         self.current: NamespaceSpec | None = None
-        self.usable = True
+        self.engine_cache_stale = False
         self.on_leave: Callable[[], None] = lambda: None
         self._last: NamespaceSpec | None = None
         self._reports: dict[int, MemoryReport] = {}
-        self._asked = True
-        """Whether somebody wanted to use the namespace since it was left."""
-        self._waiting_since: float | None = None
-        """When the workers were asked, or the namespace was found."""
-        self._failed = False
+        self._waiting_since: float | None = WANTED
+        """When the workers were asked, or the namespace was found; None while nobody wants it, or FAILED."""
         self._to_tell = False
         self._engine_cache_kept = False
-        self.engine_cache_stale = False
-        """Whether vLLM's own cache has blocks of other weights than the namespace names: then nothing is stored."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether the daemon can have the memory of all workers, as far as they have said."""
+        return all(report.usable for report in self._reports.values())
+
+    @property
+    def serves(self) -> bool:
+        """Whether the daemon may be asked, and given blocks."""
+        return self.current is not None and self.client.ready and self.usable
 
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
         """Whether steps, empty ones too, will make the namespace known or the workers registered in that time."""
-        if self._failed or not self._asked:
-            return False
         known = self.current if self.client.ready else None
         if known is not None and all(one.registered == known.fingerprint for one in self._reports.values()):
             return False
-        return self._waiting_since is None or self._clock() - self._waiting_since < patience_s
+        return self._waiting_since is not None and self._clock() - self._waiting_since < patience_s
 
     @property
     def needs_steps(self) -> bool:
@@ -118,16 +124,17 @@ class EngineNamespace:
 
     def ask(self) -> None:
         """Have the workers asked in the next step, if the namespace is not known: somebody wants to use it now."""
-        self._asked = self._asked or self.current is None
+        if self._waiting_since is None:
+            self._waiting_since = WANTED
 
     def begin_step(self) -> tuple[int | None, NamespaceSpec | None]:
         """Return what the workers must be told in this step: the generation to report, the namespace to register in."""
         if self._to_tell:
             self._to_tell = False
             return self.generation, self.current
-        if self.current is not None or self._failed or not self._asked:
+        if self.current is not None or self._waiting_since in (None, FAILED):
             return None, None
-        if self._waiting_since is None:
+        if self._waiting_since == WANTED:
             self._waiting_since = self._clock()
         if not self.pending():
             self._fail("Its workers did not report what is in their memory.")
@@ -138,10 +145,8 @@ class EngineNamespace:
         """The weights may be others from now on. ``engine_cache_kept``: vLLM's own cache still has blocks of before."""
         self.generation += 1
         self._reports.clear()
-        self.usable = True
-        self.current = None
-        self._asked = self._failed = self._to_tell = False
-        self._waiting_since = None
+        self.current = self._waiting_since = None
+        self._to_tell = False
         self._engine_cache_kept = engine_cache_kept
         self.engine_cache_stale = self.engine_cache_stale and engine_cache_kept
         self.on_leave()
@@ -156,13 +161,12 @@ class EngineNamespace:
                 self.leave(engine_cache_kept=True)
                 return
             self._reports[rank] = report
-        self.usable = all(report.usable for report in self._reports.values())
         if self.current is None and len(self._reports) == self._world_size:
             self._decide([self._reports[rank] for rank in sorted(self._reports)])
 
     def _decide(self, reports: Sequence[MemoryReport]) -> None:
-        namespace = reports[0].namespace
-        for other in (report.namespace for report in reports):
+        namespace, *others = [report.namespace for report in reports]
+        for other in others:
             if other.fingerprint != namespace.fingerprint:
                 names = ", ".join(name for name, _, _ in differences(namespace.description, other.description))
                 self._fail(f"Its workers disagree on {names or 'their configuration'}. Please report this.")
@@ -180,32 +184,26 @@ class EngineNamespace:
                 "are in memory. Its blocks are used by no other engine, and not after a restart or reset."
             )
             weights = [uuid.uuid4().hex]
-        namespace = with_live_weights(namespace, weights)
-        changed = self._last is not None and self._last.fingerprint != namespace.fingerprint
+        last, namespace = self._last, with_live_weights(namespace, weights)
+        self.join(namespace)
+        self._to_tell, self._waiting_since = True, self._clock()
+        changed = last is not None and last is not self._last
         if changed and self._engine_cache_kept:
             self.engine_cache_stale = True
             logger.warning(
                 "kvoffd: the weights were changed, and vLLM's own cache was not reset with nothing running. Nothing is "
                 "stored until it is: call reset_prefix_cache with reset_running_requests and reset_connector."
             )
-        self.join(namespace)
-        self._to_tell = True
-        self._waiting_since = self._clock()
-        logger.info(
-            "kvoffd: namespace %s (%s)%s.",
-            namespace.fingerprint.hex()[:12],
-            namespace.label,
-            ", of the changed weights" if changed else "",
-        )
+        of_changed = ", of the changed weights" if changed else ""
+        logger.info("kvoffd: namespace %s (%s)%s.", namespace.fingerprint.hex()[:12], namespace.label, of_changed)
 
     def join(self, namespace: NamespaceSpec) -> None:
         """Be in this namespace, and connect unless the connection is there already."""
         self.current = namespace
-        if self._last is not None and self._last.fingerprint == namespace.fingerprint:
-            return
-        self.client.close()
-        self.client, self._last = self._connect(namespace), namespace
+        if self._last is None or self._last.fingerprint != namespace.fingerprint:
+            self.client.close()
+            self.client, self._last = self._connect(namespace), namespace
 
     def _fail(self, reason: str) -> None:
-        self._failed = True
+        self._waiting_since = FAILED
         logger.error("kvoffd: the engine runs without the daemon. %s", reason)

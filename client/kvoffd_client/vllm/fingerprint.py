@@ -123,21 +123,23 @@ def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sal
     ``vllm_config`` and ``kv_cache_config`` are a worker's; all workers of an engine get the same.
     """
     offloading = build_offloading_config(vllm_config, kv_cache_config)
-    model = vllm_config.model_config
-    parallel = vllm_config.parallel_config
-    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    algorithm = str(cache.prefix_caching_hash_algo)
     local_weights = weights_identity(model.model)
-    commit = getattr(model.hf_config, "_commit_hash", None)
+    # Layers with another dtype: groups and their specs may be the same without them.
+    skipped = sorted(set(cache.kv_cache_dtype_skip_layers))
     return ({"unjudged": unjudged(vllm_config)} if untested() else {}) | {
         "vllm_release": ".".join(map(str, release_of(vllm.__version__) or ())),
         # A hub's model by its name and commit, a local one by its files.
         "model": "" if local_weights else f"{model.model} {getattr(model, 'model_weights', '')}".strip(),
         "revision": " ".join(filter(None, (model.revision, model.code_revision))),
-        "weights": local_weights or commit or "",
+        "weights": local_weights or getattr(model.hf_config, "_commit_hash", None) or "",
         "model_config": _config_digest(model),
         "weights_dtype": str(model.dtype),
         "quantization": str(model.quantization or ""),
-        "kv_cache_dtype": _kv_cache_dtype(vllm_config, offloading.model.dtype),
+        "kv_cache_dtype": f"{offloading.model.dtype} but for layers {', '.join(skipped)}"
+        if skipped
+        else offloading.model.dtype,
         "dummy_weights": str(vllm_config.load_config.load_format) == "dummy",
         "tokens_per_hash": offloading.cache.tokens_per_hash,
         "blocks_per_chunk": offloading.cache.blocks_per_chunk,
@@ -255,12 +257,6 @@ def _config_digest(model: ModelConfig) -> str:
     )
 
 
-def _kv_cache_dtype(vllm_config: VllmConfig, dtype: str) -> str:
-    """Return the dtype, and the layers that have another: groups and their specs may be the same without them."""
-    skipped = sorted(set(vllm_config.cache_config.kv_cache_dtype_skip_layers))
-    return f"{dtype} but for layers {', '.join(skipped)}" if skipped else dtype
-
-
 def _computation(vllm_config: VllmConfig) -> str:
     """Return a digest of settings outside the model's that change what a token attends to, or anything at all."""
     attention = vllm_config.attention_config
@@ -312,19 +308,16 @@ def _speculative(vllm_config: VllmConfig) -> str:
 def _attention_backend(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """Return the backends of the offloaded layers; the configured one where layers differ from worker to worker."""
     layers = vllm_config.compilation_config.static_forward_context
-    names = {
-        _name(layers[name].get_attn_backend().get_name())
+    backends = {
+        str(layers[name].get_attn_backend().get_name())
         for group in kv_cache_config.kv_cache_groups
         for name in group.layer_names
         if hasattr(layers.get(name), "get_attn_backend")
     }
-    if not names or vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return _name(vllm_config.attention_config.backend)
-    return " ".join(sorted(names))
-
-
-def _name(backend: Any) -> str:
-    return "" if backend is None else str(getattr(backend, "name", backend))
+    if not backends or vllm_config.parallel_config.pipeline_parallel_size > 1:
+        configured = vllm_config.attention_config.backend
+        backends = {str(getattr(configured, "name", configured or ""))}
+    return " ".join(sorted(backends))
 
 
 def _device_name() -> str:
@@ -417,48 +410,61 @@ MAX_ADAPTERS = 100_000
 
 
 class LoraAdapters:
-    """Identifies adapters by their files, when the first request of one comes that vLLM has loaded under a new id.
+    """Identifies adapters by their files, read when a request names a load of vLLM's that was not seen before.
 
-    Where another content comes under the same name and path, vLLM's own cache has blocks of the former one under the
-    same hashes. Then the adapter's requests use no kvoffd until that cache was reset.
+    vLLM's own cache tells adapters apart by name and path. While it may have blocks of two contents under one of them,
+    the requests of that one use no kvoffd. So do requests whose id vLLM has loaded for another adapter.
 
     ``config`` is the engine's vllm.config.LoRAConfig: an engine may apply a part of every adapter only.
     """
 
     def __init__(self, config: LoRAConfig | None = None) -> None:
-        self._settings = _adapter_settings(config)
+        self._settings = ""
+        if config is not None:
+            names = (
+                "lora_dtype",
+                "enable_tower_connector_lora",
+                "enable_mixed_moe_lora_format",
+                "enable_moe_shared_loras",
+            )
+            only = sorted(set(config.target_modules)) if config.target_modules is not None else None
+            self._settings = f"{[str(getattr(config, name)) for name in names]} {only}"
         self._known: dict[tuple[str, str], tuple[int, bytes]] = {}
-        self._used: set[tuple[str, str]] = set()
-        """Those of which vLLM's own cache may have blocks."""
-        self._mixed: set[tuple[str, str]] = set()
-        """Those of which it may have blocks of two contents."""
+        """By name and path, id and content of the last load."""
+        self._loaded: dict[int, bytes] = {}
+        """By id, the content with which vLLM computes."""
+        self._cached: dict[tuple[str, str], set[bytes]] = {}
+        """By name and path, the contents of which vLLM's own cache may have blocks."""
 
     def content_of(self, lora_request: LoRARequest) -> bytes | None:
-        """Return the digest of an adapter's content, None where it is not known."""
+        """Return the digest of an adapter's content, None where it is not known what vLLM computes with."""
         name, int_id = (lora_request.lora_name, lora_request.lora_path), lora_request.lora_int_id
-        known_id, known = self._known.get(name, (None, None))
-        if known_id != int_id:
+        known_id, content = self._known.get(name, (int_id, b""))
+        if not content or known_id != int_id or lora_request.load_inplace:
             content = self._read(name)
-            if content is None:
+            if not content:
                 return None
-            if known is not None and known != content and name in self._used:
-                self._mixed.add(name)
-                logger.warning(
-                    "kvoffd: the LoRA adapter %s was loaded anew with another content, so its requests are computed "
-                    "without kvoffd until vLLM's own cache is reset: call reset_prefix_cache with reset_connector.",
-                    lora_request.lora_name,
-                )
+            if known_id != int_id:
+                self._loaded.pop(known_id, None)
             self._known[name] = int_id, content
-            known = content
-        self._used.add(name)
-        return None if name in self._mixed else known
+            if lora_request.load_inplace:
+                self._loaded[int_id] = content
+        cached = self._cached.setdefault(name, set())
+        cached.add(self._loaded.setdefault(int_id, content))
+        if cached == {content}:
+            return content
+        logger.warning_once(  # type: ignore[attr-defined]
+            "kvoffd: the LoRA adapter %s was loaded anew with another content, so its requests are computed without "
+            "kvoffd until vLLM's own cache is reset: call reset_prefix_cache with reset_connector.",
+            lora_request.lora_name,
+        )
+        return None
 
     def engine_cache_reset(self) -> None:
         """vLLM's own cache has no block of before any more."""
-        self._used.clear()
-        self._mixed.clear()
+        self._cached.clear()
 
-    def _read(self, name: tuple[str, str]) -> bytes | None:
+    def _read(self, name: tuple[str, str]) -> bytes:
         files = _adapter_files(name[1])
         if not files or len(self._known) >= MAX_ADAPTERS:
             logger.warning_once(  # type: ignore[attr-defined]
@@ -466,17 +472,8 @@ class LoraAdapters:
                 "kvoffd.",
                 *name,
             )
-            return None
+            return b""
         return hashlib.sha256(f"{self._settings}{digest_of_files(files)}".encode()).digest()
-
-
-def _adapter_settings(config: LoRAConfig | None) -> str:
-    """Return what of an engine's configuration decides how it computes with any adapter."""
-    if config is None:
-        return ""
-    names = ("lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras")
-    only = sorted(set(config.target_modules)) if config.target_modules is not None else None
-    return f"{[str(getattr(config, name)) for name in names]} {only}"
 
 
 def _adapter_files(path: str) -> list[Path]:

@@ -21,11 +21,10 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.request import RequestStatus
 
 from kvoffd_client.scheduler_client import Lookup
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.block_tokens import BlockTokens, HostBlockEvents, hashed_by_tokens, tokens_of
+from kvoffd_client.vllm.block_tokens import HostBlockEvents
 from kvoffd_client.vllm.connector_metadata import (
     GROUP_ID_BYTES,
     ChunkGroup,
@@ -34,12 +33,12 @@ from kvoffd_client.vllm.connector_metadata import (
     WorkerReport,
     of_adapter,
 )
-from kvoffd_client.vllm.do_no_harm import DoNoHarm
+from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.vllm.request_log import RequestLog
+from kvoffd_client.vllm.request_log import report_of
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import ABSENT, COMING, READY, SHARED, WRITING, GroupKeys
+from kvoffd_proto.messages import ABSENT, COMING, MAX_REPORTED, READY, SHARED, WRITING, GroupKeys
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -66,6 +65,9 @@ LEAST_UNKNOWN_S = 0.02
 WAIT_PAUSE_S = 0.1
 """After an answer was awaited in vain none is awaited for so long: a daemon that hangs costs a hundredth of the time,
 until it counts as not connected."""
+REPORT_EVERY_S = 10.0
+MOST_SCHEDULED = 256
+"""Requests that wait for a step without a new one before they are reported."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,8 +77,8 @@ class KeyedLookup:
     Attributes:
         ticket: what the answer comes in.
         chunks: by index on the wire, the chunks of each group that has whole ones.
-        ready: vLLM's keys of those that the answer says are in the pool; of none before ``read``.
-        coming: the same of those on their way up from a tier, with their states.
+        found: vLLM's keys of those that the answer says are in the pool, or on their way up from a tier, with their
+            states; empty before ``read``.
         given_up: its answer is waited for no longer. It is used if it comes before the request runs.
         timed: it was noted how long the answer took.
     """
@@ -86,8 +88,9 @@ class KeyedLookup:
     sent_at: float
     given_up: bool = False
     timed: bool = False
-    ready: list[OffloadKey] = field(default_factory=list)
+    found: dict[OffloadKey, int] = field(default_factory=dict)
     coming: dict[OffloadKey, int] = field(default_factory=dict)
+    """Those of ``found`` that are on their way."""
 
     @property
     def asked(self) -> int:
@@ -98,14 +101,13 @@ class KeyedLookup:
         """Take the states of an answer. Of what is neither there nor coming nobody needs the keys."""
         for (index, chunks), states in zip(self.chunks.items(), self.ticket.states, strict=False):
             suffix, leading = groups[index].suffix, len(states) - len(states.lstrip(_READY_BYTE))
-            self.ready += [one + suffix for one in chunks[:leading]]
+            self.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], READY))
             if not states[leading:].strip(_NOT_THERE):
                 continue
-            for one, state in zip(chunks[leading:], states[leading:], strict=True):
-                if state == READY:
-                    self.ready.append(one + suffix)
-                elif state in COMING:
-                    self.coming[one + suffix] = state
+            states_of_rest = zip(chunks[leading:], states[leading:], strict=True)
+            rest = {one + suffix: state for one, state in states_of_rest if state == READY or state in COMING}
+            self.found |= rest
+            self.coming |= {key: state for key, state in rest.items() if state != READY}
 
     def leading_ready(self, index: int) -> int:
         """Return how many blocks of a group are there, from the first one on."""
@@ -126,8 +128,8 @@ class RequestState:
         answer: the answer in force; its lease pins what it says is ready.
         pending: a lookup that is not answered yet. The answer in force stays until it is replaced.
         last: the lookup that was sent last, also after its lease was released; tells what need not be stored.
-        results: vLLM's word for keys, while it scans them.
-        otherwise: the same for all other keys. Those inside a chunk, of the end of a prompt, are among them.
+        found: of what vLLM scans, the keys that are there or coming, with their states.
+        otherwise: vLLM's word for all other keys. Those inside a chunk, of the end of a prompt, are among them.
         adapter: content of the request's LoRA adapter; empty for none.
         adapter_id: vLLM's number of that adapter; 0 for none.
         disabled: nothing of this request may be looked up or stored.
@@ -136,7 +138,6 @@ class RequestState:
         disk_wait_until: how long the request waits for tiers below the pool; None before something is on its way.
         waits_for_disk: the request waits for what the answer says is on its way.
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
-        missing_tokens: what is computed if nothing is loaded: all but what vLLM itself has; 0 before that is known.
         logged: its report is made, or will be in the next step.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
     """
@@ -145,7 +146,7 @@ class RequestState:
     answer: KeyedLookup | None = None
     pending: KeyedLookup | None = None
     last: KeyedLookup | None = None
-    results: dict[OffloadKey, LookupResult] = field(default_factory=dict)
+    found: Mapping[OffloadKey, int] = field(default_factory=dict)
     otherwise: LookupResult = LookupResult.MISS
     adapter: bytes = b""
     adapter_id: int = 0
@@ -156,7 +157,6 @@ class RequestState:
     waits_for_disk: bool = False
     skip_counted: bool = False
     logged: bool = False
-    missing_tokens: int = 0
     failed_at: float = NEVER
 
 
@@ -186,7 +186,7 @@ class KvoffdManager(OffloadingManager):
         self._positions = {group.suffix: index for index, group in enumerate(groups)}
         self._shard_bytes: dict[bytes, int] = {}
         """About the bytes of one worker's shard of a block, by the group's end of a key."""
-        self._credit_bytes: int | None = None
+        self._credit_bytes = 0
         """Of stores that may be outstanding, as the workers reported it. It is soft: one offer may pass it. An offer is
         all the new blocks of a request's step, and a part of it would be worth little (vLLM does not offer the rest
         again, and a prefix without its sliding windows is no hit); an offer larger than the whole credit would
@@ -197,17 +197,15 @@ class KvoffdManager(OffloadingManager):
         self.events: HostBlockEvents | None = None
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, KeyedLookup] = {}
-        self._scheduled: list[RequestState] = []
-        """Requests that are scheduled in this step without a load."""
-        self._unneeded: list[RequestState] = []
-        """Those of the last step, whose leases end in this one."""
-        self._new_requests = False
-        self._log = RequestLog(self._groups)
+        self._scheduled: list[tuple[RequestState, int]] = []
+        """Requests that were scheduled since the last step without a new one, and how many tokens they load."""
         self._counters = metrics.Counters()
+        self._report_at = clock() + REPORT_EVERY_S
+        self._reported = Counter[str]()
+        """Counters when the daemon was last told."""
         self.namespace = namespace
         namespace.on_leave = self._disable_adapters
         self.loads = self.stores = True
-        self._harm = DoNoHarm(clock, active=do_no_harm)
         self._reply_s = 0.0
         """How long the last answer took, or that time so far after which one was given up."""
         self._wait_left_s = IDLE_WAIT_S
@@ -231,7 +229,8 @@ class KvoffdManager(OffloadingManager):
         self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
         if event_kinds is not None:
             self.events = HostBlockEvents({index: self._groups[index] for index in event_kinds}, event_kinds)
-        self._harm.prefill.begin_engine(most_running, largest_chunk)
+        prefill = PrefillRate(self._clock, most_running, largest_chunk)
+        self._harm = DoNoHarm(self._clock, prefill, active=self._do_no_harm)
 
     def look_up(self, request: Request) -> None:
         """Ask for all whole chunks of a request, if the daemon may be asked. vLLM has told of the request before."""
@@ -244,21 +243,23 @@ class KvoffdManager(OffloadingManager):
                 request.pooling_params.task,
             )
             state.disabled = True
-        if request.skip_reading_prefix_cache or state.disabled or state.load_failed or not self.loads:
+        if not self._may_load(state) or not namespace.serves:
             return
-        if namespace.current is None or not namespace.usable or not namespace.client.ready:
-            return
-        chunks: dict[int, Sequence[bytes]] = {}
-        message: list[GroupKeys] = []
-        for index, group in enumerate(self._groups):
-            if of_group := group.hashes(request.block_hashes):
-                chunks[index] = of_group
-                hashes = of_adapter(of_group, state.adapter) if state.adapter else of_group
-                message.append(GroupKeys(index, b"".join(hashes)))
+        chunks = {
+            index: found for index, group in enumerate(self._groups) if (found := group.hashes(request.block_hashes))
+        }
         if chunks:
+            message = [
+                GroupKeys(index, b"".join(of_adapter(hashes, state.adapter) if state.adapter else hashes))
+                for index, hashes in chunks.items()
+            ]
             ticket = namespace.client.lookup(message, again=state.last is not None)
             state.pending = state.last = KeyedLookup(ticket, chunks, self._clock())
             self._counters[metrics.LOOKUPS] += 1
+
+    def _may_load(self, state: RequestState) -> bool:
+        barred = state.disabled or state.load_failed or state.request.skip_reading_prefix_cache
+        return self.loads and not barred
 
     def prepare_scan(self, request: Request, computed_tokens: int, *, has_all: bool) -> None:
         """Have what ``lookup`` is to say of a request's keys, before vLLM asks: one scan must see one answer.
@@ -267,32 +268,25 @@ class KvoffdManager(OffloadingManager):
         ``computed_tokens`` are in vLLM's own cache; ``has_all``: as much as it may have, so nothing is loaded.
         """
         state, namespace = self._requests[request.request_id], self.namespace
-        state.results, state.otherwise = {}, LookupResult.MISS
-        if has_all or request.skip_reading_prefix_cache or state.disabled or state.load_failed or not self.loads:
-            return
-        if not namespace.usable:
+        state.found, state.otherwise = {}, LookupResult.MISS
+        if has_all or not self._may_load(state) or not namespace.usable:
             return
         if namespace.pending() if namespace.current is None else namespace.pending(self._deadline_s):
             state.otherwise = LookupResult.RETRY  # it is about to be known, or the workers registered
             return
         if namespace.current is None:
             return
-        state.missing_tokens = request.num_tokens - computed_tokens
-        if state.pending is None or not state.pending.ticket.done:
-            if state.answer is not None and not state.answer.usable:
-                state.answer = None
-            if state.pending is None and self._is_outdated(state):
-                self.look_up(request)
-            if state.pending is not None:
-                self._wait_for_answer(state, state.pending)
+        if state.answer is not None and not state.answer.usable:
+            state.answer = None
+        if state.pending is None and self._is_outdated(state):
+            self.look_up(request)
+        if state.pending is not None and not state.pending.ticket.done:
+            self._wait_for_answer(state, state.pending, request.num_tokens - computed_tokens)
         if state.pending is not None and state.pending.ticket.done:
             self._take_answer(state, state.pending)
         if state.answer is not None:
-            state.results = dict.fromkeys(state.answer.ready, LookupResult.HIT)
+            state.found = state.answer.found
             state.waits_for_disk = bool(state.answer.coming) and self._decide_disk_wait(state, state.answer)
-            # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
-            coming = LookupResult.HIT_PENDING if state.waits_for_disk else LookupResult.MISS
-            state.results.update(dict.fromkeys(state.answer.coming, coming))
         if state.pending is not None and not state.pending.given_up:
             state.otherwise = LookupResult.RETRY
 
@@ -327,8 +321,11 @@ class KvoffdManager(OffloadingManager):
         pause_s = min(MAX_RETRY_PAUSE_S, max(MIN_RETRY_PAUSE_S, answer.ticket.wait_s / 2))
         return now - answer.ticket.answered_at > (pause_s if state.waits_for_disk else REFRESH_S)
 
-    def _wait_for_answer(self, state: RequestState, pending: KeyedLookup) -> None:
-        """Wait for an answer where all that is known of a request is that it is due; give it up when it is late."""
+    def _wait_for_answer(self, state: RequestState, pending: KeyedLookup, missing_tokens: int) -> None:
+        """Wait for an answer where all that is known of a request is that it is due; give it up when it is late.
+
+        ``missing_tokens`` are computed if nothing is loaded.
+        """
         ticket, now = pending.ticket, self._clock()
         if state.answer is None and not pending.given_up and self._wait_left_s > 0 and now >= self._no_wait_before:
             self._counters[metrics.LOOKUP_WAITS] += 1
@@ -343,11 +340,10 @@ class KvoffdManager(OffloadingManager):
         if not ticket.done and not pending.given_up:
             # While blocks come up from disk the next answer has the whole deadline.
             comes_up = state.answer is not None and state.answer.coming and state.disk_wait_until != NEVER
-            if now - pending.sent_at >= (self._deadline_s if comes_up else self._allowed_s(state.missing_tokens)):
+            if now - pending.sent_at >= (self._deadline_s if comes_up else self._allowed_s(missing_tokens)):
                 pending.given_up = True
                 self._reply_s = max(self._reply_s, now - pending.sent_at)
                 self._counters[metrics.LATE_LOOKUPS] += 1
-                self._harm.late_lookups += 1
 
     def _allowed_s(self, tokens: int) -> float:
         """How long an answer is waited for, from the sending of its lookup, where so many tokens are missing.
@@ -380,29 +376,46 @@ class KvoffdManager(OffloadingManager):
         if state.disk_wait_until is None:
             limit_s = self._disk_wait_s
             if self._do_no_harm and (rate := self._harm.prefill.tokens_per_second):
-                counts = Counter(self._positions[key[-GROUP_ID_BYTES:]] for key in answer.coming)
-                tokens = max(count * self._groups[index].tokens_per_chunk for index, count in counts.items())
-                limit_s = min(limit_s, tokens / rate)
+                limit_s = min(limit_s, self._most_tokens(answer.coming) / rate)
             state.disk_wait_until = now + limit_s
         if now + answer.ticket.wait_s >= state.disk_wait_until:
             state.disk_wait_until = NEVER
         return state.disk_wait_until != NEVER
 
+    def _most_tokens(self, keys: Iterable[OffloadKey]) -> int:
+        """Return the tokens of these keys, those of the group that has most."""
+        counts = Counter(key[-GROUP_ID_BYTES:] for key in keys)
+        return max(count * self._groups[self._positions[suffix]].tokens_per_chunk for suffix, count in counts.items())
+
     def step_begins(self, request_tokens: Collection[int], *, new_requests: bool = False) -> None:
-        """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then."""
+        """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then.
+
+        What can wait is left to the steps after a prompt's first: it would come before the first token.
+        """
         self._wait_left_s = LOOKUP_WAIT_S if request_tokens else IDLE_WAIT_S
-        # What can wait is left to the steps after a prompt's first: it would come before the first token.
-        self._new_requests = new_requests
-        for state in self._unneeded:
-            self._end_leases(state)
-        self._unneeded, self._scheduled = self._scheduled, []
         self._harm.prefill.step_begins(request_tokens)
-        client = self.namespace.client
-        if not new_requests:
-            self._log.report(client.note_request)
+        if not new_requests or len(self._scheduled) > MOST_SCHEDULED:
+            self._end_scheduled()
+        now = self._clock()
         # While the daemon does not answer, as when lookups are late, the counts wait for it.
-        if client.ready and (figures := self._harm.take_report()) is not None:
-            client.report(*figures)
+        if now >= self._report_at and self.namespace.client.ready:
+            self._report_at = now + REPORT_EVERY_S
+            news = self._counters - self._reported
+            self._reported = Counter(self._counters)
+            counts = [min(news[name], MAX_REPORTED) for name in metrics.REPORTED]
+            # What is not new is reported too: the daemon may have been restarted.
+            if any((*self._harm.rates, *counts)):
+                self.namespace.client.report(*self._harm.rates, *counts)
+
+    def _end_scheduled(self) -> None:
+        """Report the requests that were scheduled, and unpin the blocks of those that load none."""
+        scheduled, self._scheduled = self._scheduled, []
+        for state, loaded_tokens in scheduled:
+            if not state.logged:
+                state.logged = True
+                self.namespace.client.note_request(report_of(state, self._groups, loaded_tokens))
+            if not loaded_tokens:
+                self._end_leases(state)
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """The daemon's blocks, for the engine's own stream. The output of the first of the steps that run has come."""
@@ -411,8 +424,7 @@ class KvoffdManager(OffloadingManager):
 
     def is_loading(self, request_id: str) -> bool:
         """Whether vLLM has begun to load a request, and not taken in the end of it."""
-        state = self._requests.get(request_id)
-        return state is not None and state.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return request_id in self._loading
 
     @property
     def is_busy(self) -> bool:
@@ -427,7 +439,6 @@ class KvoffdManager(OffloadingManager):
         if not state.skip_counted:
             state.skip_counted = True
             self._counters[metrics.SLOW_LOADS] += 1
-            self._harm.skipped_loads += 1
         return False
 
     def ready_tokens(self, request: Request, index: int) -> int:
@@ -447,14 +458,14 @@ class KvoffdManager(OffloadingManager):
     def begin_adapter(self, request_id: str, content: bytes | None, adapter_id: int) -> None:
         """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing.
 
-        Where other requests have other content under the same id, nobody knows which of it vLLM computes them with.
+        Nor may others then that have the same id: vLLM may compute them with this one.
         """
         state = self._requests[request_id]
         state.adapter, state.adapter_id, state.disabled = content or b"", adapter_id, content is None
-        same_id = [other for other in self._requests.values() if other.adapter_id == adapter_id and other.adapter]
-        if any(other.adapter != content for other in same_id):
-            for other in same_id:
-                self._disable(other)
+        if content is None:
+            for other in self._requests.values():
+                if other.adapter_id == adapter_id:
+                    self._disable(other)
 
     def _disable_adapters(self) -> None:
         """Adapters may have been replaced in place, and vLLM goes on with the requests that began with others."""
@@ -468,10 +479,7 @@ class KvoffdManager(OffloadingManager):
 
     def scheduled(self, request: Request, loaded_tokens: int) -> None:
         """Note that a request is scheduled, and loads so many tokens; without any, its blocks are unpinned soon."""
-        state = self._requests[request.request_id]
-        self._log.scheduled(request, state, loaded_tokens)
-        if not loaded_tokens:
-            self._scheduled.append(state)
+        self._scheduled.append((self._requests[request.request_id], loaded_tokens))
 
     def _job_failed(self, failed: FailedJob) -> None:
         """Take note that a store left blocks out, or that a load failed, whose request is recomputed."""
@@ -481,10 +489,11 @@ class KvoffdManager(OffloadingManager):
             logger.debug("kvoffd: a store failed. %s", reason)
             return
         self._counters[metrics.FAILED_LOADS] += 1
+        self._end_scheduled()
         if state := self._requests.get(failed.request_id):
             self._end_leases(state)
-            state.logged, state.load_failed = False, True
-            self._log.scheduled(state.request, state, 0)
+            state.load_failed = True
+            self.namespace.client.note_request(report_of(state, self._groups, 0))
             state.last = None
         if failed.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate([GroupKeys(group, hashes) for group, hashes in failed.keys if hashes])
@@ -496,9 +505,8 @@ class KvoffdManager(OffloadingManager):
             self._harm.note_wait(report.waited_s)
         if report.credit_bytes is not None:
             self._credit_bytes = report.credit_bytes
-        for load in report.load_times.values():
-            groups = zip(load.keys_of_groups, self._groups, strict=True)
-            self._harm.note_load(max(count * group.tokens_per_chunk for count, group in groups), load.seconds)
+        for tokens, seconds in report.load_times.values():
+            self._harm.note_load(tokens, seconds)
         for failed in report.failed_jobs.values():
             self._job_failed(failed)
         if report.memory:
@@ -517,7 +525,13 @@ class KvoffdManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         state = self._requests[req_context.req_id]
-        return state.results.get(key, state.otherwise)
+        found = state.found.get(key)
+        if found is None:
+            return state.otherwise
+        if found == READY:
+            return LookupResult.HIT
+        # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
+        return LookupResult.HIT_PENDING if state.waits_for_disk else LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         state = self._requests.get(req_context.req_id)
@@ -528,14 +542,15 @@ class KvoffdManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
         state = self._requests.get(req_context.req_id)
-        if state is None or (answer := state.answer) is None:
-            return KeyedSpec.of(keys, self._positions, request_id=req_context.req_id)
-        state.answer = None  # its lease is the load's
-        self._end_leases(state)
-        self._loading[req_context.req_id] = answer
-        return KeyedSpec.of(
-            keys, self._positions, answer.ticket.lease_id, adapter=state.adapter, request_id=req_context.req_id
-        )
+        spec = KeyedSpec.of(keys, self._positions, state.adapter if state is not None else b"")
+        spec.request_id = req_context.req_id
+        if state is not None and (answer := state.answer) is not None:
+            state.answer = None  # its lease is the load's
+            self._end_leases(state)
+            self._loading[req_context.req_id] = answer
+            spec.lease_id = answer.ticket.lease_id
+            spec.load_tokens = self._most_tokens(keys)
+        return spec
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         lookup = self._loading.pop(req_context.req_id, None)
@@ -543,60 +558,41 @@ class KvoffdManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """As vLLM's. None, after which vLLM offers the keys again in the next step, where it is too early to say."""
-        state = self._requests.get(req_context.req_id)
-        wanted: list[OffloadKey] = []
-        namespace = self.namespace
-        has_ended = state is not None and state.request.is_finished()
-        if state is not None and self.stores and not state.disabled:
-            if namespace.current is None and namespace.pending():
-                return None
-            if namespace.current and not namespace.engine_cache_stale and namespace.usable and namespace.client.ready:
-                last = state.last
-                if last and not last.ticket.done and self._clock() - last.sent_at < self._deadline_s and not has_ended:
-                    return None  # what the answer says that the daemon has need not be stored
-                wanted = self._storable(state, keys, req_context)
-        if wanted and self._clock() < self._harm.stores_paused_until:
+        state, namespace = self._requests.get(req_context.req_id), self.namespace
+        nothing = PrepareStoreOutput(keys_to_store=[], store_spec=KeyedSpec(()), evicted_keys=[])
+        if state is None or state.disabled or not self.stores:
+            return nothing
+        if namespace.current is None and namespace.pending():
+            return None
+        if namespace.engine_cache_stale or not namespace.serves:
+            return nothing
+        has_ended, last = state.request.is_finished(), state.last
+        if last and not last.ticket.done and self._clock() - last.sent_at < self._deadline_s and not has_ended:
+            return None  # what the answer says that the daemon has need not be stored
+        wanted = self._storable(state, keys, req_context)
+        if not wanted:
+            return nothing
+        if self._clock() < self._harm.stores_paused_until:
             self._counters[metrics.PAUSED_STORES] += 1
-            self._harm.paused_stores += 1
-            wanted = []
-        if wanted:
-            credit_bytes = namespace.client.credit_bytes if self._credit_bytes is None else self._credit_bytes
-            sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in wanted}
-            wanted_bytes = sum(sizes.values())
-            # A request that has ended offers them no more: as far as the daemon takes stores, to twice the credit.
-            last_bytes = self._outstanding_bytes + wanted_bytes if has_ended else inf
-            if self._outstanding_bytes and self._outstanding_bytes >= credit_bytes and last_bytes > 2 * credit_bytes:
-                self._counters[metrics.DEFERRED_STORES] += 1
-                return None
-            self._storing |= sizes
-            self._outstanding_bytes += wanted_bytes
-        spec = KeyedSpec.of(wanted, self._positions, adapter=state.adapter if state is not None else b"")
-        if wanted and state is not None and self.events is not None:
-            self._attach_tokens(spec, state, self.events, wanted, req_context)
+            return nothing
+        sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in wanted}
+        wanted_bytes = sum(sizes.values())
+        # A request that has ended offers them no more: as far as the daemon takes stores, to twice the credit.
+        last_bytes = self._outstanding_bytes + wanted_bytes if has_ended else inf
+        if (
+            self._outstanding_bytes
+            and self._outstanding_bytes >= self._credit_bytes
+            and last_bytes > 2 * self._credit_bytes
+        ):
+            self._counters[metrics.DEFERRED_STORES] += 1
+            return None
+        self._storing |= sizes
+        self._outstanding_bytes += wanted_bytes
+        spec = KeyedSpec.of(wanted, self._positions, state.adapter)
+        if self.events is not None:
+            places = {key: req_context.get_offload_key_position(key) or 0 for key in wanted}
+            spec.origins = self.events.origins_of(state.request, places)
         return PrepareStoreOutput(keys_to_store=wanted, store_spec=spec, evicted_keys=[])
-
-    def _attach_tokens(
-        self,
-        spec: KeyedSpec,
-        state: RequestState,
-        events: HostBlockEvents,
-        keys: Iterable[OffloadKey],
-        context: ReqContext,
-    ) -> None:
-        """Have a store tell the parents and token ids of its blocks, for the engine's KV events."""
-        request = state.request
-        if not hashed_by_tokens(request):
-            return
-        found: list[list[BlockTokens]] = [[] for _ in self._groups]
-        chains = {index: self._groups[index].keys(request.block_hashes) for index in events.groups}
-        for key in keys:
-            index = self._positions[key[-GROUP_ID_BYTES:]]
-            if index in events.groups:
-                group, chain = self._groups[index], chains[index]
-                place = (context.get_offload_key_position(key) or 0) // group.tokens_per_chunk - 1
-                found[index].append(tokens_of(request, chain, place, group.tokens_per_chunk))
-        spec.parents = tuple([b"".join([one.parent[:-GROUP_ID_BYTES] for one in of_group]) for of_group in found])
-        spec.tokens = tuple([b"".join([one.token_ids for one in of_group]) for of_group in found])
 
     def _storable(self, state: RequestState, keys: Collection[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Return those of a request's keys that are to be stored.
@@ -604,19 +600,19 @@ class KvoffdManager(OffloadingManager):
         vLLM offers all of a prompt when a request ends, although one that ends with an error may have computed a part
         of it, and one that was preempted while its last token was on its way has lost its blocks to others.
         """
-        request = state.request
-        computed = request.num_computed_tokens if request.is_finished() else None
+        request, last = state.request, state.last
+        computed = request.num_computed_tokens if request.is_finished() else inf
+        if last is not None and not last.found and last.ticket.done:
+            last.read(self._groups)  # it came after its request was scheduled
+            self._note_reply(last)
+        found = last.found if last is not None else {}
         wanted = []
         for key in keys:
             end = context.get_offload_key_position(key) or 0
             whole = end % self._groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk == 0
-            if whole and (computed is None or end <= computed) and key not in self._storing:
+            if whole and end <= computed and key not in self._storing and found.get(key) != READY:
                 wanted.append(key)
-        if state.last is not None and not state.last.ready and state.last.ticket.done:
-            state.last.read(self._groups)  # it came after its request was scheduled
-            self._note_reply(state.last)
-        stored = set(state.last.ready) if state.last is not None else ()
-        return [key for key in wanted if key not in stored]
+        return wanted
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self._outstanding_bytes -= sum([self._storing.pop(key, 0) for key in keys])
@@ -626,7 +622,7 @@ class KvoffdManager(OffloadingManager):
             self._end_leases(state)
             if state.last is not None:
                 self._note_reply(state.last)
-        self._log.report(self.namespace.client.note_request)
+        self._end_scheduled()
 
     def has_pending_work(self) -> bool:
         # Not for requests that wait for an answer: vLLM makes steps for them, but none while it is paused, and a pause
@@ -644,8 +640,6 @@ class KvoffdManager(OffloadingManager):
         self._outstanding_bytes = 0
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        if self._new_requests:
-            return None
         return self._counters.take(self.namespace.client.ready, lambda: self._harm.rates)
 
     def shutdown(self) -> None:

@@ -42,26 +42,31 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     **{name: OffloadingCounterMetadata(documentation=text) for name, text in _COUNTERS.items()},
 }
 
+REPORTED = (SLOW_LOADS, PAUSED_STORES, LATE_LOOKUPS)
+"""Counters of which the daemon is told too, as ``SchedulerClient.report`` has them."""
+
 
 class Counters(Counter[str]):
-    """The manager's counters since the last call of take()."""
+    """The manager's counters since it started."""
 
-    _connected: bool | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken = Counter[str]()
+        self._connected: bool | None = None
 
     def take(self, connected: bool, rates: Callable[[], tuple[float, float]]) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call; None when nothing was, as in most of the engine's steps.
 
         ``rates``: tokens a second that are computed, and that loads bring; asked for only where there is something.
         """
-        if not self and connected == self._connected:
+        news = self - self._taken
+        if not news and connected == self._connected:
             return None
+        self._taken, self._connected = Counter(self), connected
         stats = OffloadingConnectorStats()
-        for name, count in self.items():
+        for name, count in news.items():
             stats.increase_counter(name, count)
-        stats.set_gauge(CONNECTED, int(connected))
         prefill_rate, load_rate = rates()
-        stats.set_gauge(PREFILL_RATE, prefill_rate)
-        stats.set_gauge(LOAD_RATE, load_rate)
-        self.clear()
-        self._connected = connected
+        for name, value in ((CONNECTED, int(connected)), (PREFILL_RATE, prefill_rate), (LOAD_RATE, load_rate)):
+            stats.set_gauge(name, value)
         return stats

@@ -15,7 +15,6 @@ from kvoffd_client.vllm.connector_metadata import (
     NO_LEASE,
     FailedJob,
     KeyedSpec,
-    LoadTime,
     TransferMismatch,
     WorkerReport,
     group_transfers,
@@ -160,9 +159,8 @@ class KvoffdWorker(OffloadingWorker):
                 finished.append(self._ended(result.job_id, result.error, keys))
                 continue
             spec = self._specs.pop(result.job_id, None)
-            if spec is not None and spec.request_id is not None and result.seconds is not None:
-                counts = tuple([len(hashes) // self._key_bytes for hashes in spec.groups])
-                self._report.load_times[result.job_id] = LoadTime(counts, result.seconds)
+            if spec is not None and spec.load_tokens and result.seconds is not None:
+                self._report.load_times[result.job_id] = spec.load_tokens, result.seconds
             finished.append(TransferResult(result.job_id, True, result.bytes, result.seconds))
         return finished
 
