@@ -147,17 +147,11 @@ class Block:
         first_block: engine blocks at the start of each layer that were not stored; zeros where it was read.
     """
 
-    geometry: Geometry
+    geometry: Geometry = field(repr=False)
     group: int
     key: bytes
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...] = field(repr=False)
     first_block: int = 0
-
-    @classmethod
-    def blank(cls, geometry: Geometry, group: int = 0, key: bytes = b"") -> Block:
-        """A block of zeros to write into."""
-        zeros = [np.zeros(geometry.shard_bytes(rank, group), np.uint8) for rank in range(geometry.world_size)]
-        return cls.of_bytes(geometry, group, key, zeros)
 
     @classmethod
     def of_bytes(
@@ -187,9 +181,6 @@ class Block:
         for shard in self.shards if not info.first_block else ():
             at = shard.rank * CHECKSUM_BYTES
             shard.checksum = int.from_bytes(info.checksums[at : at + CHECKSUM_BYTES], "big")
-
-    def __repr__(self) -> str:
-        return f"Block({self.key.hex()[:16]}, group {self.group}, {len(self.shards)} shards)"
 
 
 @dataclass
@@ -472,12 +463,12 @@ class BlockClient(AdminClient):
         return written.stored > 0
 
     def batch_blocks(self, geometry: Geometry, group: int) -> int:
-        """How many blocks are copied at once."""
+        """How many blocks are copied at once. Opens the namespace where no engine has."""
         with self._buffer_of(geometry) as buffer:
             return buffer.capacities[group]
 
     def write_blocks(self, geometry: Geometry, group: int, blocks: Sequence[Block]) -> BlocksWritten:
-        """Store blocks of a group, at most ``batch_blocks`` of them. Opens the namespace where no engine has."""
+        """Store blocks of a group, at most ``batch_blocks`` of them."""
         with self._buffer_of(geometry) as buffer:
             return buffer.write(group, blocks)
 

@@ -55,6 +55,13 @@ class GroupTransfer(NamedTuple):
         return cls(group, b"".join(keys), ids, first_block)
 
 
+class Size(NamedTuple):
+    """Keys of a job, and about how many bytes it takes in a frame."""
+
+    keys: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A store, which copies engine blocks into the pool, or the load of blocks under a lease.
@@ -75,42 +82,32 @@ class Job:
     def keys(self) -> list[m.GroupKeys]:
         return [m.GroupKeys(one.group, one.keys) for one in self.groups]
 
-    def checked_size(self, groups: int, key_bytes: int) -> tuple[int, int]:
-        """Bytes of its keys, and about what it takes in a frame.
-
-        Raises ValueError, TypeError where it does not fit a namespace of so many groups and such keys.
-        """
-        if len(self.groups) > 1 and len({one.group for one in self.groups}) < len(self.groups):
-            raise ValueError("A job names a group twice; put its keys into one GroupTransfer.")
-        keys, others = 0, 32
+    def checked_size(self, groups: int, key_bytes: int) -> Size:
+        """Its size. Raises ValueError, TypeError where it does not fit a namespace of so many groups and such keys."""
+        keys, nbytes = 0, 32
         for one in self.groups:
             if not isinstance(one.keys, bytes) or not isinstance(one.block_ids, bytes):
                 raise TypeError("A GroupTransfer has bytes; GroupTransfer.of(keys, block_ids) makes it from lists.")
             if not 0 <= one.group < groups:
                 raise ValueError(f"The namespace has {groups} groups; {one.group} is none of them.")
-            if len(one.keys) % key_bytes:
-                raise ValueError(f"{len(one.keys)} bytes are not a whole number of the namespace's keys.")
-            if len(one.block_ids) % m.BLOCK_ID_BYTES:
-                raise ValueError(f"{len(one.block_ids)} bytes are not a whole number of int32 block ids.")
-            keys += len(one.keys)
-            others += len(one.block_ids) + len(one.parents) + len(one.tokens) + 32
-        return keys, keys + others
+            if len(one.keys) % key_bytes or len(one.block_ids) % m.BLOCK_ID_BYTES:
+                raise ValueError(
+                    f"{len(one.keys)} bytes of keys and {len(one.block_ids)} of block ids are not a whole number of "
+                    f"keys of {key_bytes} bytes and of int32 numbers."
+                )
+            keys += len(one.keys) // key_bytes
+            nbytes += len(one.keys) + len(one.block_ids) + len(one.parents) + len(one.tokens) + 32
+        return Size(keys, nbytes)
 
-    def parts(
-        self, of_keys: int, in_frame: int, key_bytes: int, blocks_per_key: int, limits: m.Limits, first_id: int
-    ) -> list[Job]:
-        """What is more than a Submit may have, or half a frame, as several jobs of consecutive ids; else the job alone.
+    def parts(self, size: Size, key_bytes: int, blocks_per_key: int, most: Size, first_id: int) -> list[Job]:
+        """The job as several of consecutive ids, none of them larger than ``most`` (but that each has a key).
 
         The lease ends with the last of them: the daemon has accepted the others by then, which hold their blocks.
-        ``of_keys`` and ``in_frame`` are its ``checked_size``.
         """
-        keys, frame_bytes = of_keys // key_bytes, limits.max_frame_bytes // 2
-        most = min(limits.max_keys_per_request, max(1, keys * frame_bytes // max(in_frame, frame_bytes)))
-        if keys <= most:
-            return [self]
+        keys = min(most.keys, max(1, size.keys * most.nbytes // max(size.nbytes, most.nbytes)))
         parts = [
             [_slice(self.groups[place], begin, end, key_bytes, blocks_per_key) for place, begin, end in part if end]
-            for part in split([len(one.keys) // key_bytes for one in self.groups], most)
+            for part in split([len(one.keys) // key_bytes for one in self.groups], keys)
         ]
         return [
             Job(first_id + number, part, self.lease_id, self.keep_lease or part is not parts[-1])
@@ -134,34 +131,39 @@ def _slice(one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_
 
 
 def submit_of(
-    request_id: int,
-    registration_id: bytes,
-    key_bytes: int,
-    jobs: Sequence[Job],
-    acknowledged: int = 0,
+    request_id: int, registration_id: bytes, key_bytes: int, jobs: Sequence[Job], acknowledged: int = 0
 ) -> m.Submit:
-    """The message with these jobs: by group, the blocks of all stores, and those of all loads.
-
-    A group comes twice where some of its jobs tell tokens and others do not.
-    """
+    """The message with these jobs: by group, the blocks of all stores, and those of all loads."""
     stores = [job for job in jobs if job.lease_id is None]
     loads = [job for job in jobs if job.lease_id is not None]
-    by_group: dict[tuple[bool, int, bool, bool], list[tuple[int, GroupTransfer]]] = {}
-    for some in (stores, loads):
-        for number, job in enumerate(some):
-            for one in job.groups:
-                named = some is loads, one.group, bool(one.parents), bool(one.tokens)
-                by_group.setdefault(named, []).append((number, one))
-    blocks_of_stores, blocks_of_loads = list[m.GroupBlocks](), list[m.GroupBlocks]()
-    for (of_loads, group, *_), parts in by_group.items():
-        count = len(loads if of_loads else stores)
-        keys, blocks, firsts = [0] * count, [0] * count, [0] * count
+    return m.Submit(
+        request_id,
+        registration_id,
+        m.Stores([store.job_id for store in stores], _blocks_of(stores, key_bytes)),
+        m.Loads(
+            [load.job_id for load in loads],
+            [load.lease_id or 0 for load in loads],
+            [load.keep_lease for load in loads],
+            _blocks_of(loads, key_bytes),
+        ),
+        acknowledged,
+    )
+
+
+def _blocks_of(jobs: Sequence[Job], key_bytes: int) -> list[m.GroupBlocks]:
+    """A group comes twice where some of its jobs tell tokens and others do not."""
+    by_group: dict[tuple[int, bool, bool], list[tuple[int, GroupTransfer]]] = {}
+    for number, job in enumerate(jobs):
+        for one in job.groups:
+            by_group.setdefault((one.group, bool(one.parents), bool(one.tokens)), []).append((number, one))
+    found, numbers = [], f"<{len(jobs)}I"
+    for (group, *_), parts in by_group.items():
+        keys, blocks, firsts = [0] * len(jobs), [0] * len(jobs), [0] * len(jobs)
         for number, one in parts:
             keys[number] = len(one.keys) // key_bytes
             blocks[number] = len(one.block_ids) // m.BLOCK_ID_BYTES
             firsts[number] = one.first_block
-        numbers = f"<{count}I"
-        (blocks_of_loads if of_loads else blocks_of_stores).append(
+        found.append(
             m.GroupBlocks(
                 group,
                 struct.pack(numbers, *keys),
@@ -173,15 +175,4 @@ def submit_of(
                 b"".join([one.tokens for _, one in parts]),
             )
         )
-    return m.Submit(
-        request_id,
-        registration_id,
-        m.Stores([store.job_id for store in stores], blocks_of_stores),
-        m.Loads(
-            [load.job_id for load in loads],
-            [load.lease_id or 0 for load in loads],
-            [load.keep_lease for load in loads],
-            blocks_of_loads,
-        ),
-        acknowledged,
-    )
+    return found

@@ -108,12 +108,9 @@ class Registration:
     groups: tuple[tuple[PageRef, ...], ...]
 
     @classmethod
-    def flat(
-        cls, rank: int, memory: Memory, layers: int, blocks: int, page_bytes: int, offset_bytes: int = 0
-    ) -> Registration:
-        """One group of ``layers`` x ``blocks`` pages in this order, from ``offset_bytes`` of ``memory`` on."""
-        starts = (offset_bytes + layer * blocks * page_bytes for layer in range(layers))
-        tensors = tuple(TensorLayout(0, start, page_bytes, blocks) for start in starts)
+    def flat(cls, rank: int, memory: Memory, layers: int, blocks: int, page_bytes: int) -> Registration:
+        """One group of ``layers`` x ``blocks`` pages in this order."""
+        tensors = tuple(TensorLayout(0, layer * blocks * page_bytes, page_bytes, blocks) for layer in range(layers))
         return cls(rank, 1, (memory,), tensors, (tuple(PageRef(layer, page_bytes) for layer in range(layers)),))
 
     def handles(self) -> tuple[list[Handle], list[int]]:
@@ -123,12 +120,12 @@ class Registration:
         for memory in self.memories:
             first = len(fds)
             if isinstance(memory, GpuSegment):
+                fds += memory.fds
                 if memory.handle is not None:
                     handles.append(CudaIpcHandle(memory.handle, memory.size_bytes, memory.gpu_uuid))
-                    continue
-                fds += memory.fds
-                ids = list(range(first, len(fds)))
-                handles.append(CudaVmmHandle(ids, list(memory.chunk_bytes), memory.gpu_uuid))
+                else:
+                    ids = list(range(first, len(fds)))
+                    handles.append(CudaVmmHandle(ids, list(memory.chunk_bytes), memory.gpu_uuid))
             else:
                 fd, size_bytes = (memory.fd, memory.size_bytes) if isinstance(memory, SharedMemory) else memory
                 fds.append(fd)

@@ -12,7 +12,7 @@ import msgspec
 from kvoffd_client.errors import BlockUnavailable
 from kvoffd_client.namespace_differences import how_they_differ
 from kvoffd_proto.admin import NamespaceDescribed, ShardSpec, shard_bytes_of
-from kvoffd_proto.messages import FINGERPRINT_BYTES, GroupSpec
+from kvoffd_proto.messages import GroupSpec
 
 DEFAULT_GROUPS = (GroupSpec(kind="full_attention", tokens_per_block=0),)
 LABEL_IN_NAME = 80
@@ -39,9 +39,6 @@ class NamespaceSpec:
         key_bytes: length of a block hash in bytes, 8 to 64.
         groups: KV cache groups, by index.
         description: what the fingerprint was made of, as JSON, for display.
-
-    Raises:
-        ValueError: a field is out of range.
     """
 
     fingerprint: bytes
@@ -50,18 +47,6 @@ class NamespaceSpec:
     key_bytes: int
     groups: tuple[GroupSpec, ...]
     description: str = "{}"
-
-    def __post_init__(self) -> None:
-        if len(self.fingerprint) != FINGERPRINT_BYTES:
-            raise ValueError(f"A fingerprint has {FINGERPRINT_BYTES} bytes; this one has {len(self.fingerprint)}.")
-        if len(self.label) > 256:
-            raise ValueError("A namespace's label has at most 256 characters; choose a shorter one.")
-        if not 1 <= self.world_size <= 4096:
-            raise ValueError(f"world_size must be 1 to 4096; it is {self.world_size}.")
-        if not 8 <= self.key_bytes <= 64:
-            raise ValueError(f"key_bytes must be 8 to 64; it is {self.key_bytes}.")
-        if not 1 <= len(self.groups) <= 1024:
-            raise ValueError(f"A namespace has 1 to 1024 groups; this one has {len(self.groups)}.")
 
     def count_keys(self, keys: bytes) -> int:
         """The number of block hashes in ``keys``. Raises ValueError where it is not a whole number."""
@@ -110,7 +95,6 @@ class Geometry(NamespaceSpec):
     shards: tuple[tuple[ShardSpec, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if len(self.shards) != self.world_size or {len(of_rank) for of_rank in self.shards} != {len(self.groups)}:
             raise ValueError("This geometry of a namespace contradicts itself.")
 

@@ -14,15 +14,9 @@ from msgspec import Struct
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.event_stream import EventStream
 from kvoffd_client.jobs import split
+from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.session import (
-    DEFAULT_OPTIONS,
-    NEVER,
-    ClientOptions,
-    ReplyOrError,
-    Session,
-    Transport,
-)
+from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport
 from kvoffd_proto import messages as m
 from kvoffd_proto.events import SEQUENCE_BYTES, KvEvent, kv_topic
 
@@ -107,8 +101,7 @@ class SchedulerClient(Session):
         transport: Transport | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        super().__init__(directory, m.Role.SCHEDULER, name, software, namespace, options, transport, rng)
-        self._namespace = namespace
+        super().__init__(directory, m.Role.SCHEDULER, namespace, name, software, options, transport, rng)
         self._fingerprint = namespace.fingerprint
         self._events = EventStream(kv_topic(self._fingerprint)) if subscribe_events else None
         self._leases: dict[int, tuple[Lookup, float]] = {}
@@ -190,12 +183,18 @@ class SchedulerClient(Session):
         with self._transport.lock:
             self._reports.append(report)
             self._report_at = min(self._report_at, self._transport.now() + REPORT_PAUSE_S)
-            self._role_wake_at = min(self._role_wake_at, self._report_at)
             self._transport.notify()
 
     def reset(self, timeout_s: float = 2.0) -> bool:
         """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""
-        return self._outcome_of(self._reset, timeout_s) == [True]
+        outcome: list[bool] = []
+        with self._transport.lock:
+            if not self.ready:
+                return False
+            message, now = m.Reset(self._next_request_id(), self._fingerprint), self._transport.now()
+            self._send(message, now, lambda reply, _: outcome.append(isinstance(reply, m.Done)), timeout_s)
+        self._transport.wait(lambda: bool(outcome), timeout_s)
+        return outcome == [True]
 
     def take_events(self) -> list[KvEvent]:
         """KV events of the namespace since the last call, in order.
@@ -218,17 +217,6 @@ class SchedulerClient(Session):
             self._unanswered[lease_id].unwanted = True
         if self.ready and lease_id:  # messages keep their order: it comes after its lookup
             self._send(m.Release(m.NO_REPLY, [lease_id], unused))
-
-    def _reset(self, outcome: list[bool], now: float, timeout_s: float) -> None:
-        if not self.ready:
-            outcome.append(False)
-            return
-
-        def on_reply(reply: ReplyOrError, _: float) -> None:
-            outcome.append(isinstance(reply, m.Done))
-            self._transport.notify()
-
-        self._send(m.Reset(self._next_request_id(), self._fingerprint), now, on_reply, timeout_s)
 
     def _on_answer(
         self,
@@ -262,19 +250,15 @@ class SchedulerClient(Session):
             self._release(found.lease_id)
         elif found.pinned:
             # The lease's life began at the daemon between sending and now: count from the earlier.
-            stale_at = sent_at + found.ttl_ms / 2000
-            self._leases[found.lease_id] = found, stale_at
-            self._role_wake_at = min(self._role_wake_at, stale_at)
+            self._leases[found.lease_id] = found, sent_at + found.ttl_ms / 2000
         found.states, found.answered_at, found.alive = found.partial, now, found.pinned > 0
         found.done = True  # last, since readers hold no lock
-        self._transport.notify()
 
     def _on_failed(self, found: Lookup, reply: ReplyOrError, now: float) -> None:
         held = found.pinned > 0 or found.unwanted
         del self._unanswered[found.lease_id]
         found.pinned, found.failed = 0, True
         found.done = True
-        self._transport.notify()
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
         elif held or not isinstance(reply, RequestRefused):
@@ -299,7 +283,7 @@ class SchedulerClient(Session):
         return [] if self._events is None else [self._events.topic]
 
     def _role_disconnected(self, now: float) -> None:
-        self._role_wake_at = self._report_at = NEVER
+        self._report_at = NEVER
         leases, self._leases = self._leases, {}
         for found, _ in leases.values():
             found.alive = False
@@ -318,7 +302,9 @@ class SchedulerClient(Session):
             if self.ready:
                 self._send(m.ReportRequests(m.NO_REPLY, self._fingerprint, list(self._reports)))
             self._reports.clear()
-        self._role_wake_at = min(self._report_at, next((stale_at for _, stale_at in self._leases.values()), NEVER))
+
+    def _role_wake_at(self) -> float:
+        return min(self._report_at, next((stale_at for _, stale_at in self._leases.values()), NEVER))
 
     # --- KV events -------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import socket
 import threading
 import time
 import weakref
@@ -18,24 +17,19 @@ from typing import cast
 import zmq
 
 from kvoffd_client.errors import ForkedProcess
-from kvoffd_client.session import NEVER, ClientOptions, Session
+from kvoffd_client.lifeline_stream import NEVER, LifelineStream, poller_of
+from kvoffd_client.session import Session
 from kvoffd_proto.codec import CODEC_ERRORS, decode_reply
-from kvoffd_proto.lifeline import (
-    Attach,
-    FrameBuffer,
-    Leaving,
-    LifelineError,
-    MemoryReleased,
-    decode_from_daemon,
-    encode_frame,
-)
-from kvoffd_proto.paths import SocketPaths, peer_credentials, peer_pidfd
+from kvoffd_proto.lifeline import Attach, LifelineError
+from kvoffd_proto.paths import SocketPaths
 
 log = logging.getLogger("kvoffd_client")
 
 MESSAGES_PER_ROUND = 64
 """Messages that are read from each socket under one hold of the lock."""
 MAX_SLEEP_S = 3600.0
+CLOSE_S = 0.8
+"""How long close() waits for the thread."""
 ERROR_PAUSE_S = 0.05
 """An error inside that repeats must not spin."""
 RECONNECT_MS = 20
@@ -46,17 +40,10 @@ RECEIVE_QUEUE = 10_000
 """Messages that wait to be read; what the daemon publishes beyond it is dropped, and asked for again."""
 MAX_MESSAGE_BYTES = 1 << 28
 """Largest message taken from the daemon: a bound against garbage."""
-READ_BYTES = 65536
-MAX_DESCRIPTORS = 4
-"""Taken from one read of the lifeline."""
-DAEMON_END_GRACE_S = 5.0
-"""A daemon on a GPU that died counts as gone after this, where the kernel does not show when its process is."""
 
 # pyzmq's own calls for messages of several frames combine members of enums for each frame. Measured with processes that
 # have slept, whose caches are cold: a lookup of 1,000 keys took 10 µs longer with them, of 170.
 _NOW, _RCVMORE, _EVENTS, _READABLE = (int(one) for one in (zmq.NOBLOCK, zmq.RCVMORE, zmq.EVENTS, zmq.POLLIN))
-_RELEASED = encode_frame(MemoryReleased())
-_LEAVING = encode_frame(Leaving())
 
 
 class SocketTransport:
@@ -71,16 +58,12 @@ class SocketTransport:
     lock, or wakes the thread, which does.**
     """
 
-    def __init__(self, directory: str, options: ClientOptions) -> None:
+    def __init__(self, directory: str) -> None:
         self._paths = SocketPaths(Path(directory))
-        self._options = options
         self.lock: AbstractContextManager[object] = threading.Lock()
         self.now = time.monotonic
         self._context = zmq.Context(io_threads=1)
         self._stream: LifelineStream | None = None
-        self.daemon_pid = 0
-        """Of the last connection; 0 where the daemon is in another pid namespace."""
-        self._frames = FrameBuffer()
         self._draining = False
         """The stream is one that we have closed, and is read until the daemon has released the memory."""
         self._jobs: zmq.Socket[bytes] | None = None
@@ -131,7 +114,7 @@ class SocketTransport:
                         wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
                         self._waiting.append(wake_fd)
                         self._wake_thread_by_messages()
-                    poller = _poller_of(wake_fd, *self._sockets)
+                    poller = poller_of(wake_fd, *self._sockets)
                 if (wake_fd, select.POLLIN) in poller.poll(0 if unread else (deadline - now) * 1000):
                     os.eventfd_read(wake_fd)
         finally:
@@ -159,19 +142,14 @@ class SocketTransport:
                 self._closed = True
                 self._session.on_close(time.monotonic())
                 os.eventfd_write(self._wake_fd, 1)
-        self._thread.join(self._options.close_timeout_s)
+        self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             log.error("The I/O thread of %s did not end in time.", self._session.name)
 
     # --- for the session, with the lock held -----------------------------------------------------
 
     def open(self) -> None:
-        if problem := self._paths.problem():
-            raise OSError(problem)
-        os.stat(self._paths.jobs)  # ZeroMQ would wait for ever where it was removed
-        self._stream = LifelineStream(str(self._paths.lifeline))
-        self.daemon_pid = self._stream.pid
-        self._frames = FrameBuffer()
+        self._stream = LifelineStream(self._paths)
 
     def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
         # Completions are read before replies, which may say that there are some.
@@ -202,7 +180,7 @@ class SocketTransport:
     def attach(self, message: Attach, fd: int) -> None:
         if self._stream is None or self._draining:
             raise OSError("the lifeline is closed")
-        self._stream.send(encode_frame(message), [fd])
+        self._stream.send(message, [fd])
 
     def send(self, frame: bytes) -> bool:
         if self._jobs is None:
@@ -274,23 +252,21 @@ class SocketTransport:
 
     def _read_lifeline(self, stream: LifelineStream, now: float) -> None:
         session = self._session
-        while not stream.ended and (came := stream.read()) is not None:
-            data, fds = came
-            for fd in fds:  # nobody asked for them
-                os.close(fd)
-            if not data:
-                session.on_lifeline_end(now, stream.released(now))
-            elif not self._draining:
-                try:
-                    for body in self._frames.feed(data):
-                        session.on_lifeline_message(decode_from_daemon(body), now)
-                except LifelineError as error:
-                    session.disconnect(f"What answers in {session.directory} is no kvoffd daemon: {error}", now)
-            if stream is not self._stream:  # the session has closed it
-                return
-        if self._draining and stream.released(now):
+        try:
+            for message in stream.read():
+                if not self._draining:
+                    session.on_lifeline_message(message, now)
+                if stream is not self._stream:  # the session has closed it
+                    return
+        except LifelineError as error:
+            session.disconnect(f"What answers in {session.directory} is no kvoffd daemon: {error}", now)
+        # Copies in host memory are made by the daemon's threads, which end before the kernel closes its descriptors.
+        released = stream.released(now) or (stream.ended and not session.memory_on_gpu)
+        if stream is self._stream and self._draining and released:
             self._close_stream()
             session.on_released(now)
+        elif stream is self._stream and not self._draining and stream.ended:
+            session.on_lifeline_end(now, released)
 
     def _recover(self, error: Exception) -> None:
         """A bug must neither end the thread nor reach the engine: log it once, connect again."""
@@ -337,7 +313,7 @@ class SocketTransport:
             wake_at = min(self._session.wake_at(), NEVER if stream is None else stream.wake_at())
             pause = 0.0 if unread else min(max(0.0, wake_at - now), MAX_SLEEP_S)
             self._sleeping_until = now + pause
-            poller = _poller_of(self._messages.fileno(), self._wake_fd, -1 if stream is None else stream.fileno())
+            poller = poller_of(self._messages.fileno(), self._wake_fd, -1 if stream is None else stream.fileno())
         told = [fd for fd, _ in poller.poll(pause * 1000)]
         if self._wake_fd in told:
             os.eventfd_read(self._wake_fd)
@@ -373,14 +349,6 @@ class _ParentsLock(AbstractContextManager[object]):
     def __exit__(self, *_: object) -> None: ...
 
 
-def _poller_of(*fds: int) -> select.poll:
-    poller = select.poll()
-    for fd in fds:
-        if fd >= 0:
-            poller.register(fd, select.POLLIN)
-    return poller
-
-
 _transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
 
 
@@ -396,101 +364,3 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-class LifelineStream:
-    """The client's end of the lifeline: a connected stream, not blocking, and the process at its other end.
-
-    The EOF alone does not say that a GPU copies no more: the kernel closes a killed process's descriptors one after the
-    other, the driver's may be among the last, and copies run until then. The process is gone when all of them are.
-
-    Args:
-        path: the lifeline's socket.
-
-    Raises:
-        OSError: nobody listens there.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self._tail = b""
-        self._ended_at = NEVER
-        try:
-            self._stream.connect(path)
-            self.pid, _, _ = peer_credentials(self._stream)
-            self._pidfd = self._pidfd_of_peer()
-        except BaseException:
-            self._stream.close()
-            raise
-
-    def _pidfd_of_peer(self) -> int:
-        """A descriptor of the daemon's process; -1 where the kernel gives none."""
-        if (pidfd := peer_pidfd(self._stream)) >= 0:
-            return pidfd
-        try:
-            pidfd = os.pidfd_open(self.pid)  # 0 where it is in a pid namespace that this process does not see
-        except OSError:
-            return -1
-        poller = select.poll()
-        poller.register(self._stream, select.POLLRDHUP)
-        if poller.poll(0):  # it has ended, so that the number may be another's by now
-            os.close(pidfd)
-            return -1
-        return pidfd
-
-    def fileno(self) -> int:
-        """Of what becomes readable when there is something to do: the stream, and after its end the process."""
-        return self._stream.fileno() if self._ended_at == NEVER else self._pidfd
-
-    def send(self, frame: bytes, fds: list[int]) -> None:
-        if socket.send_fds(self._stream, [frame], fds, socket.MSG_NOSIGNAL) != len(frame):
-            raise OSError("the daemon does not read its lifeline")
-
-    def read(self) -> tuple[bytes, list[int]] | None:
-        """Take bytes and the descriptors with them; None when there are none now, no bytes at the end."""
-        try:
-            data, fds, _, _ = socket.recv_fds(self._stream, READ_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-        except BlockingIOError:
-            return None
-        except OSError:
-            data, fds = b"", []
-        self._tail = (self._tail + data)[-len(_RELEASED) :]
-        if not data:
-            self._ended_at = time.monotonic()
-            self._stream.close()
-        return data, fds
-
-    @property
-    def ended(self) -> bool:
-        return self._ended_at != NEVER
-
-    def leave(self) -> None:
-        """Say that the end of the stream that follows is meant."""
-        try:
-            self._stream.send(_LEAVING, socket.MSG_NOSIGNAL)
-        except OSError:
-            pass  # the daemon has closed it already, or does not read: then it counts what it sees
-
-    def stop_sending(self) -> None:
-        """Have the daemon see the client's end; its own can still be read."""
-        self.leave()
-        try:
-            self._stream.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass  # the daemon has closed it already; the EOF is there to be read
-
-    def released(self, now: float) -> bool:
-        """Whether the daemon touches the client's memory no more: it said so before the EOF, or its process is gone."""
-        if not self.ended or self._tail == _RELEASED:
-            return self.ended
-        return bool(_poller_of(self._pidfd).poll(0)) if self._pidfd >= 0 else now >= self.wake_at()
-
-    def wake_at(self) -> float:
-        """When to ask ``released`` again although nothing has become readable."""
-        return self._ended_at + DAEMON_END_GRACE_S if self.ended and self._pidfd < 0 else NEVER
-
-    def close(self) -> None:
-        self._stream.close()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1

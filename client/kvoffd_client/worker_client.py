@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
-from kvoffd_client.jobs import GroupTransfer, Job, submit_of
+from kvoffd_client.jobs import GroupTransfer, Job, Size, submit_of
+from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.memory import Registration
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.session import (
     CONNECTED,
     DEFAULT_OPTIONS,
-    NEVER,
+    GPU_REGISTER_S,
     ClientOptions,
     Phase,
     ReplyOrError,
@@ -27,8 +28,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS, decode_completions
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
-from kvoffd_proto.lifeline import Attach, Attached, AttachRefused
-from kvoffd_proto.messages import Handle
+from kvoffd_proto.lifeline import Attach, Attached
 
 log = logging.getLogger("kvoffd_client")
 
@@ -68,9 +68,6 @@ class WorkerClient(Session):
 
     Args:
         registration: the worker's KV memory; must outlive this client. The other arguments are as SchedulerClient's.
-
-    Raises:
-        ValueError: the registration does not fit the namespace.
     """
 
     def __init__(
@@ -85,19 +82,10 @@ class WorkerClient(Session):
         transport: Transport | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        if not 0 <= registration.rank < namespace.world_size:
-            raise ValueError(f"Rank {registration.rank} is outside the namespace's world of {namespace.world_size}.")
-        if len(registration.groups) != len(namespace.groups):
-            raise ValueError(
-                f"The registration has {len(registration.groups)} groups and the namespace {len(namespace.groups)}."
-            )
-        if registration.blocks_per_key < 1 or not registration.memories or not registration.tensors:
-            raise ValueError("A registration needs memory, tensors and at least one block per key.")
-        super().__init__(directory, m.Role.WORKER, name, software, namespace, options, transport, rng)
-        self._namespace = namespace
+        super().__init__(directory, m.Role.WORKER, namespace, name, software, options, transport, rng)
         self._registration = registration
         self._registration_id = b""
-        self._handles: list[Handle] = []
+        self.memory_on_gpu = registration.on_gpu
         self._fds: list[int] = []
         self._attached_count = 0
         self._jobs: dict[int, Unfinished] = {}
@@ -111,7 +99,9 @@ class WorkerClient(Session):
         self._sequence = 0
         """All completions up to this number have arrived."""
         self._ahead: set[int] = set()
+        """Numbers beyond it of what has arrived."""
         self._asking = False
+        self._asked_at = 0.0
         self._transport.start(self)
 
     # --- for any thread --------------------------------------------------------------------------
@@ -156,37 +146,34 @@ class WorkerClient(Session):
                 self._refuse(jobs, ErrorCode.SESSION_ENDED)
                 return
             accepted = max(0, limits.max_jobs_in_flight - len(self._sent))
-            if len(jobs) > accepted:
-                self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
-            most_keys = limits.max_keys_per_request * namespace.key_bytes
+            self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
             messages: list[list[tuple[Job, int]]] = []
             """In each, jobs with the id of the job that it is or is a part of."""
-            batch: list[tuple[Job, int]] = []
             keys = nbytes = 0
-            for job, (of_keys, in_frame) in zip(jobs[:accepted], sizes, strict=False):
-                keys, nbytes = keys + of_keys, nbytes + in_frame
-                full = keys > most_keys or nbytes > limits.max_frame_bytes
-                if batch and (full or len(batch) == limits.max_jobs_per_message):
-                    messages.append(batch)
-                    batch, keys, nbytes = [], of_keys, in_frame
-                parts = [job]
-                if of_keys > most_keys or in_frame > limits.max_frame_bytes // 2:
-                    per_key = namespace.key_bytes, self._registration.blocks_per_key
-                    parts = job.parts(of_keys, in_frame, *per_key, limits, self._next_part_id)
+            most = Size(limits.max_keys_per_request, limits.max_frame_bytes // 2)
+            for job, size in zip(jobs[:accepted], sizes, strict=False):
+                parts, part_sizes = [job], [size]
+                if size.keys > most.keys or size.nbytes > most.nbytes:
+                    per_key = self._registration.blocks_per_key
+                    parts = job.parts(size, namespace.key_bytes, per_key, most, self._next_part_id)
+                    part_sizes = [part.checked_size(len(namespace.groups), namespace.key_bytes) for part in parts]
                     self._next_part_id += len(parts)
                 self._jobs[job.job_id] = Unfinished(job, now, len(parts))
-                messages += [[(part, job.job_id)] for part in parts[:-1]]
-                batch.append((parts[-1], job.job_id))
-            if batch:
-                messages.append(batch)
-                self._role_wake_at = min(self._role_wake_at, now + JOB_PATIENCE_S)
+                for part, (of_keys, in_frame) in zip(parts, part_sizes, strict=True):
+                    keys, nbytes = keys + of_keys, nbytes + in_frame
+                    full = keys > most.keys or nbytes > limits.max_frame_bytes
+                    if not messages or full or len(messages[-1]) == limits.max_jobs_per_message:
+                        messages.append([])
+                        keys, nbytes = of_keys, in_frame
+                    messages[-1].append((part, job.job_id))
             for some in messages:
                 request_id, sent = self._next_request_id(), [job for job, _ in some]
                 self._sent.update((job.job_id, Sent(job, of_job, request_id)) for job, of_job in some)
                 message = submit_of(request_id, self._registration_id, namespace.key_bytes, sent, self._sequence)
                 if (refused := self._send(message)) is not None:
                     code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
-                    self._fail_sent([job.job_id for job in sent], code, now)
+                    self._fail_sent([job.job_id for job in sent], code)
+                    self._transport.notify()
 
     def take_results(self) -> list[m.JobResult]:
         """Results since the last call, those included that have arrived and were not read yet."""
@@ -230,7 +217,11 @@ class WorkerClient(Session):
         False when the daemon did not confirm that in time; then the session is ended, and only the daemon's
         death or its own clean-up releases the memory. The client takes no jobs afterwards.
         """
-        return self._outcome_of(self._unregister, timeout_s) == [True]
+        outcome: list[bool] = []
+        with self._transport.lock:
+            self._unregister(outcome, self._transport.now(), timeout_s)
+        self._transport.wait(lambda: bool(outcome), timeout_s)
+        return outcome == [True]
 
     def close(self) -> None:
         """End the session and the thread, in less than a second. Unfinished jobs fail. Repeatable."""
@@ -239,15 +230,15 @@ class WorkerClient(Session):
 
     # --- jobs, with the lock held ----------------------------------------------------------------
 
-    def _refuse(self, jobs: Iterable[Job], code: ErrorCode) -> None:
-        self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]
-        self._transport.notify()
+    def _refuse(self, jobs: Sequence[Job], code: ErrorCode) -> None:
+        if jobs:
+            self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]
+            self._transport.notify()
 
-    def _fail_sent(self, ids: Iterable[int], code: ErrorCode, now: float) -> None:
+    def _fail_sent(self, ids: Iterable[int], code: ErrorCode) -> None:
         """Fail jobs, or parts of jobs, by their ids on the wire."""
-        for sent in [self._sent[job_id] for job_id in ids]:
-            seconds = max(0.0, now - self._jobs[sent.of_job].sent_at)
-            self._on_result(m.JobResult(sent.job.job_id, False, 0, seconds, code, sent.job.keys))
+        for job in [self._sent[job_id].job for job_id in ids]:
+            self._on_result(m.JobResult(job.job_id, False, 0, 0.0, code, job.keys))
 
     def _on_result(self, result: m.JobResult) -> None:
         if (sent := self._sent.pop(result.job_id, None)) is None:
@@ -271,7 +262,6 @@ class WorkerClient(Session):
         else:
             del self._jobs[sent.of_job]
             self._results.append(result)
-            self._transport.notify()
 
     def _cancel(self, job_ids: Iterable[int], unsent: int = 0) -> None:
         """Have the daemon fail those of the jobs that have not started."""
@@ -291,10 +281,10 @@ class WorkerClient(Session):
             self.disconnect("Running stores were abandoned; the client connects again.", now)
 
     def _unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
-        self.ready = self._wanted = False
+        self._wanted, self._problem = False, "The registration was ended."
         if self._phase is not Phase.READY:
             if self._phase in CONNECTED:
-                self.disconnect("The registration was ended.", now)
+                self.disconnect(self._problem, now)
             outcome.append(not self._jobs and self._phase is not Phase.DRAINING)
             return
 
@@ -302,46 +292,35 @@ class WorkerClient(Session):
             outcome.append(isinstance(reply, m.Done))
             if not isinstance(reply, m.Done):
                 self.disconnect("The daemon did not confirm that it released the worker's memory.", reply_now)
-            self._transport.notify()
 
         message = m.Unregister(self._next_request_id(), self._registration_id)
         self._send(message, now, on_reply, timeout_s)
 
     # --- registering -----------------------------------------------------------------------------
 
-    def _after_namespace_opened(self, now: float) -> None:
-        self._attached_count = 0
+    def _on_namespace_opened(self, now: float) -> None:
         if not self._wanted:
             self._become_ready(now)
             return
-        self._handles, self._fds = self._registration.handles()
-        if self._fds:
-            self._phase = Phase.ATTACHING
-            self._attach_next(now)
-        else:
-            self._register(now)
+        self._attached_count = 0
+        _, self._fds = self._registration.handles()
+        self._attach_or_register(now)
 
-    def _attach_next(self, now: float) -> None:
+    def _on_attached(self, message: Attached, now: float) -> None:
+        if message.segment_id != self._attached_count or self._attached_count >= len(self._fds):
+            super()._on_attached(message, now)
+            return
+        self._attached_count += 1
+        self._attach_or_register(now)
+
+    def _attach_or_register(self, now: float) -> None:
         # One at a time: the stream's buffer and the kernel's count of descriptors in flight stay small.
-        try:
-            self._transport.attach(Attach(self._attached_count), self._fds[self._attached_count])
-        except OSError as error:
-            self.disconnect(f"The memory could not be handed to the daemon: {error.strerror or error}.", now)
-
-    def _on_attached(self, message: Attached | AttachRefused, now: float) -> None:
-        if isinstance(message, AttachRefused):
-            self._end_refused(RequestRefused(message.code, message.message), now)
-        elif message.segment_id != self._attached_count:
-            self.disconnect("The daemon acknowledged a descriptor that was not sent.", now)
-        else:
-            self._attached_count += 1
-            if self._attached_count < len(self._fds):
-                self._attach_next(now)
-            else:
-                self._register(now)
-
-    def _register(self, now: float) -> None:
-        self._phase = Phase.REGISTERING
+        if self._attached_count < len(self._fds):
+            try:
+                self._transport.attach(Attach(self._attached_count), self._fds[self._attached_count])
+            except OSError as error:
+                self.disconnect(f"The memory could not be handed to the daemon: {error.strerror or error}.", now)
+            return
         registration = self._registration
         self._registration_id = self._rng.randbytes(16)
         message = m.Register(
@@ -350,21 +329,13 @@ class WorkerClient(Session):
             self._registration_id,
             registration.rank,
             registration.blocks_per_key,
-            self._handles,
+            registration.handles()[0],
             list(registration.tensors),
             [list(pages) for pages in registration.groups],
         )
-        timeout_s = self._options.handshake_timeout_s
-        if registration.on_gpu:
-            timeout_s = self._options.gpu_register_timeout_s
-            self._handshake_deadline = now + timeout_s
-        self._send(message, now, self._on_registered, timeout_s)
-
-    def _on_registered(self, reply: ReplyOrError, now: float) -> None:
-        if isinstance(reply, m.Registered):
-            self._become_ready(now)
-        else:
-            self._fail_handshake("Register", reply, now)
+        if self.memory_on_gpu:
+            self._handshake_deadline = now + GPU_REGISTER_S
+        self._shake(message, lambda _, now: self._become_ready(now), now)
 
     # --- completions -----------------------------------------------------------------------------
 
@@ -373,13 +344,14 @@ class WorkerClient(Session):
         if topic != self._topic:
             return
         try:
-            self._complete(decode_completions(payload), now)
+            self._complete(decode_completions(payload))
         except CODEC_ERRORS:
             self._ask_for_results(now)
         if self._ahead:
             self._ask_for_results(now)
+        self._transport.notify()
 
-    def _complete(self, batch: m.Completions, now: float) -> None:
+    def _complete(self, batch: m.Completions) -> None:
         # Each batch counts once: a job id may be in use again when an old batch comes again.
         if batch.sequence <= self._sequence or batch.sequence in self._ahead:
             return
@@ -392,7 +364,7 @@ class WorkerClient(Session):
             for named in (*result.failed, *result.declined):
                 if named.group >= len(self._namespace.groups) or len(named.keys) % self._namespace.key_bytes:
                     # No keys of the namespace: a request that names them again would fail.
-                    self._fail_sent({result.job_id} & self._sent.keys(), ErrorCode.INTERNAL, now)
+                    self._fail_sent({result.job_id} & self._sent.keys(), ErrorCode.INTERNAL)
                     break
             else:
                 self._on_result(result)
@@ -406,22 +378,21 @@ class WorkerClient(Session):
         self._send(message, now, lambda reply, reply_now: self._on_results(asked, reply, reply_now))
 
     def _on_results(self, asked: int, reply: ReplyOrError, now: float) -> None:
-        self._asking = False
-        self._role_wake_at = now + JOB_PATIENCE_S if self._jobs else NEVER
+        self._asking, self._asked_at = False, now
         if isinstance(reply, m.ResultsReply):
             for batch in reply.batches:
-                self._complete(batch, now)
+                self._complete(batch)
             # It never received the others, or lost them: it has seen every message before the one that asks.
             sent_before = [job_id for job_id, sent in self._sent.items() if sent.request_id < asked]
             unfinished = set(reply.unfinished)
-            self._fail_sent([one for one in sent_before if one not in unfinished], ErrorCode.INTERNAL, now)
+            self._fail_sent([one for one in sent_before if one not in unfinished], ErrorCode.INTERNAL)
         elif not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Results with {type(reply).__name__}.", now)
 
     def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
         refused = [job_id for job_id, sent in self._sent.items() if sent.request_id == reply.request_id]
         if refused:
-            self._fail_sent(refused, reply.code, now)
+            self._fail_sent(refused, reply.code)
         else:
             super()._on_unexpected_refusal(reply, refusal, now)
 
@@ -431,26 +402,16 @@ class WorkerClient(Session):
         self._topic = session_topic(self.epoch, self.session_id)
         return [self._topic]
 
-    def _role_ready(self, now: float) -> None:
-        self._sequence = 0
-        self._ahead.clear()
-        self._asking = False
-        self._role_wake_at = NEVER
-
     def _role_disconnected(self, now: float) -> None:
-        self._role_wake_at = NEVER
+        self._sequence, self._ahead = 0, set()
         # A copy of a load may still land until the daemon has released the memory, or is gone.
         loads_land = self._phase is Phase.DRAINING
         ended = [job_id for job_id, sent in self._sent.items() if not loads_land or sent.job.lease_id is None]
-        self._fail_sent(ended, ErrorCode.SESSION_ENDED, now)
+        self._fail_sent(ended, ErrorCode.SESSION_ENDED)
 
     def _role_released(self, now: float) -> None:
         """Fail the loads of the ended session: no copy lands any more."""
-        self._fail_sent(list(self._sent), ErrorCode.SESSION_ENDED, now)
-
-    def _copies_outlive_lifeline(self) -> bool:
-        # Copies in host memory are made by the daemon's threads, which end before the kernel closes its descriptors.
-        return self._registration.on_gpu
+        self._fail_sent(list(self._sent), ErrorCode.SESSION_ENDED)
 
     def _must_drain(self) -> bool:
         # Stores fail here and now, but unregister() must know when the last of them has ended there too.
@@ -460,10 +421,11 @@ class WorkerClient(Session):
         stores_only = bool(self._sent) and all(sent.job.lease_id is None for sent in self._sent.values())
         if stores_only and not self._responsive and self._phase is Phase.READY:
             self._abandon_stores(self._jobs, now)  # an engine that pauses waits until nothing is stored
-        if now < self._role_wake_at:
-            return
-        due = min((job.sent_at for job in self._jobs.values()), default=NEVER) + JOB_PATIENCE_S
-        if due <= now:
+        if now >= self._role_wake_at():
             self._ask_for_results(now)
-            due = now + JOB_PATIENCE_S
-        self._role_wake_at = due
+
+    def _role_wake_at(self) -> float:
+        """When the oldest job has no result for long, and it was not asked for it a short while ago."""
+        if self._asking or not self._jobs or self._phase is not Phase.READY:
+            return NEVER
+        return max(next(iter(self._jobs.values())).sent_at, self._asked_at) + JOB_PATIENCE_S

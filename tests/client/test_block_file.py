@@ -69,6 +69,11 @@ def contents(draw: st.DrawFn) -> tuple[Geometry, list[Block]]:
     return geometry, blocks
 
 
+def blank(geometry: Geometry) -> Block:
+    zeros = [np.zeros(geometry.shard_bytes(rank, 0), np.uint8) for rank in range(geometry.world_size)]
+    return Block.of_bytes(geometry, 0, bytes(KEY_BYTES), zeros)
+
+
 @contextmanager
 def written(geometry: Geometry, blocks: list[Block]) -> Iterator[Path]:
     """A file of these blocks, as an export writes it."""
@@ -117,12 +122,12 @@ def test_an_export_that_ends_early_leaves_nothing_and_another_one_is_not_mixed_i
     geometry = Geometry(bytes(32), "x", 1, 16, (GroupSpec("full", 2),), "{}", ((ShardSpec(1, [page]),),))
     path, wanted = tmp_path / "x.safetensors", [(0, bytes(16)), (0, bytes([1]) * 16)]
     with BlockFileWriter(path, geometry, wanted) as writer:
-        writer.add(Block.blank(geometry, 0, bytes(16)))
+        writer.add(blank(geometry))
         with pytest.raises(BlockFileError, match="another export"):
             BlockFileWriter(path, geometry, wanted)
     assert list(tmp_path.iterdir()) == []
     with BlockFileWriter(path, geometry, wanted) as writer:
-        writer.add(Block.blank(geometry, 0, bytes(16)))  # the other one was evicted
+        writer.add(blank(geometry))  # the other one was evicted
         writer.finish()
     assert list(tmp_path.iterdir()) == [path]
     with BlockFile(path) as file:
@@ -203,7 +208,7 @@ def test_a_geometry_comes_back_from_json(geometry: Geometry) -> None:
 def test_a_block_of_one_s_own_is_written_and_checked() -> None:
     page = PageSpec(2 * 3 * 4, LayerSpec("first", "float32", [2, 3], "tokens content"))
     geometry = Geometry(bytes(32), "x", 1, 16, (GroupSpec("full", 2),), "{}", ((ShardSpec(2, [page, page]),),))
-    block = Block.blank(geometry)
+    block = blank(geometry)
     for number, layer in enumerate(block.shards[0].layers):
         assert (layer.name, layer.dtype, layer.shape, layer.layout) == ("first", "float32", (2, 2, 3), "tokens content")
         layer.array[...] = number + 1

@@ -15,7 +15,8 @@ import zmq
 
 from kvoffd_client import ClientOptions, ForkedProcess, NamespaceSpec, Registration, SchedulerClient, WorkerClient
 from kvoffd_client.jobs import GroupTransfer
-from kvoffd_client.transport import MAX_DESCRIPTORS, SocketTransport
+from kvoffd_client.lifeline_stream import MAX_DESCRIPTORS
+from kvoffd_client.transport import SocketTransport
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
@@ -102,7 +103,7 @@ def test_a_refusal_at_the_lifeline_is_kept_as_the_reason(fake: FakeDaemon, caplo
     with SchedulerClient(fake.directory, SPEC, options=QUICK) as client:
         assert not client.wait_settled(5)
         assert client.refusal.code is ErrorCode.BAD_VERSION
-        wait_until(lambda: client._failed_attempts > 3)
+        wait_until(lambda: fake.greeted > 3)
     logged = [record for record in caplog.records if "99" in record.getMessage()]
     assert len(logged) == 1, "a reason is logged once, not at each attempt"
 
@@ -196,6 +197,7 @@ def test_an_error_inside_is_logged_once_and_survived(
             raise RuntimeError("a bug")
 
     monkeypatch.setattr(scheduler, "_role_tick", explode)
+    fake.end_session(m.Role.SCHEDULER)
     wait_until(lambda: calls > 3 and scheduler.ready)
     logged = [record for record in caplog.records if record.levelno == logging.ERROR and record.name == "kvoffd_client"]
     assert len(logged) == 1

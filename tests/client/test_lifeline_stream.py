@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import transport
-from kvoffd_client.transport import NEVER, LifelineStream
-from kvoffd_proto.lifeline import Attached, MemoryReleased, encode_frame
+from kvoffd_client import lifeline_stream
+from kvoffd_client.lifeline_stream import NEVER, LifelineStream
+from kvoffd_proto.lifeline import Attached, FromDaemon, MemoryReleased, encode_frame
+from kvoffd_proto.paths import SocketPaths
 from tests.kit.waiting import wait_until
 
-GRACE_S = transport.DAEMON_END_GRACE_S
+GRACE_S = lifeline_stream.DAEMON_END_GRACE_S
 # Listens, says a line on each of its steps, and lives on with no descriptor of the stream.
 LISTENER = """
 import socket, sys
@@ -59,42 +60,36 @@ class Peer:
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[Peer]:
-    peer = Peer(tmp_path / "lifeline")
+    SocketPaths(tmp_path).jobs.touch()
+    peer = Peer(SocketPaths(tmp_path).lifeline)
     yield peer
     peer.end()
 
 
 @pytest.fixture
 def lifeline(peer: Peer, tmp_path: Path) -> Iterator[LifelineStream]:
-    lifeline = LifelineStream(str(tmp_path / "lifeline"))
+    lifeline = LifelineStream(SocketPaths(tmp_path))
     yield lifeline
     lifeline.close()
 
 
-def read_to_end(lifeline: LifelineStream) -> bytes:
-    data = b""
-
-    def ended() -> bool:
-        nonlocal data
-        came = lifeline.read()
-        data += came[0] if came is not None else b""
-        return lifeline.ended
-
-    wait_until(ended)
-    return data
+def read_to_end(lifeline: LifelineStream) -> list[FromDaemon]:
+    messages: list[FromDaemon] = []
+    wait_until(lambda: (messages.extend(lifeline.read()), lifeline.ended)[1])
+    return messages
 
 
 def test_a_daemon_that_lives_has_released_nothing(peer: Peer, lifeline: LifelineStream) -> None:
     assert not lifeline.released(time.monotonic())
     peer.send(encode_frame(MemoryReleased()))
-    wait_until(lambda: lifeline.read() is not None)
+    wait_until(lambda: list(lifeline.read()) == [MemoryReleased()])
     assert not lifeline.released(time.monotonic()), "the end comes after the frame"
 
 
 def test_what_the_daemon_says_before_the_end_counts_at_once(peer: Peer, lifeline: LifelineStream) -> None:
     peer.send(encode_frame(Attached(3)) + encode_frame(MemoryReleased()))
     peer.close_stream()
-    assert read_to_end(lifeline).startswith(encode_frame(Attached(3)))
+    assert read_to_end(lifeline) == [Attached(3), MemoryReleased()]
     assert lifeline.released(time.monotonic())
     assert peer.process.poll() is None
 
@@ -114,8 +109,8 @@ def test_an_end_without_a_word_waits_for_the_process(peer: Peer, lifeline: Lifel
 def test_before_linux_6_5_the_process_is_found_by_its_number(
     peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "peer_pidfd", lambda stream: -1)
-    lifeline = LifelineStream(str(tmp_path / "lifeline"))
+    monkeypatch.setattr(lifeline_stream, "peer_pidfd", lambda stream: -1)
+    lifeline = LifelineStream(SocketPaths(tmp_path))
     peer.close_stream()
     read_to_end(lifeline)
     assert not lifeline.released(time.monotonic() + 100 * GRACE_S)
@@ -135,9 +130,9 @@ def test_a_number_that_may_be_anothers_by_now_is_not_waited_for(
         peer.process.wait(10)
         return pidfd
 
-    monkeypatch.setattr(transport, "peer_pidfd", lambda stream: -1)
+    monkeypatch.setattr(lifeline_stream, "peer_pidfd", lambda stream: -1)
     monkeypatch.setattr(os, "pidfd_open", after_its_end)
-    lifeline = LifelineStream(str(tmp_path / "lifeline"))
+    lifeline = LifelineStream(SocketPaths(tmp_path))
     read_to_end(lifeline)
     assert lifeline.wake_at() < NEVER
     lifeline.close()
@@ -147,7 +142,7 @@ def test_a_process_that_the_kernel_does_not_show_has_a_grace(
     peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LifelineStream, "_pidfd_of_peer", lambda stream: -1)
-    lifeline = LifelineStream(str(tmp_path / "lifeline"))
+    lifeline = LifelineStream(SocketPaths(tmp_path))
     assert lifeline.wake_at() == NEVER
     peer.close_stream()
     read_to_end(lifeline)
@@ -160,4 +155,4 @@ def test_a_process_that_the_kernel_does_not_show_has_a_grace(
 
 def test_nobody_who_listens_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
-        LifelineStream(str(tmp_path / "nothing"))
+        LifelineStream(SocketPaths(tmp_path))

@@ -113,22 +113,6 @@ def test_a_named_namespace_depends_on_everything_it_was_named_with() -> None:
     assert len(base.fingerprint) == 32
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"fingerprint": b"short"}, "32 bytes"),
-        ({"label": "x" * 257}, "256"),
-        ({"world_size": 0}, "world_size"),
-        ({"key_bytes": 7}, "key_bytes"),
-        ({"groups": ()}, "groups"),
-    ],
-)
-def test_an_impossible_namespace_is_refused(changes: dict[str, object], sentence: str) -> None:
-    fields = {"fingerprint": bytes(32), "label": "x", "world_size": 1, "key_bytes": 32, "groups": (GroupSpec("f", 1),)}
-    with pytest.raises(ValueError, match=sentence):
-        NamespaceSpec(**(fields | changes))
-
-
 def test_an_option_that_is_not_positive_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="request_timeout_s"):
         ClientOptions(request_timeout_s=0)

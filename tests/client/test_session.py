@@ -19,13 +19,20 @@ from kvoffd_client import (
     WorkerClient,
     scheduler_client,
 )
-from kvoffd_client.jobs import GroupTransfer, Job, submit_of
-from kvoffd_client.session import BACKOFF_ABSENT_S, BACKOFF_MIN_S, MAX_PENDING_REQUESTS, Phase, Session
+from kvoffd_client.jobs import GroupTransfer, Job, Size, submit_of
+from kvoffd_client.session import (
+    BACKOFF_ABSENT_S,
+    BACKOFF_MIN_S,
+    GPU_REGISTER_S,
+    MAX_PENDING_REQUESTS,
+    Phase,
+    Session,
+)
 from kvoffd_client.worker_client import JOB_PATIENCE_S
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.events import AllBlocksCleared, kv_topic, session_topic
+from kvoffd_proto.events import session_topic
 from kvoffd_proto.messages import PROTOCOL_VERSION, PageRef, TensorLayout
 from tests.kit import submitted
 
@@ -110,7 +117,7 @@ def connect(session: SchedulerClient | WorkerClient, link: PaperLink, now: float
     session.tick(now)
     greet(session, now, epoch)
     welcome(session, link, now, epoch)
-    if isinstance(session, WorkerClient) and session._phase is Phase.ATTACHING:
+    if isinstance(session, WorkerClient) and session._phase is Phase.HANDSHAKE:
         for segment in range(2):
             session.on_lifeline_message(lifeline.Attached(segment), now)
         register = link.last(m.Register)
@@ -258,6 +265,30 @@ def test_a_wrong_answer_in_the_handshake_ends_the_attempt(
     scheduler.on_reply(m.Done(link.sent[-1].request_id), 0.0)
     assert not link.is_open
     assert "Done" in (scheduler.problem or "")
+
+
+def test_messages_that_the_daemon_refuses_are_a_line_of_the_log_a_minute_whatever_it_says(
+    scheduler: SchedulerClient, link: PaperLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    connect(scheduler, link, 0.0)
+    for number in range(130):
+        scheduler.on_reply(m.Error(2**40, ErrorCode.BAD_KEYS, f"Not {number % 2}."), float(number))
+    assert [text.split(": ")[1] for text in caplog.messages] == ["Not 0."] * 3
+
+
+def test_a_registration_of_gpu_memory_may_take_longer_than_a_daemon_may_be_silent(
+    worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "memory_on_gpu", True)
+    worker.tick(0.0)
+    greet(worker, 0.0)
+    welcome(worker, link, 0.0)
+    for segment in range(2):
+        worker.on_lifeline_message(lifeline.Attached(segment), 0.0)
+    worker.tick(GPU_REGISTER_S - 0.1)
+    register = link.last(m.Register)
+    worker.on_reply(m.Registered(register.request_id, register.registration_id, [64]), GPU_REGISTER_S - 0.1)
+    assert worker.ready
 
 
 # --- silence -------------------------------------------------------------------------------------
@@ -456,16 +487,6 @@ def test_pending_requests_are_bounded(scheduler: SchedulerClient, link: PaperLin
     connect(scheduler, link, 0.0)
     futures = [look_up(scheduler, link, 0.0, KEYS) for _ in range(MAX_PENDING_REQUESTS + 5)]
     assert [future.failed for future in futures[-6:]] == [False] + [True] * 5
-
-
-def test_events_are_subscribed_to_and_begin_anew_with_each_connection(
-    scheduler: SchedulerClient, link: PaperLink
-) -> None:
-    connect(scheduler, link, 0.0)
-    assert kv_topic(SPEC.fingerprint) in link.topics
-    assert scheduler.take_events() == [AllBlocksCleared()]
-    scheduler.on_lifeline_end(1.0)
-    assert scheduler.take_events() == [AllBlocksCleared()]
 
 
 # --- jobs ----------------------------------------------------------------------------------------
@@ -686,7 +707,6 @@ def test_the_parts_of_a_job_are_the_job() -> None:
 
 
 def check_parts(rng: random.Random) -> None:
-    limits = msgspec.structs.replace(LIMITS, max_keys_per_request=10, max_frame_bytes=rng.choice((1000, 100_000)))
     groups = []
     for group in (0, 1):
         count, first = rng.randrange(1, 60), rng.randrange(4)
@@ -696,16 +716,17 @@ def check_parts(rng: random.Random) -> None:
             keys, ids = rng.randbytes(32 * count), rng.randbytes(4 * (end - first))
             groups.append(GroupTransfer(group, keys, ids, first, *told))
     job = Job(1, groups, 2**32)
-    parts = job.parts(*job.checked_size(64, 32), 32, 4, limits, 100)
-    assert [part.job_id for part in parts] == ([1] if len(parts) == 1 else list(range(100, 100 + len(parts))))
+    most = Size(10, rng.choice((500, 50_000)))
+    parts = job.parts(job.checked_size(64, 32), 32, 4, most, 100)
+    assert [part.job_id for part in parts] == list(range(100, 100 + len(parts)))
     for one in groups:
         cut = [some for part in parts for some in part.groups if some.group == one.group]
         assert [block for some in cut for block in covered(some)] == covered(one)
         for field in ("keys", "parents", "tokens"):
             assert b"".join(getattr(some, field) for some in cut) == getattr(one, field)
     for part in parts:
-        assert part.checked_size(64, 32)[0] // 32 <= 10
-        assert len(codec.encode(submit_of(1, b"r" * 16, 32, [part]))) <= max(limits.max_frame_bytes, 32 * 8)
+        assert part.checked_size(64, 32).keys <= 10
+        assert len(codec.encode(submit_of(1, b"r" * 16, 32, [part]))) <= max(2 * most.nbytes, 32 * 8)
 
 
 def covered(part: GroupTransfer) -> list[tuple[bytes, int, bytes]]:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvoffd_client import NamespaceSpec, Registration, WorkerClient
+from kvoffd_client import WorkerClient
 from kvoffd_client.jobs import GroupTransfer
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -69,16 +69,6 @@ def test_an_id_in_use_is_an_error_of_the_caller(fake: FakeDaemon, worker: Worker
     worker.store(1, TRANSFER)
     with pytest.raises(ValueError, match="unfinished"):
         worker.load(1, 2**32, TRANSFER)
-
-
-def test_a_registration_that_does_not_fit_the_namespace_is_an_error_of_the_caller(
-    fake: FakeDaemon, registration: Registration
-) -> None:
-    two_groups = NamespaceSpec.named("two", groups=[m.GroupSpec("full", 1)] * 2)
-    with pytest.raises(ValueError, match="groups"):
-        WorkerClient(fake.directory, two_groups, registration)
-    with pytest.raises(ValueError, match="Rank"):
-        WorkerClient(fake.directory, two_groups, Registration(3, 1, (), (), ()))
 
 
 def test_a_fence_gives_up_running_stores_at_its_deadline_by_closing_the_lifeline(

@@ -173,12 +173,12 @@ def test_more_blocks_than_may_be_leased_at_once_are_read(pool_file: Path) -> Non
 
 
 def test_a_block_is_put_once(desk: BlockClient, engine: FakeEngine) -> None:
-    blank = Block.blank(desk.geometry(LABEL))
-    for rank, shard in enumerate(blank.shards):
-        shard.data[:] = rank + 1
-    assert desk.put_block(LABEL, keys(60)[0], blank)
-    assert not desk.put_block(LABEL, keys(60)[0], blank)
-    assert not desk.put_block(LABEL, KEYS[0], blank), "what is there stays"
+    geometry = desk.geometry(LABEL)
+    shards = [np.full(geometry.shard_bytes(rank, 0), rank + 1, np.uint8) for rank in range(geometry.world_size)]
+    block = Block.of_bytes(geometry, 0, b"", shards)
+    assert desk.put_block(LABEL, keys(60)[0], block)
+    assert not desk.put_block(LABEL, keys(60)[0], block)
+    assert not desk.put_block(LABEL, KEYS[0], block), "what is there stays"
     assert loaded(engine, KEYS[:1]) == engine.checksums([0])
     assert [np.unique(shard.data).tolist() for shard in desk.get_block(LABEL, keys(60)[0]).shards] == [[1], [2]]
 

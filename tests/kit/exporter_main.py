@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_client.cuda_export import export_segments
 from kvoffd_client.jobs import GroupTransfer, Job
+from kvoffd_client.lifeline_stream import LifelineStream
 from kvoffd_client.ordered_sender import Event, OrderedSender
-from kvoffd_client.transport import LifelineStream
 from kvoffd_proto import cuda
 from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.kit.cuda_calls import load, pinned_properties

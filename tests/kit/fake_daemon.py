@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import socket
@@ -55,6 +54,7 @@ class FakeDaemon(Starting):
 
     Attributes:
         requests: all requests that were received, in order.
+        greeted: connections that were accepted.
         strangers: those of them that are of no session that is open.
         answers: by request type, what to answer instead of the default.
         hold_jobs: jobs stay unfinished until finish() is called.
@@ -78,7 +78,7 @@ class FakeDaemon(Starting):
         self.close_on_eof = True
         self.frozen = threading.Event()
         self._steps: list[tuple[Callable[[], None], threading.Event]] = []
-        self._session_ids = itertools.count(1)
+        self.greeted = 0
         self._stop = False
         self._thread: threading.Thread | None = None
 
@@ -215,7 +215,8 @@ class FakeDaemon(Starting):
         except BlockingIOError:
             return
         stream.setblocking(False)
-        peer = Peer(stream, next(self._session_ids))
+        self.greeted += 1
+        peer = Peer(stream, self.greeted)
         self.peers[peer.token] = peer
         self._send_over_lifeline(
             peer, lifeline.Greeting(self.greeting_version, self.epoch, peer.session_id, peer.token)

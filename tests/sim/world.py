@@ -307,8 +307,7 @@ class World:
 
     def _reset(self) -> None:
         engine = self._some_engine()
-        outcome: list[bool] = []
-        engine.process.run(lambda: engine.transport.act(lambda now: engine.scheduler._reset(outcome, now, 0.5)))
+        engine.process.run(lambda: engine.transport.act(lambda _: engine.scheduler.reset(0.5)))
 
     def _invalidate(self) -> None:
         engine = self._some_engine()
