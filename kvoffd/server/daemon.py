@@ -270,7 +270,7 @@ class Daemon:
 
     def _tick(self) -> None:
         """What is due a few times a second. A failure in it is ours, and no reason to stop serving."""
-        ticks = self._service.tick, self._lifelines.tick, self._policy_file.tick, self._state.file.tick
+        ticks = self._service.tick, self._lifelines.tick, self._policy_file.tick
         for tick in ticks:
             try:
                 tick()

@@ -27,6 +27,7 @@ import msgspec
 
 from kvoffd.config import ALL_INTERFACES, parse_address
 from kvoffd.errors import KvoffdError
+from kvoffd.server.sockets import RETRY_S
 
 if TYPE_CHECKING:
     from kvoffd.server.daemon import Daemon
@@ -40,8 +41,6 @@ FRESH_S = 1.0
 MAX_CONNECTIONS = 32
 MAX_REQUEST_BYTES = 8192
 MAX_DISCARDED_BYTES = 1 << 20
-RETRY_S = 0.25
-"""After accept() failed, as it does without descriptors: it would fail again at once."""
 PATHS = ("/metrics", "/healthz", "/readyz", "/stats.json")
 FOR_BROWSERS = ("/", "/stats.json")
 POLICY = (

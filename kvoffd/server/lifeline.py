@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.sessions import Ending, Peer, Session, may_connect
-from kvoffd.server.sockets import BACKLOG, Sockets
+from kvoffd.server.sockets import BACKLOG, RETRY_S, Sockets
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.mappings import PageFaulter, check_descriptor
 from kvoffd_proto import lifeline
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 HELLO_DEADLINE_S = 10.0
 ACCEPTED_AT_ONCE = 16
-RETRY_S = 0.25
-"""After accept() failed, as it does without descriptors: it would fail again at once."""
 MAX_UNNAMED = 16
 """Descriptors that have come and whose frames have not."""
 _READ_BYTES = 1024

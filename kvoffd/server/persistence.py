@@ -62,11 +62,12 @@ class StateFile:
         """Called in the file's thread when it was written, or could not be."""
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
-        self._next: bytes | None = None
-        self._failed: bytes | None = None
-        self._writing = self._ends = False
+        self._content = b""
+        """What was saved last."""
+        self._due = self._ends = False
+        """Whether the content is to be written, or is being written."""
         self._problem = ""
-        self._retry_at = 0.0
+        """Why that failed the last time."""
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
 
     def read(self) -> bytes:
@@ -82,30 +83,25 @@ class StateFile:
     def save(self, content: bytes) -> None:
         """Write it soon, in place of what is still to be written."""
         with self._changed:
-            self._next, self._failed = content, None
+            self._content, self._due = content, True
             self._changed.notify_all()
 
     @property
     def is_saved(self) -> bool:
         """Whether what was saved last is written, or could not be."""
-        with self._changed:
-            return self._next is None and not self._writing
+        return not self._due
 
     @property
     def problem(self) -> str:
         """Why the file may not have what was saved last, a clause; empty where it has that."""
         return self._problem if self.is_saved else f"{self.path} takes long to write"
 
-    def tick(self) -> None:
-        """Try again what failed a while ago."""
-        if time.monotonic() >= self._retry_at:
-            self._try_again()
-
     def flush(self, timeout_s: float) -> bool:
         """Wait until all is written, or has failed once more; False where that takes longer."""
-        self._try_again()
         with self._changed:
-            return self._changed.wait_for(lambda: self._next is None and not self._writing, timeout_s)
+            self._due = self._due or bool(self._problem)
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._due, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """As ``flush``; then the thread ends."""
@@ -115,19 +111,13 @@ class StateFile:
             self._ends = True
             self._changed.notify_all()
 
-    def _try_again(self) -> None:
-        with self._changed:
-            if self._failed is not None:
-                self.save(self._failed)
-
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._next is not None or self._ends)
-                content, self._next = self._next, None
-                if content is None:
+                self._changed.wait_for(lambda: self._due or self._ends, RETRY_S if self._problem else None)
+                if self._ends and not self._due:
                     return
-                self._writing = True
+                content = self._content
             problem = ""
             try:
                 self._write(content)
@@ -136,10 +126,7 @@ class StateFile:
             with self._changed:
                 if problem and not self._problem:
                     logger.warning("%s.", problem)
-                self._problem, self._writing = problem, False
-                self._retry_at = time.monotonic() + RETRY_S
-                if problem and self._next is None:
-                    self._failed = content
+                self._problem, self._due = problem, self._content is not content
                 self._changed.notify_all()
             self.on_saved()
 

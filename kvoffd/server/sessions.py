@@ -82,9 +82,7 @@ class CompletionLog:
     def __init__(self, epoch: int, session_id: int) -> None:
         self._topic = events.session_topic(epoch, session_id)
         self._pending: list[JobResult] = []
-        self._pending_key_bytes = 0
-        self._kept: deque[tuple[Completions, int]] = deque()
-        """Batches, each with the bytes of the keys that it names."""
+        self._unacknowledged: deque[Completions] = deque()
         self.sequence = 0
         self.results = 0
         """That are not acknowledged."""
@@ -94,10 +92,7 @@ class CompletionLog:
     def add(self, results: Sequence[JobResult]) -> None:
         """Put ``results`` into the batch that the next flush publishes."""
         self._pending += results
-        self.results += len(results)
-        nbytes = sum([len(part.keys) for one in results for part in (*one.failed, *one.declined)])
-        self.key_bytes += nbytes
-        self._pending_key_bytes += nbytes
+        self._count(results, 1)
 
     def flush(self, credit_bytes: int) -> tuple[bytes, bytes, bytes] | None:
         """Close the current batch; return it as the frames to publish, or None when it is empty."""
@@ -105,19 +100,20 @@ class CompletionLog:
             return None
         self.sequence += 1
         batch, self._pending = Completions(self.sequence, credit_bytes, self._pending), []
-        self._kept.append((batch, self._pending_key_bytes))
-        self._pending_key_bytes = 0
+        self._unacknowledged.append(batch)
         return self._topic, self.sequence.to_bytes(events.SEQUENCE_BYTES, "big"), codec.encode(batch)
 
     def acknowledge(self, sequence: int) -> None:
-        while self._kept and self._kept[0][0].sequence <= sequence:
-            batch, nbytes = self._kept.popleft()
-            self.results -= len(batch.results)
-            self.key_bytes -= nbytes
+        while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
+            self._count(self._unacknowledged.popleft().results, -1)
+
+    def _count(self, results: Sequence[JobResult], sign: int) -> None:
+        self.results += sign * len(results)
+        self.key_bytes += sign * sum([len(part.keys) for one in results for part in (*one.failed, *one.declined)])
 
     def replay(self) -> list[Completions]:
         """All batches that are not acknowledged, oldest first."""
-        return [batch for batch, _ in self._kept]
+        return list(self._unacknowledged)
 
 
 @dataclass(eq=False)

@@ -35,6 +35,8 @@ QUEUED_MESSAGES = 1000
 """Messages to or from one client that wait. Never 0: to libzmq that is no bound at all."""
 MAX_SUBSCRIPTION_BYTES = 4096
 BACKLOG = 1024
+RETRY_S = 0.25
+"""After accept() failed, as it does without descriptors: it would fail again at once."""
 DRAIN_S, DRAINED_AT_ONCE = 0.002, 64
 """How long, and how many messages, before the loop looks at lifelines and timers."""
 REST_S = 0.002
@@ -133,9 +135,12 @@ class Sockets:
         self.flush()
 
     def serve(self) -> bool:
-        """As after a message, and what a lost edge has left. At each tick. False where it failed inside the daemon."""
+        """As after a message, and what a lost edge has left. At each tick, and a while after a reply.
+
+        False where it failed inside the daemon.
+        """
         self._admit()
-        self._due = True
+        self._due, self._rest_due = True, False
         return self._drain()
 
     def _drain(self) -> bool:
@@ -208,12 +213,8 @@ class Sockets:
             service.after_send()
         elif not self._rest_due:  # on few cores it would keep libzmq's thread from sending
             self._rest_due = True
-            self._loop.call_later(REST_S, self._rest)
+            self._loop.call_later(REST_S, self.serve)
         return bool(replies)
-
-    def _rest(self) -> None:
-        self._rest_due = False
-        self.wake()
 
     # --- who may connect --------------------------------------------------------------------------
 

@@ -44,12 +44,16 @@ OpenStores = Sequence[Callable[[], Store]]
 @dataclass(eq=False)
 class Disk:
     size: DiskSize
-    state: DiskState = DiskState.OPENING
     problem: str = ""
+    """Why it could not be opened."""
     tier: DiskTier | None = None
     opener: threading.Thread | None = None
     invalidated: set[bytes] = field(default_factory=set)
     """Namespaces of which blocks were invalidated while it did not serve: none of theirs come back with it."""
+
+    @property
+    def state(self) -> DiskState:
+        return DiskState.FAILED if self.problem else DiskState.SERVING if self.tier else DiskState.OPENING
 
 
 class Tiers:
@@ -285,11 +289,11 @@ class Tiers:
             self._post(lambda: self._opened(disk, tier, tiering))
 
     def _failed(self, disk: Disk, problem: str) -> None:
-        disk.state, disk.problem = DiskState.FAILED, problem
+        disk.problem = problem
         logger.error("The disk at %s is not used. %s", disk.size.directory, problem)
 
     def _opened(self, disk: Disk, tier: DiskTier, tiering: Tiering) -> None:
-        disk.tier, disk.state = tier, DiskState.SERVING
+        disk.tier = tier
         if self._stopping:
             tier.close(0.0)
             return

@@ -171,16 +171,15 @@ def test_a_file_is_on_the_device_before_it_has_its_name(
 def test_what_cannot_be_written_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, open_file: Open
 ) -> None:
-    monkeypatch.setattr(persistence, "RETRY_S", 0.0)
+    monkeypatch.setattr(persistence, "RETRY_S", 0.01)
     file = open_file("later/file")
     file.save(b"first")
     wait_until(lambda: file.is_saved)
     assert "No such file" in file.problem
-    file.tick()
     file.save(b"second")
     assert file.flush(10.0)
     (tmp_path / "later").mkdir()
-    wait_until(lambda: file.tick() or not file.problem)
+    wait_until(lambda: not file.problem)
     assert file.read() == b"second"
     assert caplog.text.count("cannot be written") == 1, "it is said once"
 
