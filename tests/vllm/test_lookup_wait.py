@@ -8,18 +8,16 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvoffd_client import AdminClient, NamespaceSpec
-from kvoffd_client.vllm.connector_metadata import WorkerReport
 from kvoffd_client.vllm.manager import KvoffdManager
-from tests.bench.overhead.scheduler_harness import BLOCK_TOKENS, SchedulerHarness
 from tests.kit.daemon import DaemonProcess
 from tests.kit.models import make_tiny_llama
 from tests.kit.waiting import wait_until
+from tests.vllm.scheduler_harness import BLOCK_TOKENS, SchedulerHarness
 
 DEADLINE_S = 15.0
 """What the scheduler must not wait for: many times the 20 ms of a short prompt while the rate is not known."""
@@ -41,14 +39,8 @@ class Engine:
 
     def __init__(self, daemon: DaemonProcess, model: Path) -> None:
         self.daemon = daemon
-        self.harness = SchedulerHarness(
-            model,
-            "KvoffdConnector",
-            64,
-            module="kvoffd_client.vllm.connector",
-            extra_config={"directory": str(daemon.directory), "lookup_deadline_ms": 1000 * DEADLINE_S},
-            report=partial(WorkerReport, credit_bytes=1 << 20),
-        )
+        settings = {"directory": str(daemon.directory), "lookup_deadline_ms": 1000 * DEADLINE_S}
+        self.harness = SchedulerHarness(model, 64, settings)
         self.manager: KvoffdManager = self.harness.connector.connector_scheduler.manager
         namespace = NamespaceSpec.named("waits")
         self.manager.namespace.join(namespace)  # there are no workers to report it

@@ -1,17 +1,13 @@
-"""vLLM's own scheduler with a connector in it and no model under it: the workers' half is played."""
+"""vLLM's own scheduler with kvoffd's connector in it and no model under it: the workers' half is played."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -22,42 +18,13 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvoffd_client.vllm.connector_metadata import WorkerReport
+
 BLOCK_TOKENS = 32
-CALLS = (
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "get_external_cache_hit_sources",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished_all_groups",
-    "get_kv_connector_stats",
-    "take_events",
-    "has_pending_push_work",
-)
-"""What the scheduler calls of a connector."""
+CREDIT_BYTES = 1 << 20
 IDLE_STEP_S = 0.001
 """vLLM's engine sleeps so long after a step in which no model ran."""
 REQUEST_DEADLINE_S = 20.0
-
-
-@dataclass
-class RequestRun:
-    """What one request took in the scheduler, from its arrival to its end.
-
-    Attributes:
-        scheduler_s: seconds in add_request(), schedule() and update_from_output(), all steps together.
-        connector_s: of these, in the connector.
-        steps: scheduler steps until the request was gone and nothing was left to do.
-        loaded_tokens: prompt tokens that the connector brought.
-        stored_blocks: blocks that the connector was to store.
-    """
-
-    scheduler_s: float = 0.0
-    connector_s: float = 0.0
-    steps: int = 0
-    loaded_tokens: int = 0
-    stored_blocks: int = 0
 
 
 class SchedulerHarness:
@@ -65,21 +32,10 @@ class SchedulerHarness:
 
     Args:
         model: directory of a model's configuration; its weights are not read.
-        connector: name of vLLM's registry, or of a class in ``module``.
         blocks: of the longest prompt.
-        report: makes what workers report; the connector's own class.
     """
 
-    def __init__(
-        self,
-        model: Path,
-        connector: str,
-        blocks: int,
-        *,
-        module: str | None = None,
-        extra_config: dict[str, Any] | None = None,
-        report: Callable[..., OffloadingWorkerMetadata] = OffloadingWorkerMetadata,
-    ) -> None:
+    def __init__(self, model: Path, blocks: int, extra_config: dict[str, Any]) -> None:
         tokens = (blocks + 2) * BLOCK_TOKENS
         config = EngineArgs(
             model=str(model),
@@ -92,10 +48,10 @@ class SchedulerHarness:
             hf_overrides={"max_position_embeddings": tokens},
         ).create_engine_config()
         config.kv_transfer_config = KVTransferConfig(
-            kv_connector=connector,
-            kv_connector_module_path=module,
+            kv_connector="KvoffdConnector",
+            kv_connector_module_path="kvoffd_client.vllm.connector",
             kv_role="kv_both",
-            kv_connector_extra_config=extra_config or {},
+            kv_connector_extra_config=extra_config,
         )
         config.cache_config.kv_cache_layout = "LBHNC"
         config.cache_config.num_gpu_blocks = 2 * (blocks + 2)
@@ -109,59 +65,40 @@ class SchedulerHarness:
             log_stats=True,
         )
         self.connector: Any = self._scheduler.connector
-        self._report = report
-        self._run = RequestRun()
-        for name in CALLS:
-            setattr(self.connector, name, partial(self._timed, getattr(self.connector, name)))
 
     def request(self, name: str, tokens: list[int]) -> Request:
         """A request that wants one token, its block hashes computed as vLLM's front end has them computed."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         return Request(name, tokens, sampling, None, block_hasher=self._hasher)
 
-    def clear_prefix_cache(self) -> None:
-        assert self._scheduler.reset_prefix_cache(), "blocks are still in use"
-
-    def run(self, request: Request) -> RequestRun:
+    def run(self, request: Request) -> None:
         """Take one request through all its scheduler steps, as the engine does."""
-        run = self._run = RequestRun()
-        began = time.perf_counter()
+        deadline = time.monotonic() + REQUEST_DEADLINE_S
         self._scheduler.add_request(request)
-        run.scheduler_s += time.perf_counter() - began
-        deadline = began + REQUEST_DEADLINE_S
         jobs: dict[int, str | None] = {}
         while self._scheduler.has_requests() or jobs:
-            assert time.perf_counter() < deadline, "the request did not end"
-            jobs, computed = self._step(run, jobs)
+            assert time.monotonic() < deadline, "the request did not end"
+            jobs, computed = self._step(jobs)
             if not computed:
                 time.sleep(IDLE_STEP_S)
         # One more: the connector hears of the request's end in the next step's metadata.
-        self._step(run, jobs)
-        return run
+        self._step(jobs)
 
     def close(self) -> None:
         self._scheduler.shutdown()
 
-    def _step(self, run: RequestRun, ended: dict[int, str | None]) -> tuple[dict[int, str | None], bool]:
+    def _step(self, ended: dict[int, str | None]) -> tuple[dict[int, str | None], bool]:
         """One step, in which the workers report the jobs in ``ended``; return the jobs they were given meanwhile."""
-        began = time.perf_counter()
         output = self._scheduler.schedule()
-        scheduled = time.perf_counter()
-        given = _jobs(output.kv_connector_metadata)
-        ran = self._model(list(output.num_scheduled_tokens), ended)
-        resumed = time.perf_counter()
-        self._scheduler.update_from_output(output, ran)
-        run.scheduler_s += scheduled - began + time.perf_counter() - resumed
-        run.steps += 1
-        for new in output.scheduled_new_reqs:
-            run.loaded_tokens = max(run.loaded_tokens, new.num_computed_tokens)
-        stores = getattr(output.kv_connector_metadata, "store_jobs", {})
-        run.stored_blocks += sum(len(job.src_spec.block_ids) for job in stores.values())
+        metadata = output.kv_connector_metadata
+        given = {job_id: job.req_id for job_id, job in getattr(metadata, "load_jobs", {}).items()}
+        given |= dict.fromkeys(getattr(metadata, "store_jobs", {}))
+        self._scheduler.update_from_output(output, self._model(list(output.num_scheduled_tokens), ended))
         return given, output.total_num_scheduled_tokens > 0
 
     def _model(self, names: list[str], ended: dict[int, str | None]) -> ModelRunnerOutput:
         """What a model and its workers would have answered."""
-        report = self._report(completed_jobs=dict.fromkeys(ended, 1)) if ended else None
+        report = WorkerReport(dict.fromkeys(ended, 1), credit_bytes=CREDIT_BYTES) if ended else None
         received = {name for name in ended.values() if name is not None}
         return ModelRunnerOutput(
             req_ids=names,
@@ -169,19 +106,6 @@ class SchedulerHarness:
             sampled_token_ids=[[7] for _ in names],
             kv_connector_output=KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=report),
         )
-
-    def _timed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self._run.connector_s += time.perf_counter() - began
-
-
-def _jobs(metadata: Any) -> dict[int, str | None]:
-    """Job ids, with the request where it is a load."""
-    loads = {job_id: job.req_id for job_id, job in getattr(metadata, "load_jobs", {}).items()}
-    return loads | dict.fromkeys(getattr(metadata, "store_jobs", {}))
 
 
 def _cache(num_blocks: int) -> KVCacheConfig:

@@ -1,0 +1,257 @@
+"""What blocks cost by their number: memory, and the first hit after a restart. ``python -m tests.bench.scale``.
+
+Each size is measured in processes of its own, over a pool whose pages are never touched: slots of 8 KiB, the smallest
+there are. It needs 10 GB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from kvoffd.cache import DEFAULT_POLICY, POLICY_NAMES
+from kvoffd.cache.block_table import BlockTable
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policy import make_policy
+from kvoffd.memory_estimate import SLOT_BYTES
+from kvoffd.pool.checksums import digest
+from kvoffd.pool.pool import Pool
+from kvoffd.simulate.replay import Offered, Silence
+from kvoffd.system.limits import MemoryLimit
+from kvoffd_client import SchedulerClient
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_proto.messages import READY, GroupKeys, GroupSpec
+from tests.bench.report_file import (
+    ROOT,
+    add_report_options,
+    markdown_table,
+    number,
+    percentile,
+    publish_report,
+    run_facts,
+)
+from tests.kit.daemon import DaemonProcess
+from tests.kit.service_manager import ServiceManager
+
+CASES = "10000x1,100000x1,1000000x1,5000000x1,10000x8,100000x8,1000000x8"
+KEY_BYTES = 32
+"""As vLLM's sha256 hashes."""
+PAGE_BYTES = 8192
+LEAST_CHAIN, MOST_CHAIN = 16, 64
+CONTINUED = 0.3
+"""Share of the requests that begin with all keys of a recent one."""
+RECENT = 1024
+SHARD_BYTES = 32
+"""What each further shard of a block may take; the first is ``memory_estimate``'s."""
+SESSION = LEASE = 1
+LOOKUP_KEYS, STORE_KEYS, LOOKUPS = 1000, 64, 300
+DEADLINE_S = 300.0
+GOLDEN, FIRST, SECOND = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+SPARSE_DAEMON = """
+import sys
+from kvoffd.cli import main
+from kvoffd.pool import pool
+from kvoffd.server.scrubber import Scrubber
+pool.check_fits = lambda wanted_bytes, limit: None
+pool.Pool.touch = lambda *arguments: 0
+Scrubber.has_work = property(lambda scrubber: False)
+sys.exit(main())
+"""
+"""A daemon whose pool is larger than the machine's memory: it neither touches it at the start nor reads its slots."""
+Result = dict[str, Any]
+
+
+def keys_of(first: int, count: int) -> bytes:
+    """The keys from number ``first`` on, end to end: four words each of splitmix64 (Steele and others, 2014)."""
+    words = np.arange(first * KEY_BYTES // 8, (first + count) * KEY_BYTES // 8, dtype=np.uint64) * GOLDEN
+    words = (words ^ (words >> np.uint64(30))) * FIRST
+    words = (words ^ (words >> np.uint64(27))) * SECOND
+    return (words ^ (words >> np.uint64(31))).tobytes()
+
+
+class Books:
+    """The daemon's own cache over a pool whose pages are never touched."""
+
+    def __init__(self, blocks: int, shards: int, policy: str) -> None:
+        self.shards = shards
+        self._random, self._recent, self._next_key = random.Random(1), [(0, 0)], 0
+        gc.collect()
+        self._base_bytes = private_bytes()
+        # A little more than so many blocks take: the last region may be too short for a slot.
+        pool_bytes = blocks * shards * 33 // 32 * PAGE_BYTES
+        self.pool = Pool(pool_bytes, limit=MemoryLimit(2**62, "nothing: no page is touched"))
+        known = BlockTable(self.pool.table.records)
+        made = make_policy(policy, pool_bytes, known)
+        self.cache = Cache(self.pool.slots, self.pool.table, known, made, Silence(), time.monotonic)
+        groups = [GroupSpec("full_attention", 16)]
+        space = Namespace(b"scale".ljust(32), "scale", shards, KEY_BYTES, groups, "{}")
+        self.namespace, _ = self.cache.open_namespace(space)
+        for rank in range(shards):
+            self.cache.register_rank(space, rank, [PAGE_BYTES], None)
+        known._misses.fill(0)  # as large however many blocks there are
+        self._base_bytes += known._misses.nbytes
+
+    def store(self, first: int, count: int, checksum: int = 0) -> None:
+        """Store keys as each rank does, with random checksums if none is given."""
+        keys = keys_of(first, count)
+        for rank in range(self.shards):
+            ticket = self.cache.begin_store(self.namespace, rank, [Offered(keys)])
+            sums = [checksum or self._random.getrandbits(64) | 1 for _ in ticket.parts[0].copy]
+            self.cache.commit_store(ticket, [sums])
+
+    def fill(self, keys: int) -> None:
+        """Requests of 16 to 64 new keys, of which some continue a recent one: looked up, and stored."""
+        until = self._next_key + keys
+        while (left := until - self._next_key) > 0:
+            new = self._next_key, left if left < MOST_CHAIN else self._random.randint(LEAST_CHAIN, MOST_CHAIN)
+            before = self._random.choice(self._recent) if self._random.random() < CONTINUED else (0, 0)
+            self._recent = [*self._recent[-RECENT + 1 :], new]
+            self._next_key += new[1]
+            self.cache.lookup(self.namespace, SESSION, LEASE, [(0, keys_of(*before) + keys_of(*new))])
+            self.cache.note_requests()
+            self.cache.release(SESSION, [LEASE])
+            self.store(*new)
+
+    def block_bytes(self) -> float:
+        """Private memory of a block, without that of ghosts: keys that have none."""
+        held, policy = sum(self.namespace.blocks_in.values()), self.cache.policy
+        ghosts = policy.nbytes * policy.ghosts // max(1, policy.ghosts + held)
+        return (private_bytes() - self._base_bytes - ghosts) / held
+
+
+def private_bytes(pid: int | str = "self") -> int:
+    """Memory of a process that is not shared: neither the pool nor its slot table."""
+    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
+        return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Anonymous:"))
+
+
+def memory(blocks: int, shards: int, policy: str) -> Result:
+    """Fill a pool, and store as much again, for which others are evicted."""
+    books = Books(blocks, shards, policy)
+    books.fill(blocks)
+    filled = books.block_bytes()
+    books.fill(blocks)
+    counters = books.namespace.counters
+    left_out = counters.evicted_blocks + counters.declined_keys
+    return {"filled": filled, "churned": books.block_bytes(), "left_out": left_out, "allowed": bound_of(shards)}
+
+
+def bound_of(shards: int) -> int:
+    """Bytes that a block may take."""
+    return SLOT_BYTES + SHARD_BYTES * (shards - 1)
+
+
+class SparseDaemon(DaemonProcess):
+    """A daemon whose pool has no pages: no block may be loaded."""
+
+    @property
+    def program(self) -> list[str]:
+        return [sys.executable, "-c", SPARSE_DAEMON]
+
+
+def restart(blocks: int, shards: int, policy: str) -> Result:
+    """Start a daemon that gets a full pool from its service manager, as systemd keeps it; look blocks up at once."""
+    books, zeros = Books(blocks, shards, "lru"), digest(memoryview(bytes(PAGE_BYTES)))
+    for first in range(0, blocks, STORE_KEYS):
+        books.store(first, min(STORE_KEYS, blocks - first), zeros)
+    assert books.namespace.ready_blocks == blocks
+    known, count = books.namespace, min(LOOKUP_KEYS, blocks // 2)  # leases may not hold all of a pool
+    spec = NamespaceSpec(
+        known.fingerprint, known.label, known.world_size, known.key_bytes, known.groups, known.description
+    )
+    with ExitStack() as stack:
+        manager = ServiceManager()
+        stack.callback(manager.close)
+        pool_fd, table_fd = map(os.dup, books.pool.memory_fds)
+        manager.stored_fds += [("kvoffd-pool", pool_fd), ("kvoffd-slot-table", table_fd)]
+        started = time.perf_counter()
+        size = str(books.pool.pool_bytes)
+        daemon = stack.enter_context(SparseDaemon(size, manager=manager, eviction_policy=policy))
+        opened = time.perf_counter() - started
+        client = stack.enter_context(SchedulerClient(daemon.directory, spec))
+        client.wait_ready(DEADLINE_S)
+
+        def look_up(first: int) -> tuple[int, float]:
+            """How many of the blocks from ``first`` on are ready, and the seconds until the answer."""
+            began = time.perf_counter()
+            answer = client.lookup([GroupKeys(0, keys_of(first, count))])
+            answer.wait(DEADLINE_S)
+            seconds = time.perf_counter() - began
+            if answer.failed:
+                return 0, seconds
+            client.release(answer.lease_id)
+            return answer.states[0].count(READY), seconds
+
+        while look_up(blocks - count)[0] < count:
+            assert time.perf_counter() - started < DEADLINE_S, daemon.log
+            time.sleep(0.005)
+        first_hit, places = time.perf_counter() - started, random.Random(1)
+        answers = [look_up(places.randrange(blocks - count + 1)) for _ in range(LOOKUPS)]
+        assert all(ready == count for ready, _ in answers)
+        return {
+            "open": opened,
+            "first_hit": first_hit,
+            "answers": [seconds for _, seconds in answers],
+            "private_bytes": private_bytes(daemon.pid),
+        }
+
+
+PARTS = {"memory": memory, "restart": restart}
+
+
+def child(part: str, case: str, policy: str = DEFAULT_POLICY) -> Result:
+    """What a part finds in a process of its own."""
+    print(f"measuring: {part} {case}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "tests.bench.scale", "--inside", part, "--cases", case, "--policy", policy]
+    found: Result = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+    return {"case": case, **found}
+
+
+def page(results: dict[str, list[Result]]) -> str:
+    sizes = [["blocks x shards", "filled, bytes of a block", "again", "allowed"]]
+    sizes += [
+        [one["case"], number(one["filled"]), number(one["churned"]), str(one["allowed"])] for one in results["memory"]
+    ]
+    restarts = [["blocks x shards", "serves, s", "first hit, s", "lookup p50, µs", "p99", "memory, MiB"]]
+    for one in results["restart"]:
+        figures = [one["open"], one["first_hit"], *(1e6 * percentile(one["answers"], share) for share in (0.5, 0.99))]
+        restarts.append([one["case"], *map(number, figures), f"{one['private_bytes'] / 2**20:,.0f}"])
+    return (
+        "Private memory of the daemon's cache over what it had before the first block; *again* is after as many blocks "
+        "more, for which others were evicted. The slot table's 128 bytes a shard and keys without blocks are not in "
+        f"it.\n\n{markdown_table(sizes)}\n\nA daemon process that gets a full pool from its service manager: until a "
+        "lookup finds the 1,000 blocks that were stored last, and lookups of 1,000 afterwards. Touching the pool and "
+        f"reading it for its checksums is left out.\n\n{markdown_table(restarts)}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.scale", description=__doc__)
+    parser.add_argument("--cases", default=CASES, help=f"BLOCKSxSHARDS, with commas (default {CASES})")
+    parser.add_argument("--policy", default=DEFAULT_POLICY, choices=POLICY_NAMES)
+    parser.add_argument("--inside", choices=PARTS, help=argparse.SUPPRESS)
+    add_report_options(parser)
+    given = parser.parse_args()
+    if given.inside:
+        blocks, shards = map(int, given.cases.split("x"))
+        print(json.dumps(PARTS[given.inside](blocks, shards, given.policy)))
+        return 0
+    found = {part: [child(part, case, given.policy) for case in given.cases.split(",")] for part in PARTS}
+    facts = run_facts(f"python -m tests.bench.scale {' '.join(sys.argv[1:])}", load_average=os.getloadavg()[0])
+    publish_report(given, "What blocks cost by their number", facts, dict(found), page(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+"""What a block costs in memory is what is promised, and the program that measures it at all sizes works."""
+
+from __future__ import annotations
+
+from tests.bench.scale import bound_of, child, page
+
+MANY = 96_000
+
+
+def test_a_block_costs_no_more_than_is_promised() -> None:
+    many, sharded = child("memory", f"{MANY}x1"), child("memory", "20000x8")
+    for one, shards in ((many, 1), (sharded, 8)):
+        assert max(one["filled"], one["churned"]) <= bound_of(shards)
+    assert many["left_out"] > 0.9 * MANY, "the second half was measured in a full pool"
+    assert "| 1000x2 " in page({"memory": [many], "restart": [child("restart", "1000x2")]})
