@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -66,14 +68,15 @@ def machine(stub: StubCuda) -> Iterator[Machine]:
 
 
 class Job:
-    """Pieces of the given sizes, 8 bytes from each other in the pool and ``gap`` on the GPU."""
+    """Pieces of the given sizes, 8 bytes from each other in the pool, and ``gap`` behind each on the GPU."""
 
     def __init__(
-        self, machine: Machine, sizes: list[int], direction: Direction = Direction.STORE, gap: int = 8
+        self, machine: Machine, sizes: list[int], direction: Direction = Direction.STORE, gap: int | list[int] = 8
     ) -> None:
         self.outcome: Outcome | None = None
         self.done = threading.Event()
-        offsets = [np.cumsum([24, *(size + one for size in sizes[:-1])]).astype(np.uint64) for one in (8, gap)]
+        ends = [np.cumsum(np.array(sizes) + one) for one in (8, gap)]
+        offsets = [np.concatenate(([24], 24 + end[:-1])).astype(np.uint64) for end in ends]
         assert int(max(offset[-1] for offset in offsets)) + sizes[-1] <= POOL
         views, bases = [machine.pool, machine.gpu.view], [machine.memory.address, machine.gpu.address]
         if direction is Direction.LOAD:
@@ -207,6 +210,25 @@ def test_small_pieces_at_equal_distances_are_rows_of_one_copy(machine: Machine, 
     assert rows(machine)[3:] == ["40 of 4096"], "few rows are slower than a batch"
     assert Job(machine, [32 * KIB] * 3, Direction.LOAD, gap).is_done()
     assert len(rows(machine)) == 4
+
+
+def test_pieces_of_any_size_at_any_distance_arrive_whole(machine: Machine) -> None:
+    """Blocks of some layers each, as plans have them, with one chunk of the pool that the driver does not pin."""
+    machine.stub.fail("cuMemHostRegister_v2", 3, UNKNOWN)
+    machine.pins.acquire(0)
+    wait_until(lambda: sum(machine.pins.progress[:2]) == POOL)
+    made: Counter[str] = Counter()
+    for seed in range(8):
+        chance, sizes, gaps = random.Random(seed), list[int](), list[int]()
+        machine.stub.set("seed", seed)
+        while sum(sizes) + sum(gaps) < POOL // 4:
+            layers, size = chance.choice([1, 2, 7, 64]), chance.choice([100, 2 * KIB, 4 * KIB + 1, 24 * KIB, 96 * KIB])
+            sizes += [size] * layers
+            gaps += [chance.choice([0, 8, 8, 8, 512])] * layers
+        for direction in Direction:
+            assert Job(machine, sizes, direction, gaps).is_done(), seed
+            made.update(line.split()[0] for line in machine.stub.log())
+    assert all(made[kind] for kind in ("rows", "batch", "copy")), made
 
 
 def test_rows_end_where_the_distance_changes_and_where_pinned_chunks_may_end(machine: Machine) -> None:
