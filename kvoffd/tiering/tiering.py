@@ -149,7 +149,7 @@ class Tiering:
         self.disks = self._level([], settings, shared=False)
         self.stores: list[Level] = []
         self._answers_due = 0.0
-        self._uncounted = Counter[tuple[int, bytes]]()
+        self._uncounted: dict[Namespace, Counter[tuple[int, bytes]]] = {}
         """By tag and key that is being asked for: lookups that were told so and have not counted it yet."""
         self._due: dict[tuple[int, bytes], tuple[Namespace, int, float]] = {}
         """The same of keys that were found, until they are asked for again, or nobody does: since when."""
@@ -280,7 +280,7 @@ class Tiering:
             names = [(some.space.tag, some.keys[at]) for at in some.asked]
             lookup.waits.asked.extend(names)
             if not lookup.again:
-                self._uncounted.update(names)
+                self._uncounted.setdefault(lookup.namespace, Counter()).update(names)
 
     def _request(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> None:
         """Request keys that are there or come, up to the first that cannot come up, and mark them."""
@@ -336,8 +336,9 @@ class Tiering:
 
     def _not_awaited(self, namespace: Namespace, name: tuple[int, bytes], why: MissReason) -> None:
         """One of the lookups that count a key for which stores were asked waits no longer."""
-        if count := self._uncounted.get(name, 0):
-            self._uncounted[name] = count - 1
+        uncounted = self._uncounted.get(namespace, Counter())
+        if uncounted[name]:
+            uncounted[name] -= 1
             namespace.counters.misses[MissReason.TIER_LATE] += 1
         elif (due := self._due.get(name)) is not None and due[1]:
             self._due[name] = namespace, due[1] - 1, due[2]
@@ -416,6 +417,10 @@ class Tiering:
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Nobody has the namespace open, and the pool nothing of it. What disks and stores have of it stays."""
         self._forget_fills(namespace)
+        self._uncounted.pop(namespace, None)
+        self._due = {name: due for name, due in self._due.items() if due[0] is not namespace}
+        for lease_id in [one for one, waits in self._waiting.items() if waits.namespace is namespace]:
+            self._end_waiting(lease_id)
         for level in self.levels:
             level.promoter.no_space_until.pop(namespace, None)
         for group in range(len(namespace.groups)):
@@ -431,10 +436,12 @@ class Tiering:
 
     def answered(self, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Count what lookups were told of as being asked for. What was found is counted when it is requested."""
-        lookups = [self._uncounted.pop((space.tag, key), 0) for key in keys]
         namespace = self._cache.namespaces.get(space.fingerprint)
-        if namespace is None or space.group >= len(namespace.groups) or len(keys[0]) != namespace.key_bytes:
-            return  # it was forgotten meanwhile, maybe for one of another geometry
+        if namespace is None or not (uncounted := self._uncounted.get(namespace)):
+            return
+        lookups = [uncounted.pop((space.tag, key), 0) for key in keys]
+        if not any(lookups):
+            return
         current, absent, now = self.space(namespace, space.group).tag == space.tag, list[bytes](), self._clock()
         for key, count, there in zip(keys, lookups, found, strict=True):
             if there and current and count:

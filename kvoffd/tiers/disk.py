@@ -7,7 +7,7 @@ import logging
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -928,11 +928,6 @@ class DiskTier(Tier):
                 tell()
             except Exception:
                 logger.exception("The listener of %s raised: a bug; the disk goes on.", self.name)
-
-    def names(self) -> Iterator[tuple[Space, bytes]]:
-        """All blocks that can be read. For tests."""
-        for tag, there in self._there.items():
-            yield from ((self._spaces[tag], key) for key in there)
 
 
 def _keys(records: Any) -> list[bytes]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
 from kvoffd.system.files import FileCalls
 from kvoffd.system.threads import DaemonThreads
+from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import DISK_NAME
+from kvoffd.tiers.tier import Space
 from kvoffd.tiers.workers import Workers
 
 PAGE = 4096
@@ -43,6 +45,12 @@ class WorkersWithoutThreads(Workers[Any, Any]):
             self._do(number, tasks)
         self.work()
         return not self._waiting
+
+
+def names_of(tier: DiskTier) -> Iterator[tuple[Space, bytes]]:
+    """All blocks of a disk tier that can be read."""
+    for tag, there in tier._there.items():
+        yield from ((tier._spaces[tag], key) for key in there)
 
 
 class _File:

@@ -19,7 +19,7 @@ from kvoffd.server.service import Service
 from kvoffd.tiers.block_format import decode_header
 from kvoffd.tiers.disk import DiskOptions, DiskTier, Job
 from kvoffd.tiers.tier import Block, Result, Space, TierListener
-from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads
+from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads, names_of
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.pool import PAGE, BlockName, WatchedPool
 from tests.sim.scenario import Faults
@@ -137,7 +137,7 @@ class SimDisk:
 
     def blocks(self) -> Iterator[BlockName]:
         """What can be read."""
-        for space, key in self.tier.names():
+        for space, key in names_of(self.tier):
             if self._is_current(space):
                 yield BlockName(space.fingerprint, space.group, key)
 
@@ -273,7 +273,7 @@ class SimDisk:
         tier = self._open(rest, self._size, options, lambda call: None, listener, WorkersWithoutThreads)
         return [
             BlockName(space.fingerprint, space.group, key)
-            for space, key in tier.names()
+            for space, key in names_of(tier)
             if self._is_current(space) and _is_whole(rest, tier, space, key)
         ]
 

@@ -20,20 +20,6 @@ def rig() -> TieringHarness:
     return TieringHarness(settings=QUIET)
 
 
-def test_a_key_in_a_tier_is_pending_and_then_ready(rig: TieringHarness) -> None:
-    space = rig.open(world_size=2, sizes=(UNIT,))
-    rig.put_in_tier(space, keys_of(1, 2))
-    assert rig.states(space, keys_of(1, 2, 3)) == [PENDING, PENDING, ABSENT]
-    assert rig.states(space, keys_of(1, 2, 3)) == [PENDING, PENDING, ABSENT], "asking changes nothing"
-    rig.tiering.pump()
-    assert rig.states(space, keys_of(1, 2, 3)) == [PENDING, PENDING, ABSENT]
-    rig.check()
-    rig.finish_promotions()
-    assert rig.states(space, keys_of(1, 2, 3)) == [READY, READY, ABSENT]
-    assert rig.tiering.disks.promoter.promoted_blocks == 2
-    rig.check()
-
-
 @pytest.mark.parametrize("fault", [None, Result.FAILED])
 def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarness, fault: Result | None) -> None:
     space = rig.open()
@@ -158,24 +144,6 @@ def test_blocks_come_up_on_the_numa_nodes_of_their_ranks(rig: TieringHarness, mo
     assert nodes == [5, 6]
 
 
-def test_first_blocks_come_up_as_they_went_down(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1), first_block=2)
-    rig.states(space, keys_of(1))
-    rig.finish_promotions()
-    assert rig.records(space, keys_of(1))["first_block"].tolist() == [2]
-
-
-def test_a_block_that_is_stored_with_more_than_before_leaves_the_tier(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put(space, keys_of(1), first_block=2)
-    rig.write_down(space, keys_of(1))
-    rig.put(space, keys_of(1), first_block=0)
-    assert rig.in_tier(space, keys_of(1)) == 0
-    rig.tier.end_all()
-    rig.check()
-
-
 def test_without_its_workers_a_namespace_gets_nothing_from_a_tier(rig: TieringHarness) -> None:
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))
@@ -189,14 +157,6 @@ def test_without_its_workers_a_namespace_gets_nothing_from_a_tier(rig: TieringHa
     heir.finish_promotions()
     assert heir.states(again, keys_of(1)) == [READY]
     heir.check()
-
-
-def test_blocks_of_another_geometry_stay_where_they_are(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1))
-    heir = rig.heir(QUIET)
-    again: Namespace = heir.open(sizes=(2 * UNIT,))
-    assert heir.states(again, keys_of(1)) == [ABSENT]
 
 
 def test_events_tell_of_what_is_written_and_of_all_that_goes(rig: TieringHarness) -> None:
@@ -215,29 +175,6 @@ def test_events_tell_of_what_is_written_and_of_all_that_goes(rig: TieringHarness
     assert heir.tier_events.index == {(again.fingerprint, 0, keys_of(1)), (again.fingerprint, 0, keys_of(4))}
 
 
-def test_of_a_generation_that_is_over_nothing_is_told_nor_found(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1))
-    before = rig.space(space)
-    rig.cache.set_generation(space, 7)
-    rig.tier.remove(before, [keys_of(1)], "invalidated")
-    rig.tier.settle()
-    assert rig.space(space).tag != before.tag
-    assert rig.states(space, keys_of(1)) == [ABSENT]
-    assert rig.tier_events.index == {(space.fingerprint, 0, keys_of(1))}
-
-
-def test_a_quarantined_block_leaves_the_tier_too(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1))
-    rig.states(space, keys_of(1))
-    rig.finish_promotions()
-    (look,) = rig.cache.checks(rig.blocks_of(space, keys_of(1)))
-    assert not rig.cache.check(look.slot, look.generation, look.checksum ^ 1)
-    assert rig.states(space, keys_of(1)) == [ABSENT]
-    assert not rig.tier.blocks
-
-
 def test_the_wait_is_told_by_the_speed_measured(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2))
@@ -249,23 +186,6 @@ def test_the_wait_is_told_by_the_speed_measured(rig: TieringHarness) -> None:
     assert rig.tiering.disks.promoter.bytes_per_second == pytest.approx(2 * UNIT)
     rig.states(space, keys_of(1, 2))
     assert rig.tiering.disks.promoter.wait_s == pytest.approx(0.5)
-
-
-def test_nobody_waits_for_what_lies_on_a_device_that_hangs(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1, 2))
-    assert rig.states(space, keys_of(1)) == [PENDING]
-    rig.tier.hangs = True
-    rig.tiering.pump()
-    assert rig.states(space, keys_of(1, 2)) == [ABSENT, ABSENT]
-    assert rig.tiering.disks.promoter.failures == {"deadline": 1}
-    assert not rig.tiering.disks.promoter.busy
-    rig.check()
-    rig.tier.hangs = False
-    assert rig.states(space, keys_of(1, 2)) == [PENDING, PENDING]
-    rig.finish_promotions()
-    assert rig.states(space, keys_of(1, 2)) == [READY, READY]
-    rig.check()
 
 
 def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:

@@ -10,7 +10,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.server.traffic import pending_keys
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promoter import READ_AGAIN_S, Promoter
-from kvoffd.tiering.tiering import ANSWER_S, MOST_KEYS, last_window
+from kvoffd.tiering.tiering import ANSWER_S, DUE_S, MOST_KEYS, last_window
 from kvoffd.tiers.tier import Block, Result, TierStats
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, WRITING, GroupSpec
 from tests.kit.fake_tier import FakeTier, checksum
@@ -133,27 +133,33 @@ def test_what_is_not_awaited_is_late_and_what_is_there_is_not_needed(rig: Tierin
     assert (+space.counters.misses, pending_keys(space)) == ({MissReason.LATE: 1}, 0)
 
 
-def test_an_answer_for_keys_of_an_earlier_geometry_is_not_counted(rig: TieringHarness, shared: FakeTier) -> None:
+@pytest.mark.parametrize("key_bytes", [8, 64])
+@pytest.mark.parametrize("answered", [False, True])
+def test_nothing_of_a_forgotten_namespace_is_counted_for_its_successor(
+    rig: TieringHarness, shared: FakeTier, key_bytes: int, answered: bool
+) -> None:
     space = rig.open()
-    rig.states(space, keys_of(*range(1000)))
+    give(rig, shared, space, 1)
+    rig.cache.lookup(space, 999, 1, [(0, keys_of(*range(1000)))])
+    if answered:
+        shared.answer()
     rig.cache.forget_namespace(space)
     rig.tiering.namespace_forgotten(space)
-    other = rig.open(key_bytes=64)
+    other = rig.open(key_bytes=key_bytes)
+    if key_bytes == 8:
+        rig.states(other, keys_of(1, 2))
     shared.answer()
-    assert +other.counters.misses == {}, "the keys were read beyond their end"
+    rig.tiering.pump()
+    shared.end_all()
+    rig.cache.release(999, [1], MissReason.LATE, MissReason.LATE)
+    rig.clock.now += DUE_S + 1
+    rig.tiering.tick()
+    counters = other.counters
+    found = counters.found_shared + counters.misses.total() + pending_keys(other)
+    assert counters.keys_asked == found == (2 if key_bytes == 8 else 0)
 
 
 # --- what is asked for -----------------------------------------------------------------------------
-
-
-def test_nothing_is_asked_that_pool_or_disks_have(rig: TieringHarness, shared: FakeTier) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(2))
-    rig.put(space, keys_of(1))
-    assert rig.states(space, keys_of(1, 2)) == [READY, PENDING]
-    assert not shared.asked
-    assert rig.states(space, keys_of(1, 2, 3)) == [READY, PENDING, SHARED]
-    assert shared.asked == split(keys_of(3))
 
 
 def test_gaps_of_the_disks_are_filled_from_the_stores_in_their_order(rig: TieringHarness, shared: FakeTier) -> None:
@@ -251,14 +257,6 @@ def test_a_window_is_not_read_while_it_is_not_known_how_many_keys_count(rig: Tie
     assert not shared.jobs
 
 
-def test_for_a_window_that_the_disks_have_no_store_is_asked(rig: TieringHarness, shared: FakeTier) -> None:
-    space = windows(rig)
-    rig.put_in_tier(space, keys_of(1, 2, 3))
-    rig.put_in_tier(space, keys_of(2, 3), group=1)
-    assert look_up(rig, space, keys_of(1, 2, 3)) == [[PENDING] * 3, [ABSENT, PENDING, PENDING]]
-    assert not shared.asked
-
-
 # --- what is slow, and what fails ------------------------------------------------------------------
 
 
@@ -295,15 +293,6 @@ def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_t
     assert asked(6) == [SHARED]
     assert asked(7, 8) == [SHARED, SHARED], "it waits for the one before, and both are quicker read than computed"
     rig.check()
-
-
-def test_a_disk_that_is_slower_than_computing_is_not_read(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1, 2))
-    space.counters.prefill_tokens_per_second = 10.0 * space.groups[0].tokens_per_block
-    rig.tiering.disks.promoter.bytes_per_second = 5.0 * UNIT
-    assert rig.states(space, keys_of(1)) == [PENDING], "nothing was read lately"
-    assert rig.states(space, keys_of(2)) == [ABSENT]
 
 
 def test_behind_what_is_slower_read_than_computed_nothing_comes_up(rig: TieringHarness, shared: FakeTier) -> None:

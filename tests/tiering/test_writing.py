@@ -24,26 +24,6 @@ def go_on(rig: TieringHarness) -> None:
     rig.tier.end_all()
 
 
-def test_always_writes_what_is_stored() -> None:
-    rig = rig_of(WriteMode.ALWAYS)
-    space = rig.open(world_size=2)
-    rig.put(space, keys_of(1, 2))
-    go_on(rig)
-    assert rig.in_tier(space, keys_of(1, 2)) == 2
-    assert rig.tiering.disks.writer.written_bytes == 4 * UNIT
-    rig.check()
-
-
-def test_what_came_up_is_not_written_again() -> None:
-    rig = rig_of(WriteMode.ALWAYS)
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1))
-    rig.states(space, keys_of(1))
-    rig.finish_promotions()
-    go_on(rig)
-    assert rig.tier.stats().written_blocks == 1
-
-
 @pytest.mark.parametrize("mode", [WriteMode.ALWAYS, WriteMode.REUSE, WriteMode.EVICT])
 def test_disks_are_not_worn_by_what_benches_store(mode: WriteMode) -> None:
     rig = rig_of(mode)
@@ -57,16 +37,19 @@ def test_disks_are_not_worn_by_what_benches_store(mode: WriteMode) -> None:
     assert rig.tiering.disks.writer.spared_blocks == 0
 
 
-def test_reuse_writes_what_a_lookup_found() -> None:
-    rig = rig_of(WriteMode.REUSE)
-    space = rig.open()
+@pytest.mark.parametrize(
+    ("mode", "stored", "used"), [("always", 2, 2), ("reuse", 0, 1), ("evict", 0, 0), ("never", 0, 0)]
+)
+def test_what_each_mode_writes_of_blocks_that_are_stored_and_used(mode: str, stored: int, used: int) -> None:
+    rig = rig_of(WriteMode(mode))
+    space = rig.open(world_size=2)
     rig.put(space, keys_of(1, 2))
     go_on(rig)
-    assert rig.in_tier(space, keys_of(1, 2)) == 0
+    assert rig.in_tier(space, keys_of(1, 2)) == stored
     rig.use(space, keys_of(1), 1)
     go_on(rig)
-    assert rig.in_tier(space, keys_of(1)) == 1
-    assert rig.in_tier(space, keys_of(2)) == 0
+    assert rig.in_tier(space, keys_of(1, 2)) == used
+    assert rig.tiering.disks.writer.written_bytes == 2 * UNIT * used
     rig.check()
 
 
@@ -92,29 +75,6 @@ def test_while_others_read_only_evict_writes_the_cold_end(mode: WriteMode, writt
     rig.tiering.pump()
     rig.tiering.tick()
     assert sum(job.block is not None for job in rig.tier.jobs) == written
-
-
-def test_never_writes_nothing() -> None:
-    rig = rig_of(WriteMode.NEVER)
-    space = rig.open()
-    rig.put(space, keys_of(*range(32)))
-    rig.states(space, keys_of(*range(32)))
-    go_on(rig)
-    assert not rig.tier.blocks
-
-
-def test_stored_anew_while_its_predecessor_is_written_only_the_new_one_stays() -> None:
-    rig = rig_of(WriteMode.ALWAYS)
-    space = rig.open()
-    rig.put(space, keys_of(1))
-    rig.tiering.pump()
-    rig.cache.invalidate(space, [(0, keys_of(1))])
-    rig.put(space, keys_of(1))
-    rig.tier.end_all()
-    go_on(rig)
-    go_on(rig)
-    assert rig.cache.usage.dropped == 0
-    rig.check()
 
 
 def full_rig(
@@ -234,16 +194,6 @@ def test_while_engines_copy_only_a_little_is_written_from_tick_to_tick() -> None
     assert len(rig.tier.blocks) == 16
 
 
-def test_a_tier_that_takes_no_more_now_gets_it_later() -> None:
-    rig = TieringHarness(settings=TieringSettings(mode=WriteMode.ALWAYS), regions=8, most_jobs=1)
-    space = rig.open()
-    rig.put(space, keys_of(1, 2, 3))
-    for _ in range(4):
-        go_on(rig)
-    assert len(rig.tier.blocks) == 3
-    rig.check()
-
-
 def test_while_a_tier_hangs_what_leaves_the_pool_does_not_wait_for_it() -> None:
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()
@@ -303,17 +253,6 @@ def test_daemons_that_are_killed_spend_no_more_than_one_that_lives(lives: int, l
                     left = spent, clock()
             clock.now += DAY_S / 2000
     assert least < written <= 1_000_000
-
-
-def test_a_daemon_that_ends_in_good_order_leaves_what_it_had() -> None:
-    now = 0.0
-    first, second = WriteBudget(8_000, lambda: now), WriteBudget(8_000, lambda: now)
-    assert first.take(600)
-    second.restore(first.spent_bytes, 0.0)
-    assert second.left_bytes == first.left_bytes == 400
-    second.restore(first.spent_bytes, DAY_S)
-    assert second.left_bytes == 1_000
-    assert WriteBudget(0, lambda: now).to_note() is None, "no bound"
 
 
 def test_a_block_larger_than_what_may_be_saved_is_written_and_paid_off() -> None:

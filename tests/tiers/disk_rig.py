@@ -13,7 +13,7 @@ from kvoffd.pool.checksums import digest
 from kvoffd.tiers.disk import DiskOptions, DiskTier
 from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
 from tests.kit.clock import Clock
-from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads
+from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads, names_of
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 SLOT_BYTES, SLOTS = 64 << 10, 64
@@ -90,7 +90,7 @@ class DiskRig:
             make_workers=WorkersWithoutThreads,
         )
         self.work()
-        self.told.blocks = {(space.tag, key) for space, key in self.tier.names()}
+        self.told.blocks = {(space.tag, key) for space, key in names_of(self.tier)}
 
     def kill(self) -> None:
         """kill -9, and the next daemon."""
@@ -187,14 +187,14 @@ class DiskRig:
     def check(self) -> None:
         """The books are right, and the listener knows what is there."""
         tier = self.tier
-        names = {(space.tag, key) for space, key in tier.names()}
+        names = {(space.tag, key) for space, key in names_of(tier)}
         assert self.told.blocks == names
         assert (
             tier.stats().blocks
             == len(names)
             == sum(key is not None for region in tier._regions.values() for key in region.keys)
         )
-        assert tier.stats().used_bytes == sum(space.nbytes for space, _ in tier.names())
+        assert tier.stats().used_bytes == sum(space.nbytes for space, _ in names_of(tier))
         held = sum(map(len, tier._evicted.values())) + len(names) + len(tier._put_aside)
         pinned = {
             (number, place)

@@ -146,13 +146,6 @@ class SharedConformance:
         assert ours.ask(block) == [Answer.NO]
         theirs.until(lambda: theirs.ask_anew(block) == [Answer.NO])
 
-    def test_one_node_that_forgets_a_namespace_takes_nothing_from_others(self, node: Nodes) -> None:
-        ours, theirs = node(), node()
-        block = ours.block(1)
-        ours.store(block)
-        ours.tier.remove_all(ONE)
-        assert theirs.load(block) is DONE
-
     def test_what_one_node_forgets_others_have_and_it_does_not_come_back_to_it(self, node: Nodes) -> None:
         ours, theirs = node(), node()
         block = ours.block(1)
@@ -160,23 +153,6 @@ class SharedConformance:
         ours.tier.remove(block.space, [block.key], "invalidated")
         assert ours.ask(block) == [Answer.NO]
         assert theirs.load(block) is DONE
-
-    def test_a_raised_generation_makes_blocks_void_for_all(self, node: Nodes) -> None:
-        ours, theirs = node(), node()
-        block = ours.block(1)
-        ours.store(block)
-        for rig in (ours, theirs):
-            assert rig.load(block) is DONE
-            assert not rig.tier.take_voided()
-        one = ours.tier.raise_generation(ONE)
-        ours.until(lambda: one.ended)
-        assert not one.problem
-        assert list(ours.tier.take_voided()) == [ONE]
-        theirs.until(lambda: theirs.ask_anew(block) == [Answer.NO])
-        assert list(theirs.tier.take_voided()) == [ONE]
-        ours.block(1)
-        ours.store(block)
-        assert theirs.ask_anew(block) == [Answer.YES]
 
     def test_nodes_that_all_find_a_number_forgotten_write_one(self, url: str) -> None:
         stores = [open_store(url, Credentials())() for _ in range(3)]
@@ -188,12 +164,6 @@ class SharedConformance:
         assert stores[0].ask(own_key, [], until, prefix=True) == (7, [])
         for one in stores:
             one.close()
-
-    def test_a_late_read_ends_by_its_deadline(self, node: Nodes) -> None:
-        rig = node()
-        block = rig.block(1)
-        rig.store(block)
-        assert rig.load(block, deadline_s=-1.0) is Result.DEADLINE
 
     def test_closing_ends_everything_once(self, node: Nodes) -> None:
         rig = node()
@@ -261,16 +231,6 @@ class FaultConformance:
         assert rig.tier.available()
         assert rig.load(other) is DONE
         assert rig.kinds == {self.cut: 1}
-
-    def test_what_is_gone_between_asking_and_reading_is_a_miss(
-        self, double: FaultyStore | FaultyBucket, rig: SharedRig
-    ) -> None:
-        block = rig.block(1)
-        rig.store(block)
-        assert rig.ask(block) == [Answer.YES]
-        double.values.clear()
-        assert rig.load(block) is Result.GONE
-        assert rig.tier.available()
 
     def test_slow_answers_are_misses_at_their_deadline_and_open_the_breaker(
         self, double: FaultyStore | FaultyBucket

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +17,6 @@ SPACE = make_space(b"1" * 32, 0, 0, [1])
 SLOT_BYTES, REGION_SLOTS = 8192, 64
 MOST_BELOW = 0.008
 """Of the blocks that are asked for, how many fewer hits there may be than with LRU."""
-TRACES = os.environ.get("TRACES", "")
-"""A directory with the public traces of Mooncake; see ``kvoffd/cache/POLICIES.md``."""
 
 
 class KeptMemory(MemoryDisk):
@@ -125,25 +119,3 @@ def test_disk_eviction_is_as_good_as_lru(load: str, pool_blocks: int, disk_block
         if asked > 30_000:
             break
     check(load, requests, pool_blocks, disk_blocks)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not TRACES, reason="TRACES names no directory with the public traces")
-@pytest.mark.parametrize(
-    ("trace", "pool_blocks", "disk_blocks"),
-    [
-        ("conversation", 2000, 8000),
-        ("conversation", 2000, 20_000),
-        ("conversation", 8000, 40_000),
-        ("synthetic", 2000, 10_000),
-        ("agents", 1024, 4096),
-        ("agents", 2000, 8000),
-    ],
-)
-def test_disk_eviction_of_a_public_trace(trace: str, pool_blocks: int, disk_blocks: int) -> None:
-    if trace == "agents":
-        requests = list(islice(Traffic(1).agents(480), 15_000))  # made up; the public traces have none
-    else:
-        lines = (Path(TRACES) / f"{trace}_trace.jsonl").read_text().splitlines()
-        requests = [json.loads(line)["hash_ids"] for line in lines]
-    check(trace, requests, pool_blocks, disk_blocks)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES
+from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header, parse_header
 from kvoffd.tiers.disk_file import (
     DISK_NAME,
@@ -18,7 +18,6 @@ from kvoffd.tiers.disk_file import (
     DiskFile,
     OpeningStopped,
     default_region_bytes,
-    runs_of,
 )
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Block, make_space
 from kvoffd_proto.stats import DiskFault
@@ -60,14 +59,6 @@ def test_regions_fill_a_disk_of_any_size(size: int) -> None:
     assert size * 985 // 1000 < size // region * region <= size or size < 2 << 20
 
 
-def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
-    first = open_file(tmp_path)
-    with pytest.raises(DiskError, match="is in use"):
-        open_file(tmp_path)
-    first.close()
-    open_file(tmp_path).close()
-
-
 @pytest.mark.parametrize("name", [DISK_NAME, INDEX_NAME])
 @pytest.mark.parametrize(
     ("spoil", "why"),
@@ -94,11 +85,6 @@ def test_a_foreign_file_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="left as it is"):
         open_file(tmp_path)
     assert path.read_bytes() == b"somebody's data" * 1000
-
-
-def test_a_missing_directory_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match=r"missing cannot be opened .*make it"):
-        open_file(tmp_path / "missing")
 
 
 @pytest.mark.parametrize(
@@ -135,19 +121,6 @@ def test_of_two_heads_the_newer_whole_one_counts(tmp_path: Path) -> None:
     again.close()
 
 
-def test_whether_it_was_closed_is_known(tmp_path: Path) -> None:
-    file = open_file(tmp_path)
-    assert not file.may_be_torn
-    file.close()
-    again = open_file(tmp_path)
-    assert again.may_be_torn
-    again.write_head(is_open=False)
-    again.close()
-    third = open_file(tmp_path)
-    assert not third.may_be_torn
-    third.close()
-
-
 def test_without_o_direct_it_goes_through_the_page_cache_and_says_so() -> None:
     rig = DiskRig(MemoryDisk(direct=False))
     assert not rig.tier.direct
@@ -162,11 +135,6 @@ def test_a_file_system_without_room_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="cannot have"):
         open_file(tmp_path, calls=files)
     assert len(files.data) == 0
-
-
-def test_a_size_that_holds_no_region_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match="too few"):
-        open_file(tmp_path, REGION_BYTES)
 
 
 def test_opening_can_be_stopped(tmp_path: Path) -> None:
@@ -206,13 +174,6 @@ def test_a_file_that_was_cut_off_is_told_and_whole_again() -> None:
     results = {rig.read(block_of(number)) for number in range(32)}
     assert results <= {"done", "corrupt", "gone"}
     rig.check()
-
-
-def test_slots_in_a_row() -> None:
-    assert runs_of([7, 1, 2, 9, 8, 4]) == [(1, 2), (4, 1), (7, 3)]
-    assert runs_of([]) == []
-    assert RECORD.itemsize == 96
-    assert MIN_SLOT_BYTES >= HEADER_BYTES + PAGE_BYTES
 
 
 # --- the header ----------------------------------------------------------------------------------------

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 import pytest
 
 from kvoffd.tiers.redis_cluster import slot_of
-from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis, _tls_context
+from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis
 from kvoffd.tiers.store import Credentials, StoreError, generation_key, open_store
-from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Result
+from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
 from tests.tiers.faulty_store import FaultyStore
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
@@ -72,14 +71,6 @@ def test_a_key_of_another_type_is_a_miss_and_is_removed(store: FaultyStore, rig:
     assert rig.tier.counters.mismatches == 1
     rig.until(lambda: list(store.values) == [name_of(blocks[1], 0)])
     assert rig.load(blocks[1]) is DONE
-
-
-def test_a_first_block_that_no_cache_has_room_for_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:
-    """It would be taken for a part of the slot's place."""
-    for number, (first, result) in enumerate([(MOST_FIRST_BLOCK, DONE), (MOST_FIRST_BLOCK + 1, Result.CORRUPT)]):
-        block = rig.block(number, (5000, 300), first=first)
-        rig.store(block)
-        assert rig.load(block) is result
 
 
 def test_another_blocks_object_under_its_key_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:
@@ -201,17 +192,6 @@ def test_a_network_that_is_cut_in_a_value_is_a_miss_in_time_and_nothing_lands_la
     assert rig.pool[at : at + 200_000] == bytes(200_000)
 
 
-def test_what_the_store_lost_is_written_again_after_a_minute(store: FaultyStore, rig: SharedRig) -> None:
-    rig.store(block := rig.block(1))
-    store.values.clear()
-    assert rig.write(block) is None
-    assert rig.tier._store.believed_s == 60.0
-    rig.tier._store.believed_s = 0.0
-    assert rig.write(block) is DONE
-    assert rig.write(block) is Result.PRESENT
-    assert len(store.values) == 1
-
-
 def test_a_store_that_nobody_asks_is_known_to_be_gone_and_back(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,26 +206,6 @@ def test_a_store_that_nobody_asks_is_known_to_be_gone_and_back(
     assert rig.kinds["credentials"]
     store.error = ""
     rig.until(lambda: rig.tier.available())
-    assert rig.close()
-
-
-def test_the_log_says_when_it_is_reachable_at_first_and_again(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "kvoffd.tiers.shared")
-    monkeypatch.setattr("kvoffd.tiers.shared.STEADY_S", 2.0)
-    rig = SharedRig(store.url).reachable()
-
-    def said(times: int) -> bool:
-        rig.tier.tick()
-        return caplog.messages == [f"{store.url} is reachable."] * times
-
-    rig.until(lambda: said(1))
-    assert said(1), "once"
-    rig.tier.breaker.failed("ask", at_once=True)
-    assert said(1)
-    rig.until(lambda: said(1) and rig.tier.available())  # it may be gone again at once
-    rig.until(lambda: said(2))
     assert rig.close()
 
 
@@ -291,20 +251,6 @@ def test_a_server_that_refuses_writes_is_still_read(
     assert rig.tier.breaker.opened == 0
     rig.block(1)
     assert rig.load(block) is DONE
-
-
-def test_values_that_hang_while_asking_is_quick_open_the_breaker(store: FaultyStore, rig: SharedRig) -> None:
-    blocks = rig.store_some(10)
-    store.hang_after, store.hang_s = 3, 0.8
-    for opened, failures in ((1, 3), (2, 4)):  # after a probe one more is enough
-        rig.until(lambda: rig.tier.available())
-        while rig.tier.breaker.opened < opened:
-            assert rig.ask_anew(blocks[0]) == [Answer.YES]
-            assert rig.load(blocks.pop(0), deadline_s=0.4) is not DONE
-        assert rig.kinds == {"timeout": failures}
-    store.hang_after = None
-    rig.until(lambda: rig.tier.available())
-    assert rig.load(blocks[0]) is DONE
 
 
 @pytest.mark.parametrize(
@@ -445,28 +391,6 @@ def test_a_generation_that_is_none_is_of_its_own_namespace_alone(
     assert rig.kinds == {"generation": 10}
 
 
-def test_a_bug_of_a_store_is_named_and_ends_no_thread(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = rig.block(1)
-    rig.store(block)
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("a bug")
-
-    for method in ("ask", "get", "touch"):
-        with monkeypatch.context() as patched:
-            patched.setattr(Redis, method, broken)
-            if method == "ask":
-                assert rig.ask_anew(block) == [Answer.NO]
-            elif method == "get":
-                rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
-                assert rig.load(block) is Result.FAILED
-            else:
-                assert rig.write(rig.block(2)) is Result.FAILED
-    assert rig.kinds == {"internal": 3}
-    rig.block(2)
-    rig.store(rig.block(2))
-
-
 def test_a_thread_that_hangs_opens_the_breaker_and_keeps_nobody_waiting(
     store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,63 +413,6 @@ def test_a_thread_that_hangs_opens_the_breaker_and_keeps_nobody_waiting(
     released.set()
     rig.until(lambda: rig.tier.available(), 5.0)
     assert rig.load(block) is DONE
-
-
-def test_very_many_namespaces_keep_no_lookup_waiting_and_each_is_polled(
-    rig: SharedRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client may open hundreds, of which each is looked after every few seconds."""
-    spaces, polled, ask = [number.to_bytes(32, "big") for number in range(200)], list[bytes](), Redis.ask
-
-    def slow(redis: Redis, own_key: bytes, names: Sequence[bytes], deadline: float, *, prefix: bool) -> object:
-        time.sleep(0.005)
-        polled.append(own_key)
-        return ask(redis, own_key, names, deadline, prefix=prefix)
-
-    monkeypatch.setattr(Redis, "ask", slow)
-    monkeypatch.setattr("kvoffd.tiers.shared.RAISE_S", 0.2)
-    rig.ask(rig.block(0, fingerprint=OTHER))
-    for fingerprint in spaces:
-        rig.tier.poll(fingerprint)
-    waited = []
-    for number in range(1, 10):
-        before = len(polled)
-        assert rig.ask(rig.block(number, fingerprint=OTHER)) == [Answer.NO]
-        waited.append(len(polled) - before - 1)
-    assert max(waited) <= 20, "its own ask takes as long as a poll"
-    rig.until(lambda: set(polled) >= set(map(generation_key, spaces)))
-
-
-def test_the_daemon_s_thread_hears_of_many_ends_in_several_turns(
-    rig: SharedRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a server hangs all that is asked of it ends at once."""
-    monkeypatch.setattr("kvoffd.tiers.workers.ENDED_AT_ONCE", 1)
-    monkeypatch.setattr(Redis, "ask", lambda *_, **__: time.sleep(0.2))
-    for owner in range(1, 9):
-        rig.question([bytes([owner]) * 32], prefix=True, fingerprint=ONE, length=5000)
-    left = []
-    while rig.tier.counters.unanswered_keys < 8:
-        rig._posted.get(timeout=10.0)()
-        left.append(8 - rig.tier.counters.unanswered_keys)
-    assert {1, 2, 3} <= set(left)
-
-
-def test_behind_a_gap_nothing_more_of_a_prefix_is_asked_for(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, ask = list[int](), Redis.ask
-
-    def counted(redis: Redis, own_key: bytes, names: Sequence[bytes], deadline: float, *, prefix: bool) -> object:
-        asked.append(len(names))
-        return ask(redis, own_key, names, deadline, prefix=prefix)
-
-    monkeypatch.setattr(Redis, "ask", counted)
-    monkeypatch.setattr(rig.tier, "ask_deadline_s", 10.0)
-    keys = [number.to_bytes(32, "big") for number in range(2500)]
-    for fingerprint, prefix in ((ONE, True), (OTHER, False)):
-        rig.question(keys, prefix=prefix, fingerprint=fingerprint, length=5000)
-        rig.until(lambda: not rig.tier._asked_keys)
-        assert rig.answers(fingerprint, keys) == [Answer.NO] * len(keys)
-    assert asked == [1024, 1024, 1024, 452]
 
 
 # --- a time to live ---------------------------------------------------------------------------------
@@ -611,18 +478,6 @@ def test_each_right_that_is_named_is_needed_and_they_suffice(lacking: str) -> No
             assert f"+{lacking}" in rig.tier.problem
         assert rig.close()
         assert owner.close()
-
-
-def test_connections_share_what_they_know_of_authorities_until_their_file_changes(
-    certificate: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "ca"
-    file.write_bytes(Path(certificate.authority).read_bytes())
-    monkeypatch.setenv("SSL_CERT_FILE", str(file))
-    first = _tls_context()
-    assert _tls_context() is first
-    os.utime(file, (1, 1))
-    assert _tls_context() is not first
 
 
 # --- a real server that goes away -------------------------------------------------------------------

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
 
 from kvoffd.tiers.redis_cluster import copies_of, masters_of, slot_of
-from kvoffd.tiers.redis_store import NEEDED_COMMANDS, Redis
-from kvoffd.tiers.store import Credentials, StoreError, generation_key
+from kvoffd.tiers.redis_store import NEEDED_COMMANDS
+from kvoffd.tiers.store import generation_key
 from kvoffd.tiers.tier import Block, Result
-from tests.kit.ports import free_port
 from tests.kit.redis_server import Certificate, RedisCluster, RedisServer
 from tests.kit.waiting import wait_until
 from tests.tiers.faulty_store import FaultyStore
@@ -46,15 +43,6 @@ def tls_cluster(certificate: Certificate) -> Iterator[RedisCluster]:
 def trusted(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> Certificate:
     monkeypatch.setenv("SSL_CERT_FILE", certificate.authority)
     return certificate
-
-
-@pytest.mark.usefixtures("trusted")
-@pytest.mark.nightly
-class TestTlsCluster(SharedConformance):
-    @pytest.fixture
-    def url(self, tls_cluster: RedisCluster) -> str:
-        tls_cluster.flush()
-        return tls_cluster.url
 
 
 @pytest.fixture(params=["plain", "TLS"])
@@ -128,14 +116,6 @@ def test_masters_that_cannot_be_are_refused_before_memory_is_taken(odd: str) -> 
     assert most < 8 << 20
 
 
-def test_a_cluster_none_of_whose_masters_serves_says_why(store: FaultyStore) -> None:
-    nodes = b"a 127.0.0.1:%d@1 master - 0 0 1 connected 0-16383\n" % free_port()
-    store.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len(nodes), nodes)}
-    rig = SharedRig(store.url.replace("redis:", "redis+cluster:"))
-    rig.until(lambda: "Connection refused" in rig.tier.problem)
-    assert rig.close()
-
-
 def test_a_server_that_is_in_no_cluster_yet_is_told_of(store: FaultyStore) -> None:
     nodes = b"a 127.0.0.1:%d@1 myself,master - 0 0 0 connected\n" % store.port
     store.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len(nodes), nodes)}
@@ -183,13 +163,6 @@ def test_slots_that_nobody_had_when_they_were_asked_for_are_asked_for_again(stor
     rig.until(lambda: rig.write(block) is DONE)
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
     assert rig.close()
-
-
-def test_a_name_that_no_host_can_have_is_one_that_cannot_be_reached() -> None:
-    connection = Redis("a..b", 6379, 0, Credentials(), tls=False)
-    with pytest.raises(StoreError, match="cannot be reached") as refused:
-        connection.connect()
-    assert refused.value.kind == "unreachable"
 
 
 def test_without_one_of_three_masters_what_the_others_have_is_found(
@@ -280,67 +253,6 @@ def test_to_look_for_a_master_that_is_stopped_is_no_slow_answer_of_the_others(mo
         assert [server.answers for server in rig.tier.servers].count(False) == 1
         assert rig.tier.breaker.opened == 0
         cluster.servers[1].signal(signal.SIGCONT)
-        assert rig.close()
-
-
-@pytest.mark.parametrize("ours", ["right", ""])
-def test_masters_that_do_not_let_us_in_are_named_and_two_of_three_are_no_store(ours: str) -> None:
-    with RedisCluster() as cluster:
-        for server, password in zip(cluster.servers, (ours, "other", "other"), strict=True):
-            assert server.command("CONFIG", "SET", "requirepass", password) == b"+OK\r\n"
-        rig = SharedRig(cluster.url, ours)
-
-        def told() -> bool:
-            rig.tier.tick()
-            return all(rig.kinds[f"credentials 127.0.0.1:{server.port}"] > 0 for server in cluster.servers[1:])
-
-        rig.until(told)
-        rig.until(lambda: rig.kinds["unreachable"] > 1)
-        assert not rig.tier.available()
-        assert [server.answers for server in rig.tier.servers].count(False) == 2
-        assert rig.tier.problem.startswith("Too many masters")
-        assert rig.close()
-
-
-def test_who_has_the_slots_of_a_master_that_failed_is_asked_for_them() -> None:
-    with RedisCluster() as cluster:
-        rig = SharedRig(cluster.url).reachable()
-        block = a_block_of(rig, 1)
-        rig.store(block)
-        cluster.servers[1].kill()
-        rig.until(lambda: rig.ask_anew(block) == [Answer.NO])
-        for command in ("DELSLOTSRANGE", "ADDSLOTSRANGE"):
-            assert cluster.servers[0].command("CLUSTER", command, "5461", "10921") == b"+OK\r\n"
-        assert b"BUMPED" in cluster.servers[0].command("CLUSTER", "BUMPEPOCH"), (
-            "or others go on believing the old master"
-        )
-        rig.until(lambda: rig.write(block) is DONE)
-        assert rig.close()
-
-
-def test_a_master_that_nothing_can_be_sent_to_holds_up_no_question_to_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvoffd.tiers.redis_cluster.DOWN_PAUSE_S", 0.0)
-    with RedisCluster() as cluster, ExitStack() as stack:
-        rig = SharedRig(cluster.url).reachable()
-        home = 1
-        block = a_block_of(rig, home)
-        rig.store(block)
-        deaf = cluster.servers[(home + 1) % 3]
-        deaf.kill()
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", deaf.port), backlog=0))
-        for _ in range(4):  # whoever comes when as many wait is not answered at all
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(listener.getsockname())
-        rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
-        times = []
-        for _ in range(4):
-            started = time.monotonic()
-            rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
-            times.append(time.monotonic() - started)
-        assert min(times) < 0.9, "a second each or more"
         assert rig.close()
 
 
@@ -435,35 +347,6 @@ def test_while_a_slot_moves_its_keys_are_misses_and_all_others_are_served() -> N
             assert each.close()
 
 
-def test_a_master_that_does_not_serve_is_left_alone_and_says_why() -> None:
-    """As each does for some seconds after its start."""
-    with RedisCluster() as cluster:
-        rig = SharedRig(cluster.url).reachable()
-        blocks = rig.store_some(12)
-        assert len({home_of(block) for block in blocks}) == 3
-        victim = cluster.servers[1]
-        assert victim.command("CONFIG", "SET", "cluster-require-full-coverage", "yes") == b"+OK\r\n"
-        for server in (cluster.servers[2], cluster.servers[0], victim):  # its owner first, who would tell the others
-            server.command("CLUSTER", "DELSLOTS", "16383")
-        wait_until(lambda: b"cluster_state:fail" in victim.command("CLUSTER", "INFO"))
-        for _ in range(5):
-            assert rig.ask_anew(*blocks) == [Answer.NO if home_of(block) == 1 else Answer.YES for block in blocks]
-        (told,) = [server for server in rig.tier.servers if not server.answers]
-        assert told.name == victim.name
-        assert "set cluster-require-full-coverage no" in told.problem
-        assert rig.tier.breaker.opened == 0
-        for server in reversed(cluster.servers):
-            server.command("CONFIG", "SET", "cluster-require-full-coverage", "yes")
-            server.command("CLUSTER", "DELSLOTS", "16382")  # or it does not look again whether the cluster is whole
-        rig.until(lambda: rig.ask_anew(*blocks) and "set cluster-require-full-coverage no" in rig.tier.problem)  # type: ignore[arg-type, return-value]
-        assert rig.tier.problem.startswith("Too many masters")
-        for server in cluster.servers:
-            server.command("CONFIG", "SET", "cluster-require-full-coverage", "no")
-            server.command("CLUSTER", "DELSLOTS", "16381")
-        rig.until(lambda: rig.ask_anew(*blocks) == [Answer.YES] * 12)
-        assert rig.close()
-
-
 def test_a_slot_that_moves_with_a_generation_in_it_hides_nothing() -> None:
     with RedisCluster() as cluster:
         rig, other = (SharedRig(cluster.url, generations={ONE: 7}).reachable() for _ in range(2))
@@ -545,22 +428,3 @@ def test_the_rights_that_are_named_suffice(cluster: RedisCluster, lacking: str) 
             assert not one.problem
         assert not rig.kinds
     assert rig.close()
-
-
-def test_who_may_not_write_reads_from_a_cluster_that_lost_a_copy_of_the_generation() -> None:
-    with RedisCluster() as cluster:
-        writer = SharedRig(cluster.url, generations={ONE: 7}).reachable()
-        writer.ask(writer.block(0))
-        writer.store(block := a_block_of(writer, 0))
-        assert writer.close()
-        lost = copies_of(generation_key(ONE))[1]
-        assert cluster.servers[1].command("UNLINK", lost) == b":1\r\n"
-        for server in cluster.servers:
-            assert server.command("ACL", "SETUSER", "default", "-set", "-incrby") == b"+OK\r\n"
-        reader = SharedRig(cluster.url, generations={ONE: 7}).reachable()
-        for _ in range(5):
-            assert reader.ask_anew(block) in ([Answer.YES], [Answer.NO])
-        reader.until(lambda: reader.ask_anew(block) == [Answer.YES])
-        assert reader.load(block) is DONE
-        assert reader.tier.breaker.opened == 0
-        assert reader.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
-import os
 import shutil
 import signal
 import subprocess
@@ -15,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
 import pytest
-import uvloop
 
 from kvoffd.errors import KvoffdError
 from kvoffd.tiers.store import Credentials, generation_key
@@ -189,15 +186,6 @@ def test_a_generation_that_another_node_raised_a_moment_ago_is_not_lowered(bucke
         store.close()
 
 
-def test_a_generation_of_another_length_than_it_says_is_none(bucket: FaultyBucket, rig: SharedRig) -> None:
-    (block,) = rig.store_some(1)
-    bucket.values[f"/bucket/ge/{generation_key(ONE).decode()}"] = b"5"
-    bucket.chunks = lambda value: [value, b"7"]
-    rig.until(lambda: rig.ask_anew(block) == [Answer.NO] and bool(rig.kinds))
-    assert rig.kinds.keys() == {"generation"}
-    assert rig.tier.generation(ONE) == 0
-
-
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -313,24 +301,6 @@ def test_a_bucket_that_cannot_be_asked_what_it_has_says_which_rights_are_needed(
     assert "s3:ListBucket" in rig.tier.problem
     bucket.errors.clear()
     rig.until(lambda: rig.tier.available())
-    assert rig.ask_anew(block) == [Answer.YES]
-    assert rig.load(block) is DONE
-
-
-def test_without_descriptors_nothing_is_written_until_there_are_some_again(
-    rig: SharedRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    block = rig.block(1)
-    with monkeypatch.context() as patched:
-        patched.setattr(uvloop, "new_event_loop", refuse)
-        assert rig.write(block) is not DONE
-    rig.reachable()
-    assert set(rig.tier.counters.errors) == {"unreachable"}
-    assert "Too many open files" in rig.tier.problem
-    rig.store(block)
     assert rig.ask_anew(block) == [Answer.YES]
     assert rig.load(block) is DONE
 
