@@ -24,7 +24,6 @@ from kvoffd.server.health import health_reply
 from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.memory import open_gpus
-from kvoffd.server.persistence import CLOSE_S as STATE_CLOSE_S
 from kvoffd.server.persistence import PolicyFile, State, state_file
 from kvoffd.server.recovery import restore, take_pool
 from kvoffd.server.service import Service
@@ -326,7 +325,7 @@ class Daemon:
             self.copy_stuck = True
         self._policy_file.close()
         self._service.save_totals()
-        self._state.file.close(STATE_CLOSE_S)
+        self._state.file.close()
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
             self.copy_stuck = True
             logger.warning("A copy does not end; its memory stays mapped until the process is gone.")

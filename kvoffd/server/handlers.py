@@ -32,7 +32,6 @@ class Pending:
         self._result: m.AnyReply | Exception | None = None
         self.until = until
         self.request_id = 0
-        self.sender = b""
         self.session: Session | None = None
         """Whose request it is. When it ends, nobody is left to be answered."""
 

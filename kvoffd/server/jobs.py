@@ -31,7 +31,7 @@ from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLe
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.pool.pool import Pool
 from kvoffd.server.memory import Host
-from kvoffd.server.sessions import Registration, Session
+from kvoffd.server.sessions import Registration, Session, credit_bytes
 from kvoffd.transfer.engine import SlotChecksums, Transfer
 from kvoffd.transfer.plan import Direction, GroupLayout, Outcome, Plan, check_count, check_ids, concatenate, plan_blocks
 from kvoffd_proto.errors import ErrorCode
@@ -370,8 +370,15 @@ class LoadJob(Job):
 
     def end(self, cache: Cache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
         """The copy has ended, well where ``error`` is None. Returns the result."""
-        if not self._apply_checksums(cache):
-            error = ErrorCode.CHECKSUM
+        if self.checksums is not None:
+            for check, found in zip(self.checks, self.checksums.sums, strict=True):
+                if found:
+                    apply_check(cache, check, found)
+        if cache.mismatches:
+            # What somebody else found wrong in the meantime is wrong for this load too.
+            corrupt = [GroupKeys(one.group.group, keys) for one in self.tickets if (keys := cache.corrupt_keys(one))]
+            self.failed += corrupt
+            error = ErrorCode.CHECKSUM if corrupt else error
         copied_bytes = self.plan.nbytes if error is None else 0
         error = error or self.error
         if error is None and not self.session.operator:
@@ -381,19 +388,6 @@ class LoadJob(Job):
         if error is not None and self.session.ended:
             error = ErrorCode.SESSION_ENDED
         return [JobResult(self.ids[0], error is None, copied_bytes, seconds, error, self.failed)]
-
-    def _apply_checksums(self, cache: Cache) -> bool:
-        """Act on what the slots hashed to; False where the load was given wrong bytes, or nearly was."""
-        if self.checksums is not None:
-            for check, found in zip(self.checks, self.checksums.sums, strict=True):
-                if found:
-                    apply_check(cache, check, found)
-        if not cache.mismatches:
-            return True
-        # What somebody else found wrong in the meantime is wrong for this load too.
-        corrupt = [GroupKeys(one.group.group, keys) for one in self.tickets if (keys := cache.corrupt_keys(one))]
-        self.failed += corrupt
-        return not corrupt
 
 
 _wrong_slots = RareWarnings(logger, logging.ERROR)
@@ -421,12 +415,12 @@ def apply_check(cache: Cache, check: Check, checksum: int) -> bool:
 class Jobs:
     """The jobs of all sessions, from their acceptance until their copy has ended."""
 
-    def __init__(self, config: Config, cache: Cache, pool: Pool, host: Host, credit_bytes: int) -> None:
+    def __init__(self, config: Config, cache: Cache, pool: Pool, host: Host) -> None:
         self._config = config
         self._cache = cache
         self._pool = pool
         self._host = host
-        self._max_store_bytes = 2 * credit_bytes
+        self._max_store_bytes = 2 * credit_bytes(config, cache)
         """Of a session's unfinished stores. Credits are a promise of the client; this is for one that breaks it."""
         self.running: dict[Job, None] = {}
         """All whose copy may still touch memory, oldest first."""

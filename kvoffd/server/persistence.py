@@ -39,13 +39,9 @@ of namespaces that there are."""
 RETRY_S = 5.0
 """After which a write that failed is tried again: a file system may have been full for a moment."""
 CLOSE_S = 2.0
-"""For ``kvoffd.state`` to be written when the daemon ends."""
+"""For a file to be written when the daemon ends."""
 POLICY_EVERY_S = 300.0
 MAX_POLICY_BYTES = 1 << 20
-
-
-class Invalid(ValueError):
-    """A file is of no use. The message says why, and begins with ``it``."""
 
 
 class StateFile:
@@ -71,13 +67,13 @@ class StateFile:
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
 
     def read(self) -> bytes:
-        """All of it. Raises OSError, Invalid."""
+        """All of it. Raises OSError; ValueError where it is of no use, which says why and begins with ``it``."""
         with open(self.path, "rb", opener=_open_own) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                raise Invalid("it is not a file of this user's")
+                raise ValueError("it is not a file of this user's")
             if found.st_size > self._max_bytes:
-                raise Invalid(f"it has {found.st_size} bytes, more than {self._max_bytes}")
+                raise ValueError(f"it has {found.st_size} bytes, more than {self._max_bytes}")
             return file.read(self._max_bytes)
 
     def save(self, content: bytes) -> None:
@@ -103,7 +99,7 @@ class StateFile:
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._due, timeout_s)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """As ``flush``; then the thread ends."""
         if not self.flush(timeout_s):
             logger.warning("%s takes long to write; the next daemon goes on with what it had.", self.path)
@@ -195,7 +191,7 @@ class State:
         try:
             checksum, _, body = self.file.read().partition(b"\n")
             if checksum != b"%08x" % zlib.crc32(body):
-                raise Invalid("its checksum is wrong")
+                raise ValueError("its checksum is wrong")
             self.known = msgspec.json.decode(body, type=Content)
         except FileNotFoundError:
             return
@@ -297,7 +293,7 @@ class PolicyFile:
             elif name.decode("ascii", "replace") in POLICY_NAMES:
                 logger.info("What another policy knew, in %s, is left alone.", path)
             else:
-                raise Invalid("no policy wrote it")
+                raise ValueError("no policy wrote it")
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
@@ -313,7 +309,7 @@ class PolicyFile:
     def close(self) -> None:
         """Leave what the policy knows now to the next daemon. Where that fails, it goes on with what was before."""
         self._save()
-        self._file.close(CLOSE_S)
+        self._file.close()
 
     def _save(self) -> None:
         if state := self._policy.state():

@@ -33,7 +33,7 @@ from kvoffd.server.memory import Host, MemoryMapper
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
-from kvoffd.server.sessions import Session, Sessions, credit_bytes
+from kvoffd.server.sessions import Session, Sessions
 from kvoffd.server.tiers import Tiers
 from kvoffd.server.trace import Tracer
 from kvoffd.server.traffic import TrafficCounts
@@ -87,7 +87,7 @@ class Service:
         self.events = events
         self.state = state
         self.memory = MemoryMapper(engine, host, gpus)
-        self.jobs = Jobs(config, cache, pool, host, credit_bytes(config, cache))
+        self.jobs = Jobs(config, cache, pool, host)
         self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
         self.tiers = Tiers(config, cache, pool, events, clock, host.post, self.jobs.busy, state)
         self.scrubber = Scrubber(cache, clock)
@@ -155,7 +155,7 @@ class Service:
         except Exception as error:
             answer = self.refusal(request_id, error, session)
         if isinstance(answer, Pending):
-            answer.request_id, answer.sender, answer.session = request_id, route, session
+            answer.request_id, answer.session = request_id, session
             if not self._poll(answer):
                 self.pending.append(answer)
         elif answer is not None and (request_id or isinstance(answer, m.Error)):
@@ -237,7 +237,7 @@ class Service:
         except Exception as error:
             reply = self.refusal(pending.request_id, error, pending.session)
         if reply is not None and (pending.request_id or isinstance(reply, m.Error)):
-            self.replies.append((pending.sender, codec.encode(reply)))
+            self.replies.append((pending.session.route, codec.encode(reply)))
         return reply is not None
 
     def refusal(self, request_id: int, error: Exception, session: Session | None = None) -> m.Error:
