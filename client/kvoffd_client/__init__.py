@@ -9,7 +9,6 @@ import it at every start. ``kvoffd_client.testing`` has an engine without a mode
 from __future__ import annotations
 
 from importlib import import_module
-from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
@@ -56,51 +55,30 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     __version__: str
 
 _HOMES = {
-    "kvoffd_client.admin_client": ("AdminClient",),
-    "kvoffd_client.block_file": (
-        "BlockFile",
-        "BlockFileError",
-        "Exported",
-        "Imported",
-        "export_blocks",
-        "import_blocks",
-    ),
-    "kvoffd_client.blocks": ("Block", "BlockClient", "BlocksRead", "BlocksWritten", "Layer", "Shard", "checksum_of"),
-    "kvoffd_client.session": ("ClientOptions",),
-    "kvoffd_client.errors": (
-        "BlockDamaged",
-        "BlockUnavailable",
-        "DaemonUnavailable",
-        "ForkedProcess",
-        "KvoffdClientError",
-        "RequestRefused",
-        "RequestTimeout",
-        "UnknownNamespace",
-    ),
-    "kvoffd_client.namespace": ("Geometry", "NamespaceSpec"),
-    "kvoffd_client.scheduler_client": ("Lookup", "SchedulerClient"),
-    "kvoffd_client.jobs": ("GroupTransfer", "Job"),
-    "kvoffd_client.memory": ("Registration", "SharedMemory"),
-    "kvoffd_client.worker_client": ("WorkerClient",),
-    "kvoffd_proto.errors": ("ErrorCode",),
-    "kvoffd_proto.messages": (
-        "GroupKeys",
-        "GroupSpec",
-        "JobResult",
-        "KeyState",
-        "PageRef",
-        "TensorLayout",
-    ),
+    "kvoffd_client.admin_client": "AdminClient",
+    "kvoffd_client.block_file": "BlockFile BlockFileError Exported Imported export_blocks import_blocks",
+    "kvoffd_client.blocks": "Block BlockClient BlocksRead BlocksWritten Layer Shard checksum_of",
+    "kvoffd_client.session": "ClientOptions",
+    "kvoffd_client.errors": "BlockDamaged BlockUnavailable DaemonUnavailable ForkedProcess KvoffdClientError "
+    "RequestRefused RequestTimeout UnknownNamespace",
+    "kvoffd_client.namespace": "Geometry NamespaceSpec",
+    "kvoffd_client.scheduler_client": "Lookup SchedulerClient",
+    "kvoffd_client.jobs": "GroupTransfer Job",
+    "kvoffd_client.memory": "Registration SharedMemory",
+    "kvoffd_client.worker_client": "WorkerClient",
+    "kvoffd_proto.errors": "ErrorCode",
+    "kvoffd_proto.messages": "GroupKeys GroupSpec JobResult KeyState PageRef TensorLayout",
 }
+"""Where public names are defined."""
 
-__all__ = sorted(["__version__", *chain.from_iterable(_HOMES.values())])
+__all__ = sorted(["__version__", *" ".join(_HOMES.values()).split()])
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         found: object = import_module("importlib.metadata").version("kvoffd")
     else:
-        home = next((module for module, names in _HOMES.items() if name in names), None)
+        home = next((module for module, names in _HOMES.items() if name in names.split()), None)
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = getattr(import_module(home), name)

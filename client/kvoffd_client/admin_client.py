@@ -1,8 +1,7 @@
-"""An administrator's client: asks one daemon, and waits for each answer. It needs no thread."""
+"""An administrator's client: asks one daemon, and waits for each answer."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,21 +11,12 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 import msgspec
 import zmq
 
-from kvoffd_client.errors import (
-    DaemonUnavailable,
-    RequestRefused,
-    RequestTimeout,
-    UnknownNamespace,
-    not_answering,
-    why_unreachable,
-)
-from kvoffd_client.lifeline_stream import NEVER, LifelineStream, refusal_in
-from kvoffd_client.session import ENDED_SESSION, Closing
+from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout, UnknownNamespace
+from kvoffd_client.session import ClientOptions, ReplyOrError, Session
+from kvoffd_client.transport import SocketTransport
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
-from kvoffd_proto.codec import CODEC_ERRORS, decode_reply, encode
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
-from kvoffd_proto.lifeline import FromDaemon, Greeting, LifelineError, routing_id
 from kvoffd_proto.paths import SocketPaths
 from kvoffd_proto.stats import DaemonStats, Stats
 from kvoffd_proto.units import printable
@@ -37,6 +27,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 2.0
 URL_TIMEOUT_S = 1.4
 """A command says within two seconds that nobody answers, of which it takes half a one to start."""
+OPTIONS = ClientOptions(unresponsive_after_s=3600.0)
+"""Each call has a timeout of its own, which may be long."""
 SILENCE_S = 0.5
 """After so long without an answer it is looked whether the daemon's process is stopped."""
 MAX_REPLY_BYTES = 1 << 28
@@ -95,10 +87,10 @@ def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
     raise DaemonUnavailable(f"No statistics of a kvoffd daemon at {base}: {why}.")
 
 
-class AdminClient(Closing):
-    """For administrators, and for one thread. It connects at the first call, and anew at a call after one that failed.
+class AdminClient(Session):
+    """An administrator's client, for one thread: it has none of its own.
 
-    Each call waits for its answer. All calls raise:
+    It connects at the first call, and anew at a call after one that failed. Each call waits for its answer. All raise:
         DaemonUnavailable: nothing listens there, or it refuses this user; the sentence names the place.
         RequestRefused: the daemon answered with an error.
         RequestTimeout: no answer in time.
@@ -106,21 +98,20 @@ class AdminClient(Closing):
     Attributes:
         timeout_s: bounds every call, the connecting in it included; may be changed between two calls.
         on_silence: called when an answer takes long.
-        session_id: of the last connection.
-        pid: of the daemon; 0 where it is in another pid namespace, and before the first connection.
     """
 
     def __init__(self, directory: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> None:
-        self.directory = os.fspath(directory)
         self.timeout_s = timeout_s
         self.on_silence: Callable[[], None] = lambda: None
-        self.session_id = self.pid = 0
-        self._paths = SocketPaths(Path(directory))
-        self._lifeline: LifelineStream | None = None
-        self._jobs: zmq.Socket[bytes] | None = None
-        self._next_request_id = itertools.count(1).__next__
-        self._deadline = self._silent_at = 0.0
-        """Of the call."""
+        self._ended_connections = 0
+        self._sockets = SocketTransport(os.fspath(directory), threaded=False)
+        super().__init__(directory, m.Role.ADMIN, None, "admin", "", OPTIONS, self._sockets, None)
+        self._transport.start(self)
+
+    @property
+    def pid(self) -> int:
+        """Of the daemon; 0 where it is in another pid namespace, and before the first connection."""
+        return self._sockets.daemon_pid
 
     def ask(
         self, kind: Callable[Concatenate[int, Fields], m.Request[ReplyT]], *fields: Fields.args, **named: Fields.kwargs
@@ -133,113 +124,45 @@ class AdminClient(Closing):
             kind: the request's class, of ``kvoffd_proto.messages``.
             fields: its fields after the id.
         """
-        now = time.monotonic()
-        self._deadline, self._silent_at = now + self.timeout_s, now + SILENCE_S
-        if self._jobs is not None and self._lifeline is not None:
-            try:
-                self._read_lifeline(self._lifeline)
-            except DaemonUnavailable:  # since the last call
-                self.close()
-        try:
-            if self._jobs is None:
-                self._connect()
-            return self._exchange(kind(self._next_request_id(), *fields, **named))
-        except DaemonUnavailable:
-            self.close()
-            raise
-        except RequestRefused as refusal:
-            if refusal.code in ENDED_SESSION:
-                self.close()
-            raise
+        deadline = time.monotonic() + self.timeout_s
+        self.poll()  # whether the daemon has gone since the last call
+        ended, self._retry_at = self._ended_connections, 0.0
+        self._wait(lambda: self.ready or self._ended_connections > ended, deadline)
+        if not self.ready:
+            raise DaemonUnavailable(self.problem) from self.refusal
+        request, answers, now = kind(self._next_request_id(), *fields, **named), list[ReplyOrError](), time.monotonic()
+        self._send(request, now, lambda reply, _: answers.append(reply), deadline - now)
+        self._wait(lambda: bool(answers), deadline)
+        answer = answers[0] if answers else RequestTimeout()
+        if isinstance(answer, RequestTimeout):
+            why = f"The kvoffd daemon in {self.directory} did not answer in time; try again later."
+            raise RequestTimeout(why)
+        if isinstance(answer, KvoffdClientError):
+            raise answer
+        expected = m.answer_type(type(request))
+        if not isinstance(answer, expected):
+            asked, came = type(request).__name__, type(answer).__name__
+            raise DaemonUnavailable(f"The daemon in {self.directory} did not answer {asked}, but with {came}.")
+        return answer
 
-    def _connect(self) -> None:
-        try:
-            lifeline = self._lifeline = LifelineStream(self._paths)
-        except OSError as error:
-            raise DaemonUnavailable(why_unreachable(error, self.directory)) from None
-        self.pid = lifeline.pid
-        try:
-            greeting: Greeting | None = None
-            while greeting is None:
-                self._wait(lifeline)
-                for message in self._read_lifeline(lifeline):
-                    if (refusal := refusal_in(message, self.directory)) is not None:
-                        raise refusal
-                    greeting = message if isinstance(message, Greeting) else greeting
-            self.session_id = greeting.session_id
-            self._jobs = zmq.Context.instance().socket(zmq.DEALER)
-            for option, value in ((zmq.LINGER, 0), (zmq.MAXMSGSIZE, MAX_REPLY_BYTES)):
-                self._jobs.setsockopt(option, value)
-            self._jobs.setsockopt(zmq.ROUTING_ID, routing_id(greeting.token))
-            self._jobs.connect(f"ipc://{self._paths.jobs}")
-            self._exchange(m.Hello(self._next_request_id(), m.PROTOCOL_VERSION, m.Role.ADMIN, "admin", "", False))
-        except RequestRefused as refusal:
-            raise DaemonUnavailable(f"The kvoffd daemon in {self.directory} refuses: {refusal}") from refusal
-        except RequestTimeout:
-            raise DaemonUnavailable(not_answering(self.directory)) from None
+    def _wait(self, ready: Callable[[], bool], deadline: float) -> None:
+        """Wait for what ends at the deadline at the latest, and say what keeps a silent daemon from answering."""
+        if self._transport.wait(ready, min(SILENCE_S, deadline - time.monotonic())):
+            return
+        if _is_stopped(self.pid):
+            raise DaemonUnavailable(
+                f"The kvoffd daemon in {self.directory} does not answer, since its process is stopped; let it "
+                f"go on with `kill -CONT {self.pid}`."
+            )
+        if time.monotonic() < deadline:
+            self.on_silence()
+            self._transport.wait(ready, deadline - time.monotonic())
 
-    def _exchange(self, request: m.Request[ReplyT]) -> ReplyT:
-        lifeline, jobs, expected = self._lifeline, self._jobs, m.answer_type(type(request))
-        assert lifeline is not None
-        assert jobs is not None
-        try:
-            jobs.send(encode(request), zmq.NOBLOCK)
-            while True:
-                self._wait(lifeline)
-                while jobs.poll(0):
-                    reply = decode_reply(jobs.recv(zmq.NOBLOCK))
-                    if reply.request_id != request.request_id:
-                        continue  # to a call that did not wait so long
-                    if isinstance(reply, m.Error):
-                        raise RequestRefused(reply.code, reply.message)
-                    if isinstance(reply, expected):
-                        return reply
-                    asked, came = type(request).__name__, type(reply).__name__
-                    raise DaemonUnavailable(f"The daemon in {self.directory} did not answer {asked}, but with {came}.")
-                self._read_lifeline(lifeline)
-        except zmq.Again:
-            raise DaemonUnavailable(f"The daemon in {self.directory} does not read its socket.") from None
-        except CODEC_ERRORS as error:
-            raise DaemonUnavailable(f"The daemon sent what is no reply of this protocol ({error}).") from None
+    def _role_disconnected(self, now: float) -> None:
+        self._ended_connections += 1
 
-    def _wait(self, lifeline: LifelineStream) -> None:
-        """Wait until the daemon says something. Raises RequestTimeout, or DaemonUnavailable where it is stopped."""
-        poller = zmq.Poller()
-        for source in (lifeline.fileno(), self._jobs):
-            if source is not None and source != -1:
-                poller.register(source, zmq.POLLIN)
-        while not poller.poll(max(0, round((min(self._deadline, self._silent_at) - time.monotonic()) * 1000))):
-            if _is_stopped(self.pid):
-                raise DaemonUnavailable(
-                    f"The kvoffd daemon in {self.directory} does not answer, since its process is stopped; let it "
-                    f"go on with `kill -CONT {self.pid}`."
-                )
-            now = time.monotonic()
-            if now >= self._deadline:
-                why = f"The kvoffd daemon in {self.directory} did not answer in time; try again later."
-                raise RequestTimeout(why)
-            if now >= self._silent_at:
-                self._silent_at = NEVER
-                self.on_silence()
-
-    def _read_lifeline(self, lifeline: LifelineStream) -> list[FromDaemon]:
-        try:
-            messages = list(lifeline.read())
-        except LifelineError as error:
-            raise DaemonUnavailable(f"What answers in {self.directory} is no kvoffd daemon: {error}") from None
-        if lifeline.ended and not messages:
-            raise DaemonUnavailable(f"The kvoffd daemon in {self.directory} went away.")
-        return messages
-
-    def close(self) -> None:
-        """End the session. Repeatable; a call after it connects again."""
-        lifeline, self._lifeline = self._lifeline, None
-        jobs, self._jobs = self._jobs, None
-        if jobs is not None:
-            jobs.close(linger=0)
-        if lifeline is not None:
-            lifeline.leave()
-            lifeline.close()
+    def _warn(self, sentence: str) -> None:
+        """The call raises the sentence."""
 
     def stats(self) -> DaemonStats:
         """All counters."""
@@ -285,7 +208,7 @@ class AdminClient(Closing):
         Raises:
             DaemonUnavailable: there is no events socket in the directory.
         """
-        path = self._paths.events
+        path = SocketPaths(Path(self.directory)).events
         if not path.exists():
             raise DaemonUnavailable(f"There is no kvoffd daemon in {self.directory}; start one there.")
         # Not a context of its own: to end that would wait for ever for a socket that Ctrl-C caught half made.

@@ -70,13 +70,6 @@ def _is_bound(path: str) -> bool:
         return False
 
 
-def not_answering(directory: str) -> str:
-    return (
-        f"The kvoffd daemon in {directory} accepts connections but does not answer; see its log, and whether its "
-        "process is stopped (ps, systemctl status)."
-    )
-
-
 def why_unreachable(error: OSError, directory: str) -> str:
     if isinstance(error, FileNotFoundError):
         if _is_bound(os.path.join(directory, "jobs.sock")):

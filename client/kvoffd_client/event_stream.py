@@ -15,16 +15,15 @@ MAX_BUFFERED_EVENTS = 100_000
 class EventStream:
     """Keeps the KV events of one topic until they are taken.
 
-    Each connection begins with ``AllBlocksCleared``, and it takes the place of what was lost: nothing is known then of
-    blocks that nobody stores from now on.
+    Each connection begins with ``AllBlocksCleared``, which also takes the place of what was lost: of the blocks that
+    are there by then nothing is known.
 
     Attributes:
         lost: messages that did not come, and events that were dropped because they were not taken.
     """
 
-    def __init__(self, topic: bytes, max_events: int = MAX_BUFFERED_EVENTS) -> None:
+    def __init__(self, topic: bytes) -> None:
         self.topic = topic
-        self._max_events = max_events
         self._events: deque[KvEvent] = deque([AllBlocksCleared()])
         self.next_sequence: int | None = None
         self.lost = 0
@@ -44,7 +43,7 @@ class EventStream:
             self._events += decode_event_batch(payload).events
         except msgspec.MsgspecError:
             self._lose(1)
-        if len(self._events) > self._max_events:
+        if len(self._events) > MAX_BUFFERED_EVENTS:
             self._lose(len(self._events))
 
     def take(self) -> list[KvEvent]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvoffd_proto import messages as m
 
@@ -55,11 +55,8 @@ class GroupTransfer(NamedTuple):
         return cls(group, b"".join(keys), ids, first_block)
 
 
-class Size(NamedTuple):
-    """Keys of a job, and about how many bytes it takes in a frame."""
-
-    keys: int
-    nbytes: int
+Size: TypeAlias = tuple[int, int]
+"""Keys of a job, and about how many bytes it takes in a frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +94,14 @@ class Job:
                 )
             keys += len(one.keys) // key_bytes
             nbytes += len(one.keys) + len(one.block_ids) + len(one.parents) + len(one.tokens) + 32
-        return Size(keys, nbytes)
+        return keys, nbytes
 
     def parts(self, size: Size, key_bytes: int, blocks_per_key: int, most: Size, first_id: int) -> list[Job]:
         """The job as several of consecutive ids, none of them larger than ``most`` (but that each has a key).
 
         The lease ends with the last of them: the daemon has accepted the others by then, which hold their blocks.
         """
-        keys = min(most.keys, max(1, size.keys * most.nbytes // max(size.nbytes, most.nbytes)))
+        keys = min(most[0], max(1, size[0] * most[1] // max(size[1], most[1])))
         parts = [
             [_slice(self.groups[place], begin, end, key_bytes, blocks_per_key) for place, begin, end in part if end]
             for part in split([len(one.keys) // key_bytes for one in self.groups], keys)

@@ -8,21 +8,15 @@ import socket
 import time
 from collections.abc import Iterator
 
-from kvoffd_client.errors import RequestRefused
-from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.lifeline import (
-    AttachRefused,
     FrameBuffer,
     FromClient,
     FromDaemon,
-    Greeting,
     Leaving,
     MemoryReleased,
-    Refused,
     decode_from_daemon,
     encode_frame,
 )
-from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.paths import SocketPaths, peer_credentials, peer_pidfd
 
 NEVER = float("inf")
@@ -150,16 +144,3 @@ def poller_of(*fds: int) -> select.poll:
         if fd >= 0:
             poller.register(fd, select.POLLIN)
     return poller
-
-
-def refusal_in(message: FromDaemon, directory: str) -> RequestRefused | None:
-    """The refusal that a message of the daemon is, if it is one."""
-    if isinstance(message, Refused | AttachRefused):
-        return RequestRefused(message.code, message.message)
-    if isinstance(message, Greeting) and message.protocol_version != PROTOCOL_VERSION:
-        sentence = (
-            f"The daemon in {directory} speaks protocol {message.protocol_version} and this client "
-            f"{PROTOCOL_VERSION}; install the same kvoffd release on both."
-        )
-        return RequestRefused(ErrorCode.BAD_VERSION, sentence)
-    return None

@@ -48,13 +48,6 @@ class NamespaceSpec:
     groups: tuple[GroupSpec, ...]
     description: str = "{}"
 
-    def count_keys(self, keys: bytes) -> int:
-        """The number of block hashes in ``keys``. Raises ValueError where it is not a whole number."""
-        count, rest = divmod(len(keys), self.key_bytes)
-        if rest:
-            raise ValueError(f"{len(keys)} bytes are not a whole number of keys of {self.key_bytes} bytes each.")
-        return count
-
     def wire_fields(self) -> tuple[bytes, str, int, int, list[GroupSpec], str]:
         """What OpenNamespace says of a namespace, in the order of its fields."""
         groups = list(self.groups)

@@ -96,15 +96,11 @@ class Difference:
 
     def __str__(self) -> str:
         """``tokens per block 64 and 128 (--block-size)``."""
-        return self._sentence("and")
+        return self.sentence(" and")
 
-    def since(self) -> str:
-        """``tokens per block 64, was 128 (--block-size)``, where ``other`` is the older."""
-        return self._sentence(", was")
-
-    def _sentence(self, between: str) -> str:
-        joint = between if between.startswith(",") else f" {between}"
-        values = f" {self.one}{joint} {self.other}" if self.one or self.other else " differs"
+    def sentence(self, between: str) -> str:
+        """The same with other words between the values."""
+        values = f" {self.one}{between} {self.other}" if self.one or self.other else " differs"
         return f"{self.words}{values}" + (f" ({self.cause})" if self.cause else "")
 
 
@@ -174,15 +170,10 @@ def _of_groups(one: object, other: object) -> Iterator[tuple[str, tuple[object, 
 
 def _difference(name: str, one: object, other: object) -> Difference:
     field = FIELDS.get(name) or _Field(name.replace("_", " "))
-    if name == "private":
-        return Difference(name, "random hash seed", "", "", field.cause)
-    values = ("", "") if any(map(_is_digest, (one, other))) else _shown(one, other)
-    return Difference(name, printable(field.words), values[0], values[1], field.cause)
-
-
-def _is_digest(value: object) -> bool:
-    """Whether it is a hash, which tells nobody anything."""
-    return isinstance(value, str) and len(value) >= FEWEST_DIGEST_DIGITS and not value.strip("0123456789abcdef")
+    texts = [value for value in (one, other) if isinstance(value, str)]
+    digests = any(len(text) >= FEWEST_DIGEST_DIGITS and not text.strip("0123456789abcdef") for text in texts)
+    values = ("", "") if digests or name == "private" else _shown(one, other)  # a hash tells nobody anything
+    return Difference(name, printable(field.words), *values, field.cause)
 
 
 def _shown(one: object, other: object) -> tuple[str, str]:

@@ -102,6 +102,7 @@ class SchedulerClient(Session):
         rng: random.Random | None = None,
     ) -> None:
         super().__init__(directory, m.Role.SCHEDULER, namespace, name, software, options, transport, rng)
+        self._namespace = namespace
         self._fingerprint = namespace.fingerprint
         self._events = EventStream(kv_topic(self._fingerprint)) if subscribe_events else None
         self._leases: dict[int, tuple[Lookup, float]] = {}
@@ -132,7 +133,7 @@ class SchedulerClient(Session):
         for item in groups:
             nbytes += len(item.keys)
             if len(item.keys) % size:
-                self._namespace.count_keys(item.keys)  # which raises
+                raise ValueError(f"{len(item.keys)} bytes are not a whole number of keys of {size} bytes each.")
         with self._transport.lock:
             now = self._transport.now()
             if not self.ready or self._limits is None:
@@ -158,9 +159,7 @@ class SchedulerClient(Session):
             self._release(lease_id, unused)
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
-        """Have the daemon drop blocks that proved unusable. Does nothing when not ready. Raises ValueError."""
-        for item in groups:
-            self._namespace.count_keys(item.keys)
+        """Have the daemon drop blocks that proved unusable. Does nothing when not ready."""
         with self._transport.lock:
             if self.ready and self._limits is not None:
                 for _, keys in self._split(groups):
@@ -304,7 +303,9 @@ class SchedulerClient(Session):
             self._reports.clear()
 
     def _role_wake_at(self) -> float:
-        return min(self._report_at, next((stale_at for _, stale_at in self._leases.values()), NEVER))
+        for _, stale_at in self._leases.values():
+            return min(stale_at, self._report_at)
+        return self._report_at
 
     # --- KV events -------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 A session knows no socket, no thread and no clock. A ``Transport`` carries what it sends, holds its lock, and calls its
 ``on_`` methods and ``tick`` with the lock held: ``SocketTransport`` over real sockets, the simulator's over none. The
-scheduler's and the worker's client are sessions, with public methods for any thread.
+scheduler's, the worker's and the administrator's client are sessions.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from dataclasses import dataclass, fields
 from enum import Enum, auto
 from typing import Protocol, Self, TypeVar
 
-from kvoffd_client.errors import (
-    DaemonUnavailable,
-    KvoffdClientError,
-    RequestRefused,
-    RequestTimeout,
-    not_answering,
-    why_unreachable,
-)
-from kvoffd_client.lifeline_stream import NEVER, refusal_in
+from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout, why_unreachable
+from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.lifeline import Attach, Attached, FromDaemon, Greeting, MemoryReleased, routing_id
+from kvoffd_proto.lifeline import (
+    Attach,
+    Attached,
+    AttachRefused,
+    FromDaemon,
+    Greeting,
+    MemoryReleased,
+    Refused,
+    routing_id,
+)
 
 log = logging.getLogger("kvoffd_client")
 
@@ -163,7 +165,7 @@ CONNECTED = (Phase.GREETING, Phase.HANDSHAKE, Phase.READY)
 
 
 class Session(Closing):
-    """What both roles share: connecting, requests and replies, the end of a connection, connecting again.
+    """What all roles share: connecting, requests and replies, the end of a connection, connecting again.
 
     No public method blocks unless it says wait. They are thread-safe; all that begins with ``on_``, ``_`` or ``tick``
     needs the lock.
@@ -191,7 +193,7 @@ class Session(Closing):
         self,
         directory: str | os.PathLike[str],
         role: m.Role,
-        namespace: NamespaceSpec,
+        namespace: NamespaceSpec | None,
         name: str,
         software: str,
         options: ClientOptions,
@@ -202,7 +204,7 @@ class Session(Closing):
         self.role = role
         self.name = name[:128]
         self._software = software[:128]
-        self._namespace = namespace
+        self._to_open = namespace
         self._options = options
         self._rng = rng or random.Random()
         self.epoch = self.session_id = 0
@@ -277,16 +279,15 @@ class Session(Closing):
 
     def wake_at(self) -> float:
         """The time at which tick() must be called at the latest."""
-        if self._phase is Phase.CLOSED:
+        phase = self._phase
+        if phase is Phase.READY:
+            return min(self._next_expiry, self._silent_at(), self._role_wake_at())
+        if phase is Phase.CLOSED:
             return NEVER
-        if self._phase is Phase.IDLE:
-            return min(self._retry_at, self._role_wake_at())
-        return min(self._next_expiry, self._handshake_deadline, self._silent_at(), self._role_wake_at())
+        return min(self._retry_at if phase is Phase.IDLE else self._handshake_deadline, self._role_wake_at())
 
     def _silent_at(self) -> float:
         """When the client will not wait for a reply any longer. In a handshake its deadline says that."""
-        if self._phase is not Phase.READY:
-            return NEVER
         return self._owed_since + self._options.unresponsive_after_s * (1 if self._responsive else DEAF_AFTER)
 
     def tick(self, now: float) -> None:
@@ -299,7 +300,7 @@ class Session(Closing):
             self.disconnect(self._problem, now)
         if now >= self._next_expiry:
             self._expire(now)
-        if now >= self._silent_at():
+        if self._phase is Phase.READY and now >= self._silent_at():
             sentence = f"The kvoffd daemon in {self.directory} does not answer; going on without it."
             if self._responsive:
                 self._responsive, self._problem = False, sentence
@@ -385,7 +386,10 @@ class Session(Closing):
         except OSError as error:
             self.disconnect(why_unreachable(error, self.directory), now)
             return
-        self._problem = not_answering(self.directory)
+        self._problem = (
+            f"The kvoffd daemon in {self.directory} accepts connections but does not answer; see its log, and "
+            "whether its process is stopped (ps, systemctl status)."
+        )
         self._absent_pause_s = BACKOFF_MIN_S
         self._phase = Phase.GREETING
         self._handshake_deadline = now + self._options.handshake_timeout_s
@@ -394,8 +398,14 @@ class Session(Closing):
         """Take a frame of the lifeline."""
         if self._phase not in CONNECTED:
             return
-        if (refusal := refusal_in(message, self.directory)) is not None:
-            self._end_refused(refusal, now)
+        if isinstance(message, Refused | AttachRefused):
+            self._end_refused(RequestRefused(message.code, message.message), now)
+        elif isinstance(message, Greeting) and message.protocol_version != m.PROTOCOL_VERSION:
+            sentence = (
+                f"The daemon in {self.directory} speaks protocol {message.protocol_version} and this client "
+                f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both."
+            )
+            self._end_refused(RequestRefused(ErrorCode.BAD_VERSION, sentence), now)
         elif isinstance(message, Greeting) and self._phase is Phase.GREETING:
             self.epoch, self.session_id = message.epoch, message.session_id
             self._limits = None  # those of another daemon may be too low for a handshake
@@ -428,7 +438,10 @@ class Session(Closing):
 
     def _on_welcome(self, reply: m.Welcome, now: float) -> None:
         self._limits, self._credit_bytes = reply.limits, reply.credit_bytes
-        message = m.OpenNamespace(self._next_request_id(), *self._namespace.wire_fields())
+        if self._to_open is None:
+            self._become_ready(now)
+            return
+        message = m.OpenNamespace(self._next_request_id(), *self._to_open.wire_fields())
         self._shake(message, lambda _, now: self._on_namespace_opened(now), now)
 
     def _become_ready(self, now: float) -> None:

@@ -58,8 +58,11 @@ class SocketTransport:
     lock, or wakes the thread, which does.**
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, threaded: bool = True) -> None:
         self._paths = SocketPaths(Path(directory))
+        self._threaded = threaded
+        self.daemon_pid = 0
+        """Of the last connection; 0 where the daemon is in another pid namespace."""
         self.lock: AbstractContextManager[object] = threading.Lock()
         self.now = time.monotonic
         self._context = zmq.Context(io_threads=1)
@@ -88,13 +91,23 @@ class SocketTransport:
 
     def start(self, session: Session) -> None:
         self._session = session
-        self._thread = threading.Thread(target=self._run, name=f"kvoffd-{session.role.value}", daemon=True)
-        self._thread.start()
+        if self._threaded:
+            self._thread = threading.Thread(target=self._run, name=f"kvoffd-{session.role.value}", daemon=True)
+            self._thread.start()
 
     # --- for any thread --------------------------------------------------------------------------
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         wake_fd, deadline = -1, time.monotonic() + timeout_s
+        while not self._threaded:
+            with self.lock:
+                if self._closed:
+                    return ready()
+                poller, pause_s = self._work([])
+                now = time.monotonic()
+                if (done := ready()) or now >= deadline:
+                    return done
+            self._sleep(poller, min(pause_s, deadline - now))
         try:
             while True:
                 with self.lock:
@@ -142,14 +155,18 @@ class SocketTransport:
                 self._closed = True
                 self._session.on_close(time.monotonic())
                 os.eventfd_write(self._wake_fd, 1)
-        self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
-            log.error("The I/O thread of %s did not end in time.", self._session.name)
+                if not self._threaded:
+                    self._shut()
+        if self._threaded:
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                log.error("The I/O thread of %s did not end in time.", self._session.name)
 
     # --- for the session, with the lock held -----------------------------------------------------
 
     def open(self) -> None:
         self._stream = LifelineStream(self._paths)
+        self.daemon_pid = self._stream.pid
 
     def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
         # Completions are read before replies, which may say that there are some.
@@ -285,8 +302,9 @@ class SocketTransport:
         told: list[int] = []
         while not self._closed:
             try:
-                while not self._closed:
-                    told = self._run_once(told)
+                with self.lock:
+                    poller, pause_s = self._work(told)
+                told = self._sleep(poller, pause_s)
             except Exception as error:
                 with self.lock:
                     self._sleeping_until, self._reading = 0.0, None
@@ -295,26 +313,29 @@ class SocketTransport:
         with self.lock:
             self._shut()
 
-    def _run_once(self, told: list[int]) -> list[int]:
-        """Do what is due, and sleep; returns the descriptors that ended the sleep, which are given the next time."""
-        with self.lock:
-            if self._closed:
-                return []
-            self._sleeping_until, self._reading = 0.0, -1
-            # Completions before the end: what arrived before the daemon died still counts.
-            self._receive()
-            now = time.monotonic()
-            if self._stream is not None and (self._draining or self._stream.fileno() in told):
-                self._read_lifeline(self._stream, now)
-            self._session.tick(now)
-            unread = self._receive()  # last: see the rule above
-            self._reading = None
-            stream = self._stream
-            wake_at = min(self._session.wake_at(), NEVER if stream is None else stream.wake_at())
-            pause = 0.0 if unread else min(max(0.0, wake_at - now), MAX_SLEEP_S)
-            self._sleeping_until = now + pause
-            poller = poller_of(self._messages.fileno(), self._wake_fd, -1 if stream is None else stream.fileno())
-        told = [fd for fd, _ in poller.poll(pause * 1000)]
+    def _work(self, told: list[int]) -> tuple[select.poll, float]:
+        """Do what is due, with the lock held; returns what to sleep on then, and how long at most.
+
+        ``told``: the descriptors that ended the last sleep.
+        """
+        self._sleeping_until, self._reading = 0.0, -1
+        # Completions before the end: what arrived before the daemon died still counts.
+        self._receive()
+        now = time.monotonic()
+        if self._stream is not None and (self._draining or not self._threaded or self._stream.fileno() in told):
+            self._read_lifeline(self._stream, now)
+        self._session.tick(now)
+        unread = self._receive()  # last: see the rule above
+        self._reading = None
+        stream = self._stream
+        wake_at = min(self._session.wake_at(), NEVER if stream is None else stream.wake_at())
+        pause_s = 0.0 if unread or self._closed else min(max(0.0, wake_at - now), MAX_SLEEP_S)
+        self._sleeping_until = now + pause_s
+        return poller_of(self._messages.fileno(), self._wake_fd, -1 if stream is None else stream.fileno()), pause_s
+
+    def _sleep(self, poller: select.poll, pause_s: float) -> list[int]:
+        """Returns the descriptors that ended the sleep."""
+        told = [fd for fd, _ in poller.poll(pause_s * 1000)]
         if self._wake_fd in told:
             os.eventfd_read(self._wake_fd)
         return told

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
-from kvoffd_client.jobs import GroupTransfer, Job, Size, submit_of
+from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.memory import Registration
 from kvoffd_client.namespace import NamespaceSpec
@@ -83,6 +83,7 @@ class WorkerClient(Session):
         rng: random.Random | None = None,
     ) -> None:
         super().__init__(directory, m.Role.WORKER, namespace, name, software, options, transport, rng)
+        self._namespace = namespace
         self._registration = registration
         self._registration_id = b""
         self.memory_on_gpu = registration.on_gpu
@@ -133,7 +134,8 @@ class WorkerClient(Session):
             TypeError: keys or block ids are no bytes.
         """
         namespace = self._namespace
-        sizes = [job.checked_size(len(namespace.groups), namespace.key_bytes) for job in jobs]
+        shape = len(namespace.groups), namespace.key_bytes
+        sizes = [job.checked_size(*shape) for job in jobs]
         ids = {job.job_id for job in jobs}
         if max(ids, default=0) >= FIRST_PART_ID:
             raise ValueError(f"Job ids are below {FIRST_PART_ID}; {max(ids)} is not.")
@@ -147,32 +149,32 @@ class WorkerClient(Session):
                 return
             accepted = max(0, limits.max_jobs_in_flight - len(self._sent))
             self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
-            messages: list[list[tuple[Job, int]]] = []
-            """In each, jobs with the id of the job that it is or is a part of."""
+            most_keys, most_bytes = most = limits.max_keys_per_request, limits.max_frame_bytes // 2
+            messages: list[tuple[int, list[Job]]] = []
+            """By the id of the request, jobs and parts of jobs."""
             keys = nbytes = 0
-            most = Size(limits.max_keys_per_request, limits.max_frame_bytes // 2)
             for job, size in zip(jobs[:accepted], sizes, strict=False):
-                parts, part_sizes = [job], [size]
-                if size.keys > most.keys or size.nbytes > most.nbytes:
+                parts = [(job, size)]
+                if size[0] > most_keys or size[1] > most_bytes:
                     per_key = self._registration.blocks_per_key
-                    parts = job.parts(size, namespace.key_bytes, per_key, most, self._next_part_id)
-                    part_sizes = [part.checked_size(len(namespace.groups), namespace.key_bytes) for part in parts]
-                    self._next_part_id += len(parts)
+                    cut = job.parts(size, namespace.key_bytes, per_key, most, self._next_part_id)
+                    self._next_part_id += len(cut)
+                    parts = [(part, part.checked_size(*shape)) for part in cut]
                 self._jobs[job.job_id] = Unfinished(job, now, len(parts))
-                for part, (of_keys, in_frame) in zip(parts, part_sizes, strict=True):
+                for part, (of_keys, in_frame) in parts:
                     keys, nbytes = keys + of_keys, nbytes + in_frame
-                    full = keys > most.keys or nbytes > limits.max_frame_bytes
-                    if not messages or full or len(messages[-1]) == limits.max_jobs_per_message:
-                        messages.append([])
+                    full = keys > most_keys or nbytes > limits.max_frame_bytes
+                    if not messages or full or len(messages[-1][1]) == limits.max_jobs_per_message:
+                        messages.append((self._next_request_id(), []))
                         keys, nbytes = of_keys, in_frame
-                    messages[-1].append((part, job.job_id))
-            for some in messages:
-                request_id, sent = self._next_request_id(), [job for job, _ in some]
-                self._sent.update((job.job_id, Sent(job, of_job, request_id)) for job, of_job in some)
-                message = submit_of(request_id, self._registration_id, namespace.key_bytes, sent, self._sequence)
+                    request_id, batch = messages[-1]
+                    batch.append(part)
+                    self._sent[part.job_id] = Sent(part, job.job_id, request_id)
+            for request_id, batch in messages:
+                message = submit_of(request_id, self._registration_id, namespace.key_bytes, batch, self._sequence)
                 if (refused := self._send(message)) is not None:
                     code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
-                    self._fail_sent([job.job_id for job in sent], code)
+                    self._fail_sent([job.job_id for job in batch], code)
                     self._transport.notify()
 
     def take_results(self) -> list[m.JobResult]:
@@ -361,13 +363,7 @@ class WorkerClient(Session):
             self._ahead.remove(self._sequence)
         self._credit_bytes = batch.credit_bytes
         for result in batch.results:
-            for named in (*result.failed, *result.declined):
-                if named.group >= len(self._namespace.groups) or len(named.keys) % self._namespace.key_bytes:
-                    # No keys of the namespace: a request that names them again would fail.
-                    self._fail_sent({result.job_id} & self._sent.keys(), ErrorCode.INTERNAL)
-                    break
-            else:
-                self._on_result(result)
+            self._on_result(result)
 
     def _ask_for_results(self, now: float) -> None:
         if self._asking or self._phase is not Phase.READY:

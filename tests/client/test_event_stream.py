@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvoffd_client import event_stream
 from kvoffd_client.event_stream import EventStream
 from kvoffd_proto.codec import encode
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, EventBatch, KvEvent
@@ -17,14 +20,15 @@ def message(number: int) -> tuple[bytes, bytes]:
     return number.to_bytes(8, "big"), encode(EventBatch(0.0, [event(number)]))
 
 
-def stream(max_events: int = 100) -> EventStream:
-    made = EventStream(b"kv@mine", max_events)
+def stream() -> EventStream:
+    made = EventStream(b"kv@mine")
     assert made.take() == [CLEARED]
     return made
 
 
-def test_events_that_nobody_takes_are_bounded_and_counted() -> None:
-    events = stream(max_events=3)
+def test_events_that_nobody_takes_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_stream, "MAX_BUFFERED_EVENTS", 3)
+    events = stream()
     for number in range(5):
         events.message(*message(number))
     assert events.take() == [CLEARED, event(4)]

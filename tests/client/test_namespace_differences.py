@@ -17,7 +17,7 @@ WHOLE = {**FACTS, "format": 2, **{name: f"{number:064x}" for number, name in enu
 
 
 def words(was: dict[str, object], **changes: object) -> list[str]:
-    return [each.since() for each in explain(json.dumps({**was, **changes}), json.dumps(was))]
+    return [each.sentence(", was") for each in explain(json.dumps({**was, **changes}), json.dumps(was))]
 
 
 def test_a_field_that_differs_alone_is_named_with_words() -> None:

@@ -31,8 +31,6 @@ def test_a_refused_lookup_is_a_miss_and_the_session_goes_on(fake: FakeDaemon, sc
 def test_keys_of_a_wrong_length_are_an_error_of_the_caller(scheduler: SchedulerClient) -> None:
     with pytest.raises(ValueError, match="whole number"):
         scheduler.lookup([m.GroupKeys(0, bytes(33))])
-    with pytest.raises(ValueError, match="whole number"):
-        scheduler.invalidate([m.GroupKeys(0, bytes(33))])
 
 
 def test_invalidate_and_reset_reach_the_daemon(fake: FakeDaemon, scheduler: SchedulerClient) -> None:

@@ -19,7 +19,7 @@ from kvoffd_client import (
     WorkerClient,
     scheduler_client,
 )
-from kvoffd_client.jobs import GroupTransfer, Job, Size, submit_of
+from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_client.session import (
     BACKOFF_ABSENT_S,
     BACKOFF_MIN_S,
@@ -716,7 +716,7 @@ def check_parts(rng: random.Random) -> None:
             keys, ids = rng.randbytes(32 * count), rng.randbytes(4 * (end - first))
             groups.append(GroupTransfer(group, keys, ids, first, *told))
     job = Job(1, groups, 2**32)
-    most = Size(10, rng.choice((500, 50_000)))
+    most = 10, rng.choice((500, 50_000))
     parts = job.parts(job.checked_size(64, 32), 32, 4, most, 100)
     assert [part.job_id for part in parts] == list(range(100, 100 + len(parts)))
     for one in groups:
@@ -725,8 +725,8 @@ def check_parts(rng: random.Random) -> None:
         for field in ("keys", "parents", "tokens"):
             assert b"".join(getattr(some, field) for some in cut) == getattr(one, field)
     for part in parts:
-        assert part.checked_size(64, 32).keys <= 10
-        assert len(codec.encode(submit_of(1, b"r" * 16, 32, [part]))) <= max(2 * most.nbytes, 32 * 8)
+        assert part.checked_size(64, 32)[0] <= 10
+        assert len(codec.encode(submit_of(1, b"r" * 16, 32, [part]))) <= max(2 * most[1], 32 * 8)
 
 
 def covered(part: GroupTransfer) -> list[tuple[bytes, int, bytes]]:

@@ -42,21 +42,6 @@ def test_a_refused_job_tells_why(fake: FakeDaemon, worker: WorkerClient) -> None
     assert take(worker, 1)[1].error is ErrorCode.BAD_KEYS
 
 
-@pytest.mark.parametrize("named", [m.GroupKeys(1, bytes(32)), m.GroupKeys(0, bytes(31))])
-@pytest.mark.parametrize("field", ["failed", "declined"])
-def test_a_result_with_keys_that_nobody_has_is_a_failure_of_the_jobs_own(
-    field: str, named: m.GroupKeys, fake: FakeDaemon, worker: WorkerClient
-) -> None:
-    """vLLM's scheduler would name them to the daemon again, and end with the ValueError that they are."""
-    fake.hold_jobs = True
-    worker.load(1, 2**32, TRANSFER)
-    wait_until(lambda: fake.seen_jobs(loads=True))
-    fake.publish(m.Role.WORKER, [m.JobResult(1, field != "failed", 0, 0.0, **{field: [named]})])
-    result = take(worker, 1)[1]
-    assert not result.ok
-    assert (result.failed, result.declined) == ([m.GroupKeys(0, bytes(32))], [])
-
-
 def test_lengths_that_cannot_be_right_are_an_error_of_the_caller(worker: WorkerClient) -> None:
     for wrong in ((0, bytes(31), bytes(4)), (0, bytes(32), bytes(3)), (1, bytes(32), bytes(4))):
         with pytest.raises(ValueError, match=r"whole number|none of them"):

@@ -74,7 +74,7 @@ def event_batch(data: bytes) -> None:
         events.decode_event_batch(data)
     except msgspec.MsgspecError:
         pass
-    stream = EventStream(b"kv@x", 100)
+    stream = EventStream(b"kv@x")
     stream.message(bytes(8), data)
     stream.take()
     lost = stream.lost

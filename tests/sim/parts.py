@@ -28,9 +28,8 @@ from kvoffd.tiering import WriteMode
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import CopyEngine
 from kvoffd_client import Registration, SchedulerClient, WorkerClient
-from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.session import Session
-from kvoffd_proto.messages import AnyRequest, Role, Welcome
+from kvoffd_proto.messages import AnyRequest, Role
 from tests.sim.client import OPTIONS, SimTransport
 from tests.sim.clock import Process
 from tests.sim.content import Content
@@ -237,11 +236,8 @@ class Operator(Session):
     """An administrator's session: what it asks for is answered, or is not."""
 
     def __init__(self, transport: SimTransport, rng: random.Random) -> None:
-        super().__init__(DIRECTORY, Role.ADMIN, NamespaceSpec.named("none"), "admin", "", OPTIONS, transport, rng)
+        super().__init__(DIRECTORY, Role.ADMIN, None, "admin", "", OPTIONS, transport, rng)
         transport.start(self)
-
-    def _on_welcome(self, reply: Welcome, now: float) -> None:
-        self._become_ready(now)
 
     def ask(self, make: Callable[[int], AnyRequest], now: float) -> None:
         """Send a request, if there is a session. With the lock held."""

@@ -407,7 +407,7 @@ def _apart(used: Sequence[NamespaceInfo]) -> Iterator[Finding]:
 
 def _left_behind(left: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: int) -> Finding:
     old = max(left, key=lambda one: one.ready_bytes)
-    words = "; ".join(each.since() for each in explain(new.description, old.description))
+    words = "; ".join(each.sentence(", was") for each in explain(new.description, old.description))
     more = f" {len(left) - 1} more are like it." if len(left) > 1 else ""
     evidence = (
         f"{namespace_name(old.label, old.namespace)} has {format_size(old.ready_bytes)}, and no engine uses it.{more} "
