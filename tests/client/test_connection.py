@@ -13,9 +13,17 @@ import warnings
 import pytest
 import zmq
 
-from kvoffd_client import ClientOptions, ForkedProcess, NamespaceSpec, Registration, SchedulerClient, WorkerClient
+from kvoffd_client import (
+    ClientOptions,
+    ForkedProcess,
+    NamespaceSpec,
+    Registration,
+    SchedulerClient,
+    WorkerClient,
+    lifeline_stream,
+)
 from kvoffd_client.jobs import GroupTransfer
-from kvoffd_client.lifeline_stream import MAX_DESCRIPTORS
+from kvoffd_client.lifeline_stream import MAX_DESCRIPTORS, LifelineStream
 from kvoffd_client.transport import SocketTransport
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
@@ -69,6 +77,25 @@ def test_eof_fails_requests_and_jobs_at_once(
         (1, ErrorCode.SESSION_ENDED),
         (2, ErrorCode.SESSION_ENDED),
     ]
+
+
+def test_a_load_into_gpu_memory_is_not_over_where_a_lifeline_ends_before_its_process(
+    fake: FakeDaemon, registration: Registration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LifelineStream, "_pidfd_of_peer", lambda stream: -1)
+    monkeypatch.setattr(lifeline_stream, "DAEMON_END_GRACE_S", 0.5)
+    monkeypatch.setattr(Registration, "on_gpu", True)
+    with WorkerClient(fake.directory, SPEC, registration, options=QUICK) as worker:
+        assert worker.wait_ready(5)
+        fake.hold_jobs = True
+        worker.store(1, TRANSFER)
+        worker.load(2, 2**32, TRANSFER)
+        wait_until(lambda: fake.seen_jobs(loads=True))
+        began = time.monotonic()
+        fake.stop()
+        assert [result.job_id for result in worker.wait_results(5)] == [1], "a store only reads"
+        assert [result.job_id for result in worker.wait_results(5)] == [2]
+        assert time.monotonic() - began >= 0.5
 
 
 def test_garbage_replies_end_the_connection_and_a_new_one_works(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
