@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
@@ -17,34 +18,28 @@ if TYPE_CHECKING:
 StructT = TypeVar("StructT", bound=Struct)
 
 
+@dataclass(eq=False)
 class Pending:
-    """A reply that must wait. Returned by a handler; the service asks ``poll`` until it is there.
+    """A reply that must wait. Returned by a handler; the service asks ``poll`` until it is there."""
 
-    Args:
-        poll: returns the reply, or None where it is not there yet; raises an error to refuse the request. Its argument
-            says that ``until`` has passed: then it must do one of the two others. None where a callback calls
-            ``bring``.
-        until: time of the daemon's clock.
-    """
-
-    def __init__(self, poll: Callable[[bool], m.AnyReply | None] | None = None, until: float = inf) -> None:
-        self._poll = poll
-        self._result: m.AnyReply | Exception | None = None
-        self.until = until
-        self.request_id = 0
-        self.session: Session | None = None
-        """Whose request it is. When it ends, nobody is left to be answered."""
+    poll: Callable[[bool], m.AnyReply | None] = lambda late: None
+    """Returns the reply, or None where it is not there yet; raises an error to refuse the request. Its argument says
+    that ``until`` has passed: then it must do one of the two others."""
+    until: float = inf
+    """Time of the daemon's clock."""
+    request_id: int = field(default=0, init=False)
+    session: Session | None = field(default=None, init=False)
+    """Whose request it is. When it ends, nobody is left to be answered."""
 
     def bring(self, result: m.AnyReply | Exception) -> None:
         """This is the reply, or the reason why there is none."""
-        self._result = result
 
-    def poll(self, late: bool) -> m.AnyReply | None:
-        if self._poll is not None:
-            return self._poll(late)
-        if isinstance(self._result, Exception):
-            raise self._result
-        return self._result
+        def poll(late: bool) -> m.AnyReply:
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        self.poll = poll
 
 
 def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:
