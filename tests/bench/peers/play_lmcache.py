@@ -1,4 +1,4 @@
-"""LMCache's client in the comparison: ``python -m tests.bench.peers.play_lmcache URL SERVER_PID LAYOUT``.
+"""LMCache's client in the comparison: ``python -m tests.bench.peers.play_lmcache SERVER_PID URL LAYOUT``.
 
 Runs in LMCache's own environment. It drives the two adapters that LMCache's vLLM connector drives, with the same calls
 in the same order, and leaves every setting of theirs at its default. LAYOUT is LMCache's name for the order of heads
@@ -26,7 +26,7 @@ from lmcache.integration.vllm.vllm_multi_process_adapter import (
 )
 from lmcache.v1.multiprocess.transfer_context import EngineDrivenContextShm, EngineDrivenTransferContext
 
-from tests.bench.peers.player import BLOCK_TOKENS, Copy, Geometry, Player, Prompt, play
+from tests.bench.peers.player import BLOCK_TOKENS, measured, play
 
 MODEL = "peers"
 HEAD_BYTES = 512
@@ -37,12 +37,11 @@ POLL_S = 100e-6
 """Between two looks at an answer. Looking without a pause is slower: it keeps the GIL from the client's own thread."""
 
 
-class LMCachePlayer(Player):
+class LMCachePlayer:
     """A scheduler adapter and a worker adapter, as the connector has one in each of vLLM's processes."""
 
-    def __init__(self, url: str, server_pid: int, layout: str) -> None:
-        super().__init__(server_pid)
-        self._url, self._layout = url, layout
+    def __init__(self, server_pid: int, url: str, layout: str) -> None:
+        self._server_pid, self._url, self._layout = server_pid, url, layout
         self._context = zmq.Context()
         self._scheduler: LMCacheMPSchedulerAdapter | None = None
         self._worker: LMCacheMPWorkerAdapter | None = None
@@ -58,29 +57,27 @@ class LMCachePlayer(Player):
         assert self._worker is not None
         return self._scheduler, self._worker
 
-    def open(self, geometry: Geometry) -> None:
+    def open(self, layers: int, blocks: int, page_bytes: int) -> None:
         self._end_session()
         alone = ParallelStrategy(mla_only=False, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1)
         self._scheduler = LMCacheMPSchedulerAdapter([self._url], self._context, MODEL, BLOCK_TOKENS, alone)
         self._worker = LMCacheMPWorkerAdapter(self._url, self._context, MODEL, BLOCK_TOKENS, alone)
-        self._kv = self._tensors(geometry)
+        self._kv = self._tensors(layers, blocks, page_bytes)
         self._worker.register_kv_caches(self._kv, layout_hints={"kv_layout": self._layout})
         transfer = self._worker.transfer_ctx
-        if not isinstance(transfer, EngineDrivenTransferContext) or not isinstance(
-            transfer.engine_driven_context, EngineDrivenContextShm
-        ):
-            raise AssertionError("LMCache did not take its shared-memory mode; see its log.")
+        assert isinstance(transfer, EngineDrivenTransferContext)
+        assert isinstance(transfer.engine_driven_context, EngineDrivenContextShm), "It took another mode."
 
-    def _tensors(self, geometry: Geometry) -> dict[str, torch.Tensor]:
+    def _tensors(self, layers: int, blocks: int, page_bytes: int) -> dict[str, torch.Tensor]:
         """vLLM's shape for K and V packed in one page: [blocks, tokens, heads, 256], or with heads before tokens."""
-        token_bytes = geometry.page_bytes // BLOCK_TOKENS
+        token_bytes = page_bytes // BLOCK_TOKENS
         heads, width = (token_bytes // HEAD_BYTES, HEAD_BYTES) if token_bytes >= HEAD_BYTES else (1, token_bytes)
         page = (BLOCK_TOKENS, heads) if self._layout == "NHD" else (heads, BLOCK_TOKENS)
-        shape = (geometry.blocks, *page, width // 2)
-        return {f"layer.{layer}": torch.full(shape, layer, dtype=torch.bfloat16) for layer in range(geometry.layers)}
+        shape = (blocks, *page, width // 2)
+        return {f"layer.{layer}": torch.full(shape, layer, dtype=torch.bfloat16) for layer in range(layers)}
 
-    def fill(self, prompt: Prompt) -> None:
-        blocks = prompt.tokens // BLOCK_TOKENS
+    def fill(self, tokens: int, keys: int) -> None:
+        blocks = tokens // BLOCK_TOKENS
         self._filled = self._prompt(blocks)
         self._store(self._filled, list(range(1, blocks + 1)))
 
@@ -89,34 +86,38 @@ class LMCachePlayer(Player):
             self._store(self._prompt(len(order)), order)
         self._adapters[0].reset_cache()
 
-    def lookup(self, prompt: Prompt, hit: bool) -> float:
-        tokens = self._filled if hit else self._prompt(prompt.tokens // BLOCK_TOKENS)
-        request_id = next(self._request_ids)
-        begin = time.perf_counter()
-        found = self._ask(request_id, tokens)
-        seconds = time.perf_counter() - begin
-        if found != (len(tokens) if hit else 0):
-            raise AssertionError(f"A lookup must find {len(tokens) if hit else 0} tokens and found {found}.")
-        self._finish(request_id, tokens, found)
-        self._settle(tokens)
-        return seconds
-
-    def lookups(self, prompt: Prompt, hit: bool, samples: int) -> list[float]:
+    def lookups(self, tokens: int, keys: int, hit: bool, samples: int) -> list[float]:
         """In two ways, looking for the answer again and again and waiting for it; the faster way counts."""
         ways = []
         for self._patient in (False, True):
-            ways.append(super().lookups(prompt, hit, samples))
+            ways.append([self._look_up(tokens, hit) for _ in range(samples)])
         return min(ways, key=median)
 
-    def copies(self, order: list[int]) -> tuple[Copy, Copy]:
+    def _look_up(self, tokens: int, hit: bool) -> float:
+        prompt = self._filled if hit else self._prompt(tokens // BLOCK_TOKENS)
+        request_id = next(self._request_ids)
+        begin = time.perf_counter()
+        # What the connector does for one prompt from its first sight to the known number of cached tokens.
+        found = self._ask(request_id, prompt)
+        seconds = time.perf_counter() - begin
+        assert found == (tokens if hit else 0), f"A lookup found {found} tokens."
+        # What it does when the request needs nothing of what was found, and ends.
+        scheduler, _ = self._adapters
+        scheduler.cleanup_lookup_result(request_id)
+        if found:
+            scheduler.free_lookup_locks(prompt, 0, found, request_id)
+        scheduler.end_session(request_id)
+        self._settle(prompt)
+        return seconds
+
+    def copies(self, order: list[int]) -> list[dict[str, float]]:
         scheduler, _ = self._adapters
         tokens = self._prompt(len(order))
-        stored = self.measured(lambda: self._store(tokens, order))
-        loaded = self._load(tokens, order[::-1], self.measured)
+        stored = measured(self._server_pid, lambda: self._store(tokens, order))
+        loaded = self._load(tokens, order[::-1])
         self._settle(tokens)
-        if not scheduler.reset_cache():
-            raise AssertionError("LMCache did not clear its cache.")
-        return stored, loaded
+        assert scheduler.reset_cache(), "LMCache did not clear its cache."
+        return [stored, loaded]
 
     def verify(self, blocks: int) -> None:
         scheduler, _ = self._adapters
@@ -128,19 +129,14 @@ class LMCachePlayer(Player):
         self._store(tokens, ids)
         for tensor in self._kv.values():
             tensor.zero_()
-        self._load(tokens, ids[::-1], self.measured)
+        self._load(tokens, ids[::-1])
         for tensor, old in zip(self._kv.values(), before, strict=True):
-            if not torch.equal(tensor[ids[::-1]].view(torch.uint8), old[ids].view(torch.uint8)):
-                raise AssertionError("What was loaded is not what was stored.")
+            same = torch.equal(tensor[ids[::-1]].view(torch.uint8), old[ids].view(torch.uint8))
+            assert same, "What was loaded is not what was stored."
         scheduler.reset_cache()
 
-    def facts(self) -> dict[str, str]:
-        return {
-            "version": version("lmcache"),
-            "torch": torch.__version__,
-            "libzmq": zmq.zmq_version(),
-            "torch_threads": str(torch.get_num_threads()),
-        }
+    def facts(self) -> str:
+        return f"LMCache {version('lmcache')}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
     def close(self) -> None:
         self._end_session()
@@ -156,16 +152,11 @@ class LMCachePlayer(Player):
         return [self._random.randrange(VOCABULARY) for _ in range(blocks * BLOCK_TOKENS)]
 
     def _ask(self, request_id: str, tokens: list[int]) -> int:
-        """What the connector does for one prompt from its first sight to the known number of cached tokens."""
-        self._adapters[0].maybe_submit_lookup_request(request_id, tokens)
-        return self._answer(request_id)
-
-    def _answer(self, request_id: str) -> int:
         scheduler, _ = self._adapters
+        scheduler.maybe_submit_lookup_request(request_id, tokens)
         deadline = time.monotonic() + WAIT_S
         while (found := scheduler.check_lookup_result(request_id)) is None:
-            if time.monotonic() > deadline:
-                raise AssertionError(f"LMCache did not answer a lookup in {WAIT_S:g} seconds.")
+            assert time.monotonic() < deadline, "LMCache did not answer a lookup."
             if self._patient:
                 self._wait(request_id)
             else:
@@ -181,14 +172,6 @@ class LMCachePlayer(Player):
             pending, _ = scheduler._lookup_status[request_id][self._url]
         pending.wait(timeout=WAIT_S)
 
-    def _finish(self, request_id: str, tokens: list[int], found: int) -> None:
-        """What the connector does when the request needs nothing of what was found, and ends."""
-        scheduler, _ = self._adapters
-        scheduler.cleanup_lookup_result(request_id)
-        if found:
-            scheduler.free_lookup_locks(tokens, 0, found, request_id)
-        scheduler.end_session(request_id)
-
     def _settle(self, tokens: list[int]) -> None:
         """Wait until the server's lookup thread has done all it was told: an empty range to free comes after it."""
         scheduler, _ = self._adapters
@@ -201,16 +184,14 @@ class LMCachePlayer(Player):
         operation = LoadStoreOp(tokens, [block_ids], 0, len(tokens))
         worker.batched_submit_store_requests([request_id], [operation], worker.create_recorded_event())
         self._until(lambda: request_id in (worker.get_finished({request_id})[0] or ()))
-        if worker.get_failed_store_requests():
-            raise AssertionError("LMCache reported a failed store.")
+        assert not worker.get_failed_store_requests()
         scheduler.end_session(request_id)
 
-    def _load(self, tokens: list[int], block_ids: list[int], measured: Callable[[Callable[[], None]], Copy]) -> Copy:
+    def _load(self, tokens: list[int], block_ids: list[int]) -> dict[str, float]:
         scheduler, worker = self._adapters
         request_id = next(self._request_ids)
         found = self._ask(request_id, tokens)
-        if found != len(tokens):
-            raise AssertionError(f"LMCache acknowledged a store of {len(tokens)} tokens and has {found} of them.")
+        assert found == len(tokens), f"LMCache acknowledged a store of {len(tokens)} tokens and has {found} of them."
         scheduler.cleanup_lookup_result(request_id)
         operation = LoadStoreOp(tokens, [block_ids], 0, len(tokens))
 
@@ -218,19 +199,17 @@ class LMCachePlayer(Player):
             worker.batched_submit_retrieve_requests([request_id], [operation], worker.create_recorded_event())
             self._until(lambda: request_id in (worker.get_finished(set())[1] or ()))
 
-        copy = measured(load)
-        if worker.get_block_ids_with_load_errors():
-            raise AssertionError("LMCache reported blocks that it could not load.")
+        copy = measured(self._server_pid, load)
+        assert not worker.get_block_ids_with_load_errors()
         scheduler.end_session(request_id)
         return copy
 
     def _until(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WAIT_S
         while not done():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"An LMCache transfer did not end in {WAIT_S:g} seconds.")
+            assert time.monotonic() < deadline, "An LMCache transfer did not end."
             time.sleep(POLL_S)
 
 
 if __name__ == "__main__":
-    play(LMCachePlayer(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    play(LMCachePlayer(int(sys.argv[1]), *sys.argv[2:]))

@@ -1,7 +1,15 @@
-"""One side's client process: does what the comparison tells it, one JSON line in and one out. Standard library only.
+"""One side's client process: does what the comparison has it do, a JSON line in and one out. Standard library only.
 
 The comparison never measures time itself: each side's client runs in a process and environment of its own, reads its
-own clock around calls of its own library, and says what it found.
+own clock around calls of its own library, and checks what came of them. Both have these methods:
+
+* ``open(layers, blocks, page_bytes)``: connect and register memory, K and V of 16 tokens in a page.
+* ``fill(tokens, keys)``: store one prompt; ``lookups(tokens, keys, hit, samples)``: the seconds of lookups of it, or of
+  new ones. LMCache is asked with the tokens, kvoffd with the keys.
+* ``warm(order, jobs)``: store so many prompts from the blocks ``order``, and drop them.
+* ``verify(blocks)``: store and load once, and compare every byte.
+* ``copies(order)``: store a new prompt from the blocks ``order``, and load it into them in reverse.
+* ``facts()``: versions of this side; ``close()``.
 """
 
 from __future__ import annotations
@@ -9,123 +17,27 @@ from __future__ import annotations
 import json
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
-
-from tests.bench.cpu_time import process_cpu_s
 
 BLOCK_TOKENS = 16
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """The engine's KV cache: ``layers`` x ``blocks`` pages of ``page_bytes``, K and V of 16 tokens in one page."""
-
-    layers: int
-    blocks: int
-    page_bytes: int
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """As many tokens as ``keys`` of the server's. LMCache is asked with the tokens, kvoffd with the keys."""
-
-    tokens: int
-    keys: int
+def measured(server_pid: int, work: Callable[[], None]) -> dict[str, float]:
+    """The seconds that ``work`` took, and the CPU seconds of this process and the server meanwhile."""
+    clock = (~server_pid << 3) | 2  # its CPU clock: clock_getcpuclockid(3)
+    cpu_s, begin = time.process_time() + time.clock_gettime(clock), time.perf_counter()
+    work()
+    end = time.perf_counter()
+    return {"seconds": end - begin, "cpu_s": time.process_time() + time.clock_gettime(clock) - cpu_s}
 
 
-@dataclass(frozen=True)
-class Copy:
-    """One measured store or load.
-
-    Attributes:
-        seconds: from the call to the client's knowledge that it is done.
-        client_cpu_s: CPU seconds of the client's process in that time, all its threads.
-        server_cpu_s: the same of the server's.
-    """
-
-    seconds: float
-    client_cpu_s: float
-    server_cpu_s: float
-
-
-class Player(ABC):
-    """One side's client. Every method waits until it is done and raises when the answer is not what it must be."""
-
-    def __init__(self, server_pid: int) -> None:
-        self._server_pid = server_pid
-
-    @abstractmethod
-    def open(self, geometry: Geometry) -> None:
-        """Connect and register the engine's memory."""
-
-    @abstractmethod
-    def fill(self, prompt: Prompt) -> None:
-        """Store one prompt for ``lookup(hit=True)``."""
-
-    @abstractmethod
-    def warm(self, order: list[int], jobs: int) -> None:
-        """Store ``jobs`` prompts from the blocks ``order``, so that all but the whole pool is touched; drop them."""
-
-    @abstractmethod
-    def lookup(self, prompt: Prompt, hit: bool) -> float:
-        """Seconds from the question for the filled prompt, or a new one, to the answer; its pins are let go after."""
-
-    def lookups(self, prompt: Prompt, hit: bool, samples: int) -> list[float]:
-        """Several, one after the other."""
-        return [self.lookup(prompt, hit) for _ in range(samples)]
-
-    @abstractmethod
-    def copies(self, order: list[int]) -> tuple[Copy, Copy]:
-        """Store a new prompt from the blocks ``order``, load it into them in reverse; then drop it from the server."""
-
-    @abstractmethod
-    def verify(self, blocks: int) -> None:
-        """Store and load once and compare every byte."""
-
-    @abstractmethod
-    def facts(self) -> dict[str, str]:
-        """Versions and settings of this side."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the session."""
-
-    def measured(self, work: Callable[[], None]) -> Copy:
-        server, client, begin = process_cpu_s(self._server_pid), time.process_time(), time.perf_counter()
-        work()
-        end = time.perf_counter()
-        return Copy(end - begin, time.process_time() - client, process_cpu_s(self._server_pid) - server)
-
-
-def play(player: Player) -> None:
-    """Answer commands until standard input ends."""
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # libraries that print must not be taken for answers
+def play(player: Any) -> None:
+    """Answer until standard input ends. What fails ends the process, with its traceback."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # libraries that print must not be taken for answers
     try:
         for line in sys.stdin:
-            command = json.loads(line)
-            try:
-                answer = {"answer": _do(player, command.pop("do"), command)}
-            except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(answer), file=answers, flush=True)
+            method, *arguments = json.loads(line)
+            print(json.dumps(getattr(player, method)(*arguments)), file=answers, flush=True)
     finally:
         player.close()
-
-
-def _do(player: Player, what: str, arguments: dict[str, Any]) -> object:
-    if "prompt" in arguments:
-        arguments["prompt"] = Prompt(**arguments["prompt"])
-    match what:
-        case "open":
-            return player.open(Geometry(**arguments["geometry"]))
-        case "lookups":
-            return player.lookups(**arguments)
-        case "copies":
-            return [asdict(item) for item in player.copies(**arguments)]
-        case "fill" | "warm" | "verify" | "facts":
-            return getattr(player, what)(**arguments)
-    raise ValueError(f"There is no command {what!r}.")
