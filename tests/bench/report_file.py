@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,10 +96,3 @@ def percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest of ``values`` (at least one) that the share ``share`` (0 to 1) of them does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def spread(values: Sequence[float]) -> str:
-    """Median and quartiles: a round that something disturbed says nothing about the rest."""
-    ordered = sorted(values)
-    quarter = len(ordered) // 4
-    return f"{number(median(ordered))} ({number(ordered[quarter])} to {number(ordered[-1 - quarter])})"

@@ -39,7 +39,7 @@ def main() -> int:
         failed = failed or bool(report.problems)
         print(*report.problems, sep="\n")
     if given.cycles:
-        print(measure_cycles(given.cycles, given.seed))
+        print(*measure_cycles(given.cycles, given.seed))
     return int(failed)
 
 

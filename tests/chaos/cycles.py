@@ -148,16 +148,11 @@ def footprint(daemon: DaemonProcess) -> Footprint:
     )
 
 
-class Cycles(NamedTuple):
-    """Where clients were killed, and the footprints before and after."""
+def measure_cycles(count: int, seed: int) -> tuple[Counter[str], Footprint, Footprint]:
+    """Kill ``count`` clients of a daemon: in which stages, and the footprints before and after.
 
-    killed: Counter[str]
-    before: Footprint
-    after: Footprint
-
-
-def measure_cycles(count: int, seed: int) -> Cycles:
-    """Kill ``count`` clients of a daemon. Raises AssertionError when it holds something for them afterwards."""
+    Raises AssertionError when it holds something for them afterwards.
+    """
     with (
         DaemonProcess(POOL, limits={"partial_timeout_s": 0.5}) as daemon,
         make_engine(daemon.directory) as engine,
@@ -169,7 +164,7 @@ def measure_cycles(count: int, seed: int) -> Cycles:
         killed = _kill_clients(daemon.directory, count, seed + 1)
         after = _settled(daemon)
         assert "Traceback" not in daemon.log, daemon.log[-4000:]
-        return Cycles(killed, before, after)
+        return killed, before, after
 
 
 def _kill_clients(directory: Path, count: int, seed: int) -> Counter[str]:

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 from tests.chaos.engine import RANKS
@@ -121,7 +120,7 @@ class ChaosEngineProcess:
 
 @dataclass
 class Report:
-    """The figures of a run. Times are in seconds."""
+    """The figures of a run. ``longest_step_s`` leaves out waiting for a CPU, and steps while a process was stopped."""
 
     seed: int
     pool: str
@@ -129,30 +128,15 @@ class Report:
     actions: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
-    lives: int = 0
     watchdog_kills: int = 0
-    longest_step: float = 0.0
-    longest_step_on_cpu: float = 0.0
-    longest_in_stop: float = 0.0
-    slow_steps: int = 0
-    first_hits: list[float] = field(default_factory=list)
-    seconds: float = 0.0
+    longest_step_s: float = 0.0
 
     def __str__(self) -> str:
-        counts, hits = self.counts, sorted(self.first_hits) or [0.0]
         actions = ", ".join(f"{kind} {number}" for kind, number in sorted(self.actions.items()))
+        counts = ", ".join(f"{kind} {number}" for kind, number in sorted(self.counts.items()))
         return (
-            f"seed {self.seed}, pool {self.pool}: {self.rounds} rounds in {self.seconds:.0f} s ({actions}); "
-            f"{self.lives} daemons, {self.watchdog_kills} ended by the watchdog\n"
-            f"  {counts['requests']} requests served, {len(self.problems)} problems; {counts['blocks compared']} "
-            f"blocks loaded and compared, {counts['blocks computed']} computed; loads {counts['loads']}, "
-            f"{counts['loads recomputed']} failed and were recomputed; stores {counts['stores']}, "
-            f"{counts['stores failed']} failed; late lookups {counts['late lookups']}; fences {counts['fences']}\n"
-            f"  longest engine step outside the daemon's stops {1000 * self.longest_step:.1f} ms of {counts['steps']}, "
-            f"{self.slow_steps} over 50 ms; less waiting for a CPU {1000 * self.longest_step_on_cpu:.1f} ms; "
-            f"while the daemon was stopped {1000 * self.longest_in_stop:.1f} ms\n"
-            f"  first right block after the end of a daemon: median {hits[len(hits) // 2]:.2f} s, "
-            f"longest {hits[-1]:.2f} s of {len(self.first_hits)}"
+            f"seed {self.seed}, pool {self.pool}: {self.rounds} rounds ({actions}), {len(self.problems)} problems; "
+            f"{self.watchdog_kills} daemons ended by the watchdog\n  {counts}; longest step {self.longest_step_s:.3f} s"
         )
 
 
@@ -162,7 +146,6 @@ class Rounds:
     def __init__(self, seed: int, pool_file: Path | None) -> None:
         self._rng = random.Random(seed)
         self.report = Report(seed, "kept by systemd's protocol" if pool_file is None else "in a file")
-        self._began_at = time.monotonic()
         self._supervisor = Supervisor(POOL, pool_file, LIMITS, **FLAGS).start()
         self._daemon_stopped: list[tuple[float, float]] = []
         self._engine_log = os.open(self._supervisor.directory / "engines.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -299,35 +282,17 @@ class Rounds:
     def finish(self) -> Report:
         """Collect the figures of the run. Asserts nothing."""
         report = self.report
-        report.seconds = time.monotonic() - self._began_at
-        report.problems = self._problems()
-        report.lives, report.watchdog_kills = self._supervisor.lives, len(self._supervisor.hung)
-        # On a machine that is busy enough a daemon may be silent for too long without having been stopped.
-        self._daemon_stopped += [(begun, end + AFTER_STOP_S) for begun, end in self._supervisor.hung]
+        report.problems, report.watchdog_kills = self._problems(), len(self._supervisor.hung)
         if "Traceback" in self._supervisor.daemon.log:
             report.problems.append("the daemon logged a traceback")
+        # On a machine that is busy enough a daemon may be silent for too long without having been stopped.
+        stops = self._daemon_stopped + [(begun, end + AFTER_STOP_S) for begun, end in self._supervisor.hung]
         for engine in (*self._ended_engines, *self._engines):
             report.counts += engine.counts
-            for step in engine.steps:
-                self._enter(step, engine)
-        hits = sorted(hit for engine in (*self._ended_engines, *self._engines) for hit in engine.hits)
-        ends = [*self._supervisor.ended_at, float("inf")]
-        for end, following in pairwise(ends):
-            if first := [hit for hit in hits if end < hit < following]:
-                report.first_hits.append(first[0] - end)
+            for begun, took, waited in engine.steps:
+                if not any(begun < end and begun + took > start for start, end in stops + engine.stopped):
+                    report.longest_step_s = max(report.longest_step_s, took - waited)
         return report
-
-    def _enter(self, step: tuple[float, float, float], engine: ChaosEngineProcess) -> None:
-        begun, took, waited = step
-        report = self.report
-        if _overlaps(begun, took, engine.stopped):
-            return
-        if _overlaps(begun, took, self._daemon_stopped):
-            report.longest_in_stop = max(report.longest_in_stop, took)
-            return
-        report.longest_step = max(report.longest_step, took)
-        report.longest_step_on_cpu = max(report.longest_step_on_cpu, took - waited)
-        report.slow_steps += took > 0.05
 
     def close(self) -> None:
         """End all processes."""
@@ -350,10 +315,6 @@ def held_resources(found: Books, sessions: int) -> str:
     if found.integrity.mismatches or found.quarantined_bytes:
         return f"slots lost their bytes: {found.integrity.mismatches}"
     return ""
-
-
-def _overlaps(begun: float, took: float, stops: list[tuple[float, float]]) -> bool:
-    return any(begun < end and begun + took > start for start, end in stops)
 
 
 def run_rounds(

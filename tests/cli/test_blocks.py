@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvoffd_client import Block, BlockClient
 from kvoffd_client.testing import FakeEngine
 from tests.kit.command import BLOCK_BYTES, EXPORT, IMPORT, KEYS, LABEL, LIST_BLOCKS, SHOW_BLOCK, Cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.open_files import files_of_at_most
-from tests.kit.wire import books
+from tests.kit.wire import books, keys
 
 NAMED = ("--namespace", LABEL)
 
@@ -36,6 +39,26 @@ def test_blocks_are_listed_and_shown(engine: FakeEngine, cli: Cli) -> None:
     assert "match their checksums" in out
     shown = json.loads(cli(*SHOW_BLOCK, KEYS[0].hex(), *NAMED, "--json").out)
     assert (shown["sound"], len(shown["shards"])) == (True, 1)
+
+
+def test_a_listing_ends_at_its_limit_and_takes_several_prefixes(engine: FakeEngine, cli: Cli) -> None:
+    lines = cli(*LIST_BLOCKS, *NAMED, "--limit", "3").out.splitlines()
+    assert (len(lines), lines[-1]) == (5, "There are more blocks; --limit 30 shows more of them.")
+    chosen = [key.hex() for key in KEYS[:2]]
+    listed = json.loads(cli(*LIST_BLOCKS, *NAMED, "--prefix", chosen[0], "--prefix", chosen[1], "--json").out)
+    assert ([block["key"] for block in listed["blocks"]], listed["more"]) == (chosen, False)
+    assert cli(*LIST_BLOCKS, *NAMED, "--prefix", "ff") == (0, "There is no such block.\n", "")
+
+
+def test_reading_and_writing_blocks_is_in_no_count_of_traffic(shared_daemon: DaemonProcess, engine: FakeEngine) -> None:
+    with BlockClient(shared_daemon.directory) as client:
+        before = client.stats().since_start
+        block = client.get_block(LABEL, KEYS[0])
+        shards = [shard.data for shard in block.shards]
+        assert client.put_block(LABEL, bytes(32), Block.of_bytes(block.geometry, 0, b"", shards))
+        after = client.stats().since_start
+    for name in ("lookups", "asked_keys", "loaded_keys", "loaded_tokens", "loaded_bytes", "stored_bytes"):
+        assert getattr(after, name) == getattr(before, name), name
 
 
 def test_what_cannot_be_done_is_one_sentence(engine: FakeEngine, cli: Cli, tmp_path: Path) -> None:
@@ -91,3 +114,28 @@ def test_an_export_onto_a_full_disk_is_one_sentence(engine: FakeEngine, cli: Cli
     assert not file.exists(), "a half file has no name that an import would take"
     assert cli(*EXPORT, str(file), *NAMED).status == 0
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_an_import_does_not_hold_the_file_in_memory(cli: Cli, tmp_path: Path) -> None:
+    """96 MiB of blocks through a buffer of 8 MiB, an eighth of the pool, most of them evicted again."""
+    file, most_kib = tmp_path / "large.safetensors", list[int]()
+    with DaemonProcess("128MiB") as large:
+        with FakeEngine(large.directory, "large", layers=1, blocks=96, page_bytes=1 << 20) as fake:
+            assert fake.store(keys(*range(96)), range(96), timeout_s=60).ok
+        assert cli(*EXPORT, str(file), "--namespace", "large", on=large).status == 0
+    program = (
+        "import sys, resource; from kvoffd_client.cli import main; status = main(sys.argv[1:]);"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(status)"
+    )
+    with DaemonProcess("64MiB") as small:
+        for more, status in (((), 1), (("--list",), 0)):
+            command = [sys.executable, "-c", program, *IMPORT, str(file), *more, "--directory", str(small.directory)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            assert done.returncode == status, done.stderr
+            *said, last = done.stdout.strip().splitlines()
+            most_kib.append(int(last))
+            if status:
+                assert "96 blocks (96.0 MiB) were put into the pool" in said[0]
+                assert said[1].endswith("blocks of the file were evicted: the pool is too small for all.")
+    # The buffer, as many blocks beside it, and what the client itself needs.
+    assert most_kib[0] - most_kib[1] < 40 << 10, most_kib

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,6 +20,8 @@ from tests.kit.wire import books
 
 COMMANDS = (
     *READING,
+    ("health", "--live"),
+    ("health", "--ready"),
     ("top",),
     ("doctor",),
     ("clear", "--all", "--yes"),
@@ -47,6 +50,12 @@ def test_without_a_daemon_each_command_is_one_sentence(tmp_path: Path, capsys: p
             assert (out, err.count("\n")) == ("", 1), command
             assert err.startswith("kvoffd-cli: ")
             assert str(tmp_path) in err
+    assert gc.isenabled(), "health stops it while it imports"
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "missing", tmp_path / "file", tmp_path / ("long" * 40)):
+        assert main(["stats", "--directory", str(place)]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n"), str(place) in err) == ("", 1, True)
 
 
 def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

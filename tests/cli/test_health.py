@@ -47,14 +47,6 @@ def test_a_degraded_daemon_is_alive_and_ready(cli: Cli, tmp_path: Path) -> None:
         assert [cause["reason"] for cause in found["causes"]] == ["disk_failed"]
 
 
-def test_a_daemon_that_is_absent_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for probe in PROBES:
-        assert main(["health", *probe, "--directory", str(tmp_path)]) == 2
-        out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", 1)
-        assert str(tmp_path) in err
-
-
 @contextmanager
 def impostor(directory: Path, serve: Callable[[socket.socket], None]) -> Iterator[None]:
     """Somebody else has bound the daemon's sockets, and serves one connection of each."""

@@ -11,9 +11,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-
-from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from tests.kit.command import CLI, CLIENTS, DAEMON, DEADLINE_S, WATCH, Terminal, run_cli, start_cli
 from tests.kit.daemon import DaemonProcess
@@ -28,18 +25,6 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], program: str = "
 
 
 # --- whatever is wrong -----------------------------------------------------------------------------
-
-
-def test_a_directory_without_a_daemon_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run_cli("stats", "--directory", str(tmp_path))
-    assert_one_sentence(done)
-    assert str(tmp_path) in done.stderr
-    (tmp_path / "file").write_text("")
-    for place in (tmp_path / "missing", tmp_path / "file", tmp_path / ("long" * 40)):
-        status = main(["stats", "--directory", str(place)])
-        out, err = capsys.readouterr()
-        assert_one_sentence(subprocess.CompletedProcess([], status, out, err))
-        assert str(place) in err
 
 
 def test_an_unknown_command_is_one_sentence() -> None:

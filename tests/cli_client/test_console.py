@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from io import BytesIO, TextIOWrapper
-from pathlib import Path
 from typing import cast
 
 import pytest
 
-from kvoffd_client.cli import main, write_any_locale
+from kvoffd_client.cli import write_any_locale
 from kvoffd_client.cli.format import percent, print_json
 
 
@@ -32,18 +30,3 @@ def test_the_locale_c_gets_ascii_and_json_loses_nothing(locale: str, written: by
     output = cast(BytesIO, stream.buffer).getvalue()
     assert output.startswith(written)
     assert json.loads(output[len(written) :]) == {"name": "模"}
-
-
-def test_what_a_locale_does_not_have_is_written_plainly() -> None:
-    stream = TextIOWrapper(BytesIO(), encoding="ascii")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("LC_ALL", raising=False)
-        patch.setattr("sys.stdout", stream)
-        write_any_locale()
-        print("85 µs █▒░ Lla… 模型", flush=True)
-    assert cast(BytesIO, stream.buffer).getvalue() == b"85 us #+. Lla. ??\n"
-
-
-def test_health_in_a_program_leaves_its_garbage_collector_on(tmp_path: Path) -> None:
-    assert main(["health", "--directory", str(tmp_path)]) == 2
-    assert gc.isenabled()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -386,66 +385,3 @@ def test_what_the_daemon_says_is_not_said_twice() -> None:
     assert kinds(facts(late)) == {"lookups_late"}
     twice = find(facts({**late, "health_problems": [Problem("lookups_late", "In the last 100 s ...")]}))
     assert [one.evidence for one in twice] == ["In the last 100 s ..."]
-
-
-CONTRADICTORY = (
-    {"pool_too_small", "pool_too_large"},
-    {"pool_too_small", "thrash"},
-    {"thrash", "pool_too_large"},
-    {"no_engine", "workers_missing"},
-    {"cuda", "not_pinned", "memlock"},
-    {"out_of_memory", "memory_limit"},
-    {"engine_away", "engine_late"},
-    {"engine_away", "hits_disagree"},
-)
-
-
-def test_no_two_findings_contradict_each_other() -> None:
-    """Over facts that nobody would make up: whatever is found of one thing, the opposite is not."""
-    dice = random.Random(11)
-    seen: set[str] = set()
-    for _ in range(3000):
-        found = find(chance(dice))
-        checks = [one.check for one in found]
-        for pair in CONTRADICTORY:
-            assert len(pair & set(checks)) <= 1, checks
-        seen |= set(checks)
-    assert seen >= {"pool_too_small", "pool_too_large", "thrash", "starving", "no_engine"}
-
-
-def chance(dice: random.Random) -> Facts:
-    def some(*values: Any) -> Any:
-        return dice.choice(values)
-
-    def curves() -> HitCurve | None:
-        most = some(0.0, 3.0, 100.0)
-        at = sorted(dice.random() * most for _ in SIZES)
-        return some(None, curve(tuple(at), some(0, at[3], dice.random() * 100), some(0, 1, 10**6)))
-
-    def counts() -> dict[str, Any]:
-        misses = {reason: dice.randrange(5000) for reason in ("unknown", "evicted", "tier_late") if dice.random() < 0.5}
-        return {
-            "lookups": some(0, 99, 1000, 9000), "asked_keys": some(0, 5000, 10_000), "loaded_keys": some(0, 4000),
-            "not_needed_keys": some(0, 1000, 9500), "misses": misses, "stored_bytes": some(0, GIB, 90 * GIB),
-            "stored_blocks": some(0, 4000), "loaded_bytes": some(0, GIB), "loaded_tokens": some(0, 80_000),
-            "skipped_loads": some(0, 30), "late_lookups": some(0, 600),
-        }  # fmt: skip
-
-    spaces = [
-        counted(number, **counts(), ready_bytes=some(0, GIB, 16 * GIB), curve=curves(), quota_bytes=some(None, GIB))
-        for number in (1, 2)[: some(0, 1, 2)]
-    ]
-    stats = structs.replace(
-        STATS, namespaces=spaces, since_start=Window(**traffic(**counts())), last_hour=Window(**traffic(**counts())),
-        curve=curves(), curve_seen_bytes=some(0, GIB, 15 * GIB, 200 * GIB), uptime_seconds=some(7199.5, 9000.0),
-        policy=some("lru", "learned"),
-        pool=structs.replace(STATS.pool, bytes={"ready": some(0, 5 * GIB)}),
-    )  # fmt: skip
-    gpu = {"driver": some("", "570"), "cuda_problem": some("", "no"), "memlock_bytes": some(None, 1)}
-    place = Machine(oom_kills=some(0, 1), memory_limit_bytes=some(None, GIB), memory_used_bytes=GIB, **gpu)
-    there = [session(1, Role.SCHEDULER), session(2, Role.WORKER)][: some(0, 1, 2)]
-    named = {
-        name: some(0.0, 900.0) for name in ("vllm:kvoffd_late_lookups_total", "vllm:external_prefix_cache_hits_total")
-    }
-    engines = {"http://e": Engine({**ENGINE.metrics, **named, "vllm:kvoffd_connected": some(0, 1)}, ENGINE.models)}
-    return Facts(stats, [info(1), info(2)][: some(0, 1, 2)], there, place, some(None, STATS), some({}, engines))

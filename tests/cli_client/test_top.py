@@ -164,16 +164,6 @@ def test_every_view_fits_every_screen(screen: Screen) -> None:
             assert all(line.replace("µ", "u").isascii() for line in drawn(screen, width, height, plain=True))
 
 
-def test_a_low_screen_keeps_what_matters(screen: Screen) -> None:
-    screen.reading = Reading(stats(10, tuple("abcdefgh")))
-    shown = "\n".join(drawn(screen, 80, 16))
-    assert "Pool [" in shown
-    assert "! disk_hangs" in shown
-    assert "\nMissed " in shown
-    assert "\n".join(drawn(screen, 80, 60)).count("0000000000") == 8
-    assert "Pool [" in "\n".join(drawn(screen, 80, 5))
-
-
 def test_names_cannot_move_the_cursor_and_their_ids_stay_whole(screen: Screen) -> None:
     evil = ("\x1b[2Jevil\r\nname", "模型" * 40, "\u202egnip", "a" * 300)
     screen.reading = Reading(stats(10, evil))
@@ -211,9 +201,6 @@ def test_other_views(screen: Screen) -> None:
     assert "  server valkey-1: cannot be used: Refused." in text
     screen.reading = Reading(structs.replace(stats(1), disks=[], shared=[], tiers=None))
     assert any(line.startswith("There is no disk and no shared store") for line in drawn(screen))
-    screen.view = "clients"
-    screen.reading = Reading(stats(1), far=True)
-    assert "This is shown on the daemon's own machine: HTTP has statistics alone." in drawn(screen)
     screen.view = "policy"
     screen.reading = Reading(structs.replace(stats(1), policy="lru"))
     assert "It does not learn." in drawn(screen)
@@ -227,12 +214,6 @@ def test_other_views(screen: Screen) -> None:
     text = " ".join(map(str.strip, lines))
     assert "It rests on 9 requests, about 0.0044 pool lifetimes:" in text
     assert "50.0 % old turn 4: about 80.0 % come back, most later than was seen so far; 2.00 GiB in the pool" in text
-    screen.reading = Reading(structs.replace(stats(1), learned=structs.replace(learned, requests=100_000)))
-    text = " ".join(map(str.strip, drawn(screen)))
-    assert "50.0 % old turn 4: about 80.0 % come back, half of them within 0.3 lifetimes" in text
-    assert "first estimates" not in text
-    screen.view = "help"
-    assert any(line.startswith("key         the hash of one block") for line in drawn(screen))
 
 
 def test_totals_of_earlier_runs_and_an_empty_daemon() -> None:

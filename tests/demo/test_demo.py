@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.demo.scenario import uninterrupted
 from tests.kit.redis_server import PROGRAM
 from tests.kit.waiting import wait_until
 
@@ -55,27 +54,14 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     output, _ = demo.communicate(timeout=570)
     assert demo.returncode == 0, output
     result = json.loads((tmp_path / ".demo" / "result.json").read_text())
-    assert list(result) == [
-        "cold_ttft_ms",
-        "warm_ttft_ms",
-        "second_engine_ttft_ms",
-        "restarted_ttft_ms",
-        "another_node_ttft_ms",
-        "tokens_equal",
-        "loaded_tokens",
-        "prompt_tokens",
-    ]
     assert result["tokens_equal"] is True
     # All but the tails of three prompts.
     assert result["prompt_tokens"] - 3 * 32 < result["loaded_tokens"] < result["prompt_tokens"]
-    for name in ("warm_ttft_ms", "restarted_ttft_ms", "second_engine_ttft_ms"):
-        assert 0 < result[name] < result["cold_ttft_ms"] / 2
-    if PROGRAM is None:
-        assert result["another_node_ttft_ms"] is None
-        assert "Another node was not tried" in output
-    else:
-        assert 0 < result["another_node_ttft_ms"] < result["cold_ttft_ms"]
-        assert "another node" in output
+    cold = result["ttft_ms"].pop("cold")
+    assert len(result["ttft_ms"]) == 3 + (PROGRAM is not None)
+    assert min(result["ttft_ms"].values()) > 0
+    assert max(ttft_ms for name, ttft_ms in result["ttft_ms"].items() if name != "another node") < cold / 2
+    assert result["ttft_ms"].get("another node", 0) < cold
     assert "kvoffd-cli stats" in output
     assert not list(tmp_path.glob("kvoffd-demo-*"))
     assert processes_of(tmp_path) == []
@@ -98,16 +84,3 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
     assert "Interrupted" in output
     assert processes_of(tmp_path) == []
     assert not list(tmp_path.glob("kvoffd-demo-*"))
-
-
-def test_what_interrupts_waits_until_a_process_that_is_started_is_known() -> None:
-    known = []
-
-    def start() -> None:
-        with uninterrupted():
-            signal.raise_signal(signal.SIGINT)
-            known.append("child")
-
-    with pytest.raises(KeyboardInterrupt):
-        start()
-    assert known == ["child"]

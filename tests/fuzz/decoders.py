@@ -84,24 +84,14 @@ def event_batch(data: bytes) -> None:
     assert stream.lost == lost
 
 
-def bent_request(data: bytes) -> None:
-    """A request whose structure was changed."""
-    request(_bent(data, "request"))
+def bent(name: str) -> Callable[[bytes], None]:
+    """The decoder of that name, over right messages whose structure was changed."""
 
+    def check(data: bytes) -> None:
+        choices = Choices(data)
+        PLAIN[name](bend(choices, choices.of(corpus.seeds(name))))
 
-def bent_reply(data: bytes) -> None:
-    """A reply whose structure was changed."""
-    reply(_bent(data, "reply"))
-
-
-def bent_completions(data: bytes) -> None:
-    """Completions whose structure was changed."""
-    completions(_bent(data, "completions"))
-
-
-def bent_event_batch(data: bytes) -> None:
-    """KV events whose structure was changed."""
-    event_batch(_bent(data, "event_batch"))
+    return check
 
 
 def bent_lifeline(data: bytes) -> None:
@@ -111,11 +101,6 @@ def bent_lifeline(data: bytes) -> None:
     body = bend(choices, choices.of(frames[:-1])[lifeline.LENGTH_BYTES :])
     right = choices.of(frames)
     lifeline_stream(right + len(body).to_bytes(lifeline.LENGTH_BYTES, "little") + body + right)
-
-
-def _bent(data: bytes, name: str) -> bytes:
-    choices = Choices(data)
-    return bend(choices, choices.of(corpus.seeds(name)))
 
 
 def config_file(data: bytes) -> None:
@@ -160,24 +145,11 @@ def _scratch() -> int:
     return os.memfd_create("kvoffd-fuzz", os.MFD_CLOEXEC)
 
 
+PLAIN = {target.__name__: target for target in (request, reply, completions, event_batch)}
+OTHERS = (lifeline_stream, bent_lifeline, namespaces, bent_namespaces, disk_pages, config_file, config_values)
 DECODERS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target
-    for target in (
-        request,
-        reply,
-        completions,
-        lifeline_stream,
-        event_batch,
-        bent_request,
-        bent_reply,
-        bent_completions,
-        bent_lifeline,
-        bent_event_batch,
-        namespaces,
-        bent_namespaces,
-        disk_pages,
-        config_file,
-        config_values,
-    )
+    **PLAIN,
+    **{f"bent_{name}": bent(name) for name in PLAIN},
+    **{target.__name__: target for target in OTHERS},
 }
 """For each target its function, which takes one input and raises where a promise does not hold."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
 import shutil
 import subprocess
 import tempfile
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -82,9 +80,6 @@ class Chromium:
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
             code = {"Enter": 13, "Tab": 9}[key]
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
-
-    def screenshot(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot")["data"]))
 
     def __enter__(self) -> Chromium:
         return self

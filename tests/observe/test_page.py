@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +19,6 @@ from tests.kit.waiting import wait_until
 from tests.observe.chromium import PROGRAM, Chromium
 
 EVIL = '<img src=x onerror="document.title=`hit`">'
-SCREENSHOTS = os.environ.get("TESTS_SCREENSHOTS", "")
-"""A directory to leave them in, for whoever looks at them."""
 
 
 @pytest.fixture
@@ -30,11 +26,6 @@ def browser() -> Iterator[Chromium]:
     require("chromium", PROGRAM, "chromium is not installed")
     with Chromium() as made:
         yield made
-
-
-def shot(browser: Chromium, name: str) -> None:
-    if SCREENSHOTS:
-        browser.screenshot(Path(SCREENSHOTS, name))
 
 
 def rows(browser: Chromium, table: str) -> list[list[str]]:
@@ -81,7 +72,6 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         # It fits, light and dark.
         assert browser.value("document.documentElement.scrollHeight") <= 800
         assert browser.value("document.documentElement.scrollWidth") <= 1280
-        shot(browser, "light.png")
         colours = [browser.value("getComputedStyle(document.documentElement).getPropertyValue('--blue')")]
         browser.dark(True)
         colours.append(browser.value("getComputedStyle(document.querySelector('.card')).backgroundColor"))
@@ -99,7 +89,6 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         assert browser.text("away").startswith("The daemon does not answer (")
         assert "The numbers below are of " in browser.text("away")
         assert outcomes["keys asked for"], "they stay"
-        shot(browser, "away.png")
         daemon.start()
         wait_until(lambda: browser.text("level") == "ok")
         assert browser.value("document.getElementById('away').hidden")

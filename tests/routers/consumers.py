@@ -23,7 +23,6 @@ DYNAMO = ENVIRONMENTS / "dynamo" / "bin" / "python"
 VLLM_ROUTER = ENVIRONMENTS / "vllm-router" / "bin" / "vllm-router"
 START_S = 30.0
 MODEL = "model"
-BLOCK_TOKENS = 16
 
 
 def request(url: str, body: object = None) -> Any:
@@ -75,7 +74,7 @@ class DynamoIndexer(Consumer):
         command = [str(DYNAMO), "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"]
         super().__init__(command, f"http://127.0.0.1:{port}", log)
 
-    def register(self, worker: int, port: int, replay_port: int, block_tokens: int = BLOCK_TOKENS) -> None:
+    def register(self, worker: int, port: int, replay_port: int, block_tokens: int) -> None:
         """Have it subscribe to an engine's events."""
         request(
             f"{self.url}/register",
@@ -87,10 +86,6 @@ class DynamoIndexer(Consumer):
                 "block_size": block_tokens,
             },
         )
-
-    def credits(self, prompt: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """By worker: the prompt's tokens that it has down to host memory, and down to its disks."""
-        return {worker: (one["cpu"], one["disk"]) for worker, one in self.query(prompt).items()}
 
     def query(self, prompt: Sequence[int]) -> dict[int, dict[str, int]]:
         """By worker: the prompt's tokens that it has, by the lowest tier that is looked at."""
@@ -152,20 +147,12 @@ class Worker(Closing):
 class VllmRouter(Consumer):
     """vLLM's router with the policy ``kv_aware``: ``engines`` are workers, with the ports of events and replays."""
 
-    def __init__(self, log: Path, engines: Sequence[tuple[Worker, int, int]], block_tokens: int = BLOCK_TOKENS) -> None:
+    def __init__(self, log: Path, engines: Sequence[tuple[Worker, int, int]], block_tokens: int) -> None:
         port, metrics_port = free_ports(2)
         self._workers = [worker for worker, _, _ in engines]
-        command = [
-            str(VLLM_ROUTER),
-            "--port",
-            str(port),
-            "--prometheus-port",
-            str(metrics_port),
-            "--policy",
-            "kv_aware",
-        ]
-        command += ["--kv-event-block-size", str(block_tokens), "--kv-event-model", MODEL, "--log-level", "debug"]
-        command += ["--worker-urls", *[worker.url for worker in self._workers]]
+        options = f"--port {port} --prometheus-port {metrics_port} --policy kv_aware --log-level debug"
+        options += f" --kv-event-block-size {block_tokens} --kv-event-model {MODEL} --worker-urls"
+        command = [str(VLLM_ROUTER), *options.split(), *[worker.url for worker in self._workers]]
         for worker, events, replays in engines:
             command += ["--kv-event-source", f"{worker.url}=tcp://127.0.0.1:{events}"]
             command += ["--kv-event-replay-source", f"{worker.url}=tcp://127.0.0.1:{replays}"]

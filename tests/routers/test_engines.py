@@ -67,7 +67,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     numbers = free_ports(4)
     ports = [(numbers[0], numbers[1]), (numbers[2], numbers[3])]
     with ExitStack() as stack:
-        daemon = stack.enter_context(DaemonProcess("64MiB"))
+        disk = f"{tmp_path_factory.mktemp('router-disk')}=64MiB"
+        daemon = stack.enter_context(DaemonProcess("64MiB", disk=disk, disk_write="always"))
         node = Node(daemon, [], ports)
         for number in range(2):
             engine = engine_of(model, daemon, ports[number])
@@ -97,6 +98,7 @@ def test_dynamo_credits_an_engine_with_what_the_daemon_has(node: Node, tmp_path:
 
         node.compute(0, new)
         node.eventually(lambda: host(new), {1: LENGTH, 2: LENGTH})
+        node.eventually(lambda: {tier for _, tier, _, _ in dynamo.blocks()}, {"device", "host_pinned", "disk"})
         assert dynamo.query(new)[2]["gpu"] == 0, "the second engine never computed it"
         assert host(old).get(2, 0) == 0, "it was stored before the second engine came"
         node.engines[1].generate([old], max_tokens=2)

@@ -35,22 +35,6 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
         DaemonDirectory(tmp_path).acquire()
 
 
-def test_sockets_that_cannot_be_removed_do_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = DaemonDirectory(tmp_path)
-    directory.acquire()
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", fail)
-        directory.sockets.jobs.touch()
-        directory.open_to_group(directory.sockets.jobs)
-        with pytest.raises(DirectoryError, match="by hand"):
-            directory.release()
-        with pytest.raises(DirectoryError, match="by hand"):
-            DaemonDirectory(tmp_path).acquire()
-    again = DaemonDirectory(tmp_path)
-    again.acquire()
-    again.release()
-
-
 def test_the_lock_can_be_kept_while_the_sockets_go(tmp_path: Path) -> None:
     directory = DaemonDirectory(tmp_path)
     directory.acquire()

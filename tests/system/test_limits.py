@@ -29,48 +29,55 @@ def write(directory: Path, **files: int | str) -> None:
         (directory / name.replace("__", ".")).write_text(f"{value}\n")
 
 
-def test_without_cgroups_the_machine_bounds(tmp_path: Path) -> None:
-    limit = memory_limit(*machine(tmp_path, 1024, ""))
-    assert limit.bytes == 1 << 20
-    assert "MemAvailable" in limit.source
+MACHINE = "MemAvailable"
+NO_LIMIT = 9223372036854771712
+CASES: list[tuple[str, dict[str, dict[str, int | str]], int, str]] = [
+    # /proc/self/cgroup, files of cgroups, the bound in GiB, and what is named as its source
+    ("", {}, 64, MACHINE),
+    (
+        "0::/kubepods/pod1\n",
+        {"kubepods/pod1": {"memory__max": 8 * GIB, "memory__current": 3 * GIB, "memory__stat": f"inactive_file {GIB}"}},
+        6,
+        "kubepods/pod1",
+    ),
+    ("0::/\n", {".": {"memory__max": "max", "memory__high": 4 * GIB, "memory__current": GIB}}, 3, ""),
+    (
+        "0::/system.slice/kvoffd.service\n",
+        {
+            "system.slice/kvoffd.service": {"memory__max": "max", "memory__current": 0},
+            "system.slice": {"memory__max": 2 * GIB, "memory__current": GIB},
+        },
+        1,
+        "system.slice is limited",
+    ),
+    (
+        "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n",
+        {
+            "memory/docker/abc": {"memory__limit_in_bytes": 4 * GIB, "memory__usage_in_bytes": GIB},
+            "memory": {"memory__limit_in_bytes": NO_LIMIT, "memory__usage_in_bytes": GIB},
+        },
+        3,
+        "",
+    ),
+    ("4:memory:/abc\n", {"memory/abc": {"memory__limit_in_bytes": NO_LIMIT, "memory__usage_in_bytes": 0}}, 64, MACHINE),
+    # In a container that sees the host's path the mount itself bounds.
+    (
+        "4:memory:/docker/not-mounted-here\n",
+        {"memory": {"memory__limit_in_bytes": 2 * GIB, "memory__usage_in_bytes": 0}},
+        2,
+        "",
+    ),
+]
 
 
-def test_a_version_2_cgroup_bounds_by_limit_less_use(tmp_path: Path) -> None:
-    proc, root = machine(tmp_path, 64 * 2**20, "0::/kubepods/pod1\n")
-    write(root / "kubepods/pod1", memory__max=8 * GIB, memory__current=3 * GIB, memory__stat=f"inactive_file {GIB}")
-    limit = memory_limit(proc, root)
-    assert limit.bytes == 6 * GIB
-    assert "kubepods/pod1" in limit.source
-
-
-def test_memory_high_bounds_as_memory_max_does(tmp_path: Path) -> None:
-    proc, root = machine(tmp_path, 64 * 2**20, "0::/\n")
-    write(root, memory__max="max", memory__high=4 * GIB, memory__current=GIB)
-    assert memory_limit(proc, root).bytes == 3 * GIB
-
-
-def test_a_cgroup_above_bounds_too(tmp_path: Path) -> None:
-    proc, root = machine(tmp_path, 64 * 2**20, "0::/system.slice/kvoffd.service\n")
-    write(root / "system.slice/kvoffd.service", memory__max="max", memory__current=0)
-    write(root / "system.slice", memory__max=2 * GIB, memory__current=GIB)
-    limit = memory_limit(proc, root)
-    assert limit.bytes == GIB
-    assert "system.slice is limited" in limit.source
-
-
-def test_a_version_1_cgroup_bounds_and_its_no_limit_does_not(tmp_path: Path) -> None:
-    proc, root = machine(tmp_path, 64 * 2**20, "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n")
-    write(root / "memory/docker/abc", memory__limit_in_bytes=4 * GIB, memory__usage_in_bytes=GIB)
-    write(root / "memory", memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=GIB)
-    assert memory_limit(proc, root).bytes == 3 * GIB
-    write(root / "memory/docker/abc", memory__limit_in_bytes=9223372036854771712)
-    assert "MemAvailable" in memory_limit(proc, root).source
-
-
-def test_in_a_container_that_sees_the_hosts_path_the_mount_itself_bounds(tmp_path: Path) -> None:
-    proc, root = machine(tmp_path, 64 * 2**20, "4:memory:/docker/not-mounted-here\n")
-    write(root / "memory", memory__limit_in_bytes=2 * GIB, memory__usage_in_bytes=0)
-    assert memory_limit(proc, root).bytes == 2 * GIB
+def test_the_tightest_cgroup_or_the_machine_bounds(tmp_path: Path) -> None:
+    for number, (cgroup, files, gib, source) in enumerate(CASES):
+        proc, root = machine(tmp_path / str(number), 64 * 2**20, cgroup)
+        for directory, values in files.items():
+            write(root / directory, **values)
+        limit = memory_limit(proc, root)
+        assert limit.bytes == gib * GIB, cgroup
+        assert source in limit.source
 
 
 def test_a_pool_that_does_not_fit_is_refused_with_both_numbers() -> None:

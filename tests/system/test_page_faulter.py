@@ -88,18 +88,6 @@ def test_a_segment_may_be_closed_while_it_is_worked_at(faulter: PageFaulter) -> 
             assert all(segment.closed for segment in segments)
 
 
-def test_segments_are_closed_away_from_who_wants_it(faulter: PageFaulter, monkeypatch: pytest.MonkeyPatch) -> None:
-    munmap, go_on, closed = mappings._munmap, threading.Event(), threading.Event()
-    monkeypatch.setattr(mappings, "_munmap", lambda *arguments: go_on.wait(10.0) and munmap(*arguments))
-    with engine_memory(MIB, written=MIB) as fd:
-        segments = [faulter.map_memfd(fd, MIB) for _ in range(2)]
-        faulter.close_segments(segments, closed.set)
-        assert not closed.is_set()
-        go_on.set()
-        assert closed.wait(10.0)
-        assert all(segment.closed for segment in segments)
-
-
 def test_descriptors_are_closed_away_from_who_wants_it(faulter: PageFaulter) -> None:
     fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(16)]
     for fd in (-1, *fds):  # one that cannot be closed keeps nothing else open

@@ -58,16 +58,6 @@ def test_a_structure_is_the_same_in_c_and_in_python(name: str) -> None:
     assert refusals(name, (ROOT / STRUCTURES[name][0]).read_text()) == ""
 
 
-def test_no_structure_is_left_out() -> None:
-    places = {
-        path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if "(ctypes.Structure)" in path.read_text()
-    }
-    assert places == {
-        *("cache/block_table.py", "cache/learned.py", "cache/recovery.py", "pool/allocator.py"),
-        "transfer/cuda/engine.py",
-    }
-
-
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_module, "VERSION", native_module.VERSION + 1)
     with pytest.raises(NotCompiled, match=r"has version \d+, and \d+ is needed.*make venv"):

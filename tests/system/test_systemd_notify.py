@@ -134,15 +134,6 @@ def test_descriptors_of_others_are_not_taken() -> None:
         assert given == {}
 
 
-def test_starting_ready_and_stopping_are_what_systemd_reads(listener: socket.socket, notifier: Notifier) -> None:
-    notifier.starting("touched 1 of 4 GiB")
-    assert heard(listener) == {"EXTEND_TIMEOUT_USEC": "30000000", "STATUS": "touched 1 of 4 GiB"}
-    notifier.ready("serving")
-    assert heard(listener) == {"READY": "1", "STATUS": "serving"}
-    notifier.stopping("waiting for 2 jobs")
-    assert heard(listener) == {"STOPPING": "1", "STATUS": "waiting for 2 jobs"}
-
-
 def test_abstract_sockets_are_reached() -> None:
     name = f"kvoffd-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
@@ -152,18 +143,3 @@ def test_abstract_sockets_are_reached() -> None:
         notifier.ready("serving")
         assert heard(listening)["READY"] == "1"
         notifier.close()
-
-
-def test_descriptors_reach_the_store_with_their_name(listener: socket.socket, notifier: Notifier) -> None:
-    sent = os.memfd_create("pool")
-    os.write(sent, b"blocks")
-    notifier.store_fd("pool", sent)
-    text, ancillary, _, _ = listener.recvmsg(4096, socket.CMSG_SPACE(64))
-    received = array.array("i")
-    received.frombytes(ancillary[0][2])
-    assert text.decode().splitlines() == ["FDSTORE=1", "FDNAME=pool", "FDPOLL=0"]
-    assert os.pread(received[0], 6, 0) == b"blocks"
-    os.close(sent)
-    os.close(received[0])
-    notifier.remove_fds("kvoffd-pool")
-    assert heard(listener) == {"FDSTOREREMOVE": "1", "FDNAME": "kvoffd-pool"}

