@@ -98,3 +98,19 @@ class ManagerHarness:
 
     def results(self, context: ReqContext, keys: list[OffloadKey] = KEYS) -> list[LookupResult]:
         return [self.manager.lookup(item, context) for item in keys]
+
+    def offer(self, context: ReqContext, keys: list[OffloadKey] = KEYS) -> list[OffloadKey] | None:
+        """vLLM offers keys for a store; those that are to be stored, None where it is to offer them again."""
+        output = self.manager.prepare_store(keys, context)
+        return None if output is None else list(output.keys_to_store)
+
+    def end(self, name: str, computed_tokens: int) -> None:
+        """A request ends, of which so many tokens are computed."""
+        request = self.requests[name]
+        request.is_finished, request.num_computed_tokens = (lambda: True), computed_tokens
+
+    def counted(self) -> dict[str, Any]:
+        """What the manager has counted since the last time."""
+        stats = self.manager.get_stats()
+        assert stats is not None
+        return cast(dict[str, Any], stats.reduce())

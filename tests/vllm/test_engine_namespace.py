@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import pytest
-
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.engine_namespace import (
     PATIENCE_S,
@@ -66,21 +64,6 @@ def test_workers_that_do_not_report_are_waited_for_for_a_while_and_asked_again_a
     assert namespace.begin_step() == (1, None)
     namespace.report({rank: MemoryReport(ONE, "weights", 1) for rank in range(2)})
     assert namespace.current is not None
-
-
-@pytest.mark.parametrize(("after", "kept", "may_store"), [("a", True, True), ("b", False, True), ("b", True, False)])
-def test_blocks_of_other_weights_in_vllms_own_cache_are_not_stored(after: str, kept: bool, may_store: bool) -> None:
-    namespace = Harness().namespace
-    for generation, weights in enumerate(("a", after)):
-        if generation:
-            namespace.leave(engine_cache_kept=kept)
-        namespace.ask()
-        namespace.report({rank: MemoryReport(ONE, weights, generation) for rank in range(2)})
-    assert (not namespace.engine_cache_stale) is may_store
-    namespace.leave(engine_cache_kept=False)
-    namespace.report({rank: MemoryReport(ONE, weights, 2) for rank in range(2)})
-    assert namespace.current
-    assert not namespace.engine_cache_stale
 
 
 def test_workers_that_do_not_fit_turn_kvoffd_off(said: list[str]) -> None:

@@ -85,7 +85,17 @@ def test_engines_that_cannot_be_served_are_refused(served: Any, monkeypatch: pyt
         config.parallel_config.distributed_executor_backend = "external_launcher"
         config.parallel_config.world_size = 2
 
+    def set_sleep(config: Any) -> None:
+        monkeypatch.setattr(connector_config, "HAS_SLEEP_HOOKS", False)
+        config.model_config.enable_sleep_mode = True
+
+    def set_cumem(config: Any) -> None:
+        monkeypatch.setattr(connector_config, "HAS_SLEEP_HOOKS", False)
+        config.model_config.enable_cumem_allocator = True
+
     changes: dict[str, Callable[[Any], None]] = {
+        "does not tell connectors when it goes to sleep": set_sleep,
+        "without --enable-cumem-allocator": set_cumem,
         "encoder-decoder": lambda config: config.model_config.__dict__.update(is_encoder_decoder=True),
         "on 2 nodes": lambda config: setattr(config.parallel_config, "nnodes", 2),
         "--distributed-executor-backend mp": set_external_launcher,
@@ -107,7 +117,9 @@ def test_engines_that_cannot_be_served_are_refused(served: Any, monkeypatch: pyt
         refused(changed, match)
 
 
-def test_engines_that_are_nearly_refused_are_served(config: Any) -> None:
+def test_engines_that_are_nearly_refused_are_served(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector_config, "HAS_SLEEP_HOOKS", True)
+    config.model_config.enable_sleep_mode = True
     config.parallel_config.nnodes = 2
     config.parallel_config.data_parallel_size = 2
     config.parallel_config.data_parallel_size_local = 1

@@ -39,23 +39,6 @@ def digest(*models: torch.nn.Module) -> str:
     return found
 
 
-def test_equal_weights_have_one_digest_whatever_memory_they_are_in() -> None:
-    assert digest(Model()) == digest(Model())
-
-
-def test_a_layer_that_lora_was_put_around_is_the_layer_it_was() -> None:
-    class Around(torch.nn.Module):
-        def __init__(self, layer: torch.nn.Module) -> None:
-            super().__init__()
-            self.base_layer = layer
-
-    plain, around = torch.nn.Sequential(Model(), Model()), torch.nn.Sequential(Model(), Model())
-    around[0] = Around(around[0])
-    assert digest(plain) == digest(around)
-    around[0].base_layer.large.data.neg_()
-    assert digest(plain) != digest(around)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -221,21 +204,3 @@ def test_the_methods_that_change_weights_are_vllms() -> None:
 
     owners = (GpuWorker, LlamaForCausalLM)
     assert [name for name in CHANGING_METHODS if not any(hasattr(owner, name) for owner in owners)] == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrices_that_vllm_packs_for_its_cpu_kernels_count(dtype: torch.dtype) -> None:
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    def packed(matrix: torch.Tensor) -> torch.nn.Module:
-        layer: Any = torch.nn.Module()
-        layer.input_size_per_partition = matrix.shape[1]
-        layer.weight = torch.nn.Parameter(matrix.clone(), requires_grad=False)
-        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
-        if layer.weight.numel():
-            pytest.skip("this machine's vLLM packs nothing")
-        return torch.nn.Sequential(layer)
-
-    matrix = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert digest(packed(matrix)) == digest(packed(matrix))
-    assert digest(packed(matrix)) != digest(packed(matrix * 1.01))

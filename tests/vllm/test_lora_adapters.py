@@ -9,10 +9,8 @@ from typing import Any
 from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, KeyedSpec
 from kvoffd_client.vllm.fingerprint import LoraAdapters
 from tests.kit.models import write_lora_adapter
-from tests.vllm.vllm_fakes import key
 
 
 def request(path: Path | str, int_id: int = 1, *, in_place: bool = False) -> Any:
@@ -96,14 +94,3 @@ def test_an_adapter_without_files_is_unknown(tmp_path: Path) -> None:
     assert adapters.content_of(request("not-there/at-all")) is None
     (tmp_path / "empty").mkdir()
     assert adapters.content_of(request(tmp_path / "empty")) is None
-
-
-def test_the_content_is_mixed_into_every_key() -> None:
-    keys = [key(1), key(2)]
-    positions = {keys[0][-GROUP_ID_BYTES:]: 0}
-    plain, one, other = (
-        KeyedSpec.of(keys, positions, adapter=content).groups[0] for content in (b"", b"one", b"other")
-    )
-    assert plain == b"".join(item[:-GROUP_ID_BYTES] for item in keys)
-    assert len({plain, one, other}) == 3
-    assert len(one) == len(plain)

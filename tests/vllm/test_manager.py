@@ -1,15 +1,14 @@
-"""The scheduler's half over a fake client."""
+"""The scheduler's half over a fake client: answers, deadlines, leases, loads and stores of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvoffd_client
@@ -25,269 +24,203 @@ from kvoffd_client.vllm.metrics import (
     PREFILL_RATE,
 )
 from kvoffd_proto.errors import ErrorCode
-from tests.vllm.manager_harness import HASHES, KEYS, ManagerHarness
+from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
 from tests.vllm.vllm_fakes import block_hash, key
 
+HIT, MISS, PENDING, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.RETRY
+WINDOWS = ChunkGroup(7, 1, CHUNK_TOKENS)
 
-def test_blocks_that_come_up_from_disk_put_the_request_off_and_count_as_hits_of_the_disk() -> None:
+
+# --- lookups ---------------------------------------------------------------------------------------
+
+
+def test_one_lookup_asks_for_all_groups_with_positions_as_groups_on_the_wire() -> None:
+    harness = ManagerHarness((ChunkGroup(0, 1, CHUNK_TOKENS), ChunkGroup(7, 3, 3000)))
+    context = harness.request()
+    [(_, message)] = harness.client.asked
+    hashes = block_hash(1) + block_hash(2) + block_hash(3)
+    assert [(group.group, group.keys) for group in message] == [(0, hashes), (1, block_hash(3))]
+    harness.client.answer({block_hash(3)})
+    harness.scan()
+    assert harness.results(context, [key(2), key(3), key(3, group_id=7)]) == [MISS, HIT, HIT]
+
+
+def test_an_answer_is_awaited_no_longer_than_computing_takes_and_late_it_is_a_miss_that_counts_once() -> None:
     harness = ManagerHarness()
     context = harness.request()
-    harness.client.answer({block_hash(1)}, coming={block_hash(2), block_hash(3)})
-    harness.scan()
-    assert harness.results(context) == [LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.HIT_PENDING]
-    assert not harness.manager.has_pending_work(), "a pause would wait for it, and the request for the pause's end"
-    harness.clock.now += 0.1
-    harness.scan()
-    harness.client.answer(HASHES)
-    harness.scan()
-    assert harness.results(context) == [LookupResult.HIT] * 3
-    sources = [harness.manager.get_load_source(item, context) for item in KEYS]
-    assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.DISK]
-
-
-def test_a_late_answer_is_a_miss_and_counted_once() -> None:
-    harness = ManagerHarness()
-    context = harness.request()
-    harness.clock.now += 1
-    for _ in range(2):
-        harness.scan()
-        assert harness.results(context) == [LookupResult.MISS] * 3
-    stats = harness.manager.get_stats()
-    assert stats.reduce()[LATE_LOOKUPS] == 1
+    harness.prefill.tokens_per_second = 1000.0
+    computed = harness.requests["r"].num_tokens - 64
+    for waited_s, result in ((0.063, RETRY), (0.002, MISS), (1.0, MISS)):
+        harness.clock.now += waited_s
+        harness.scan(computed=computed)
+        assert harness.results(context) == [result] * 3
+    assert harness.counted()[LATE_LOOKUPS] == 1
     harness.manager.on_request_finished(context)
     assert harness.client.unused == ["late"], "operators see it among the misses"
 
 
-def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done() -> None:
+@pytest.mark.parametrize("do_no_harm", [True, False])
+def test_prompts_that_are_computed_faster_than_the_daemon_answers_do_not_wait(do_no_harm: bool) -> None:
+    """Longer ones do, and so do all where it answers faster again: also what nobody waited for is timed."""
+    harness = ManagerHarness(do_no_harm=do_no_harm)
+    harness.prefill.tokens_per_second = 1000.0
+
+    def waits(name: str, tokens: int, after_s: float) -> bool:
+        context = harness.request(name)
+        harness.clock.now += after_s
+        harness.scan(name, computed=harness.requests[name].num_tokens - tokens)
+        return harness.results(context) == [RETRY] * 3
+
+    assert waits("first", 30, 0.02)
+    assert waits("late", 30, 0.04) is not do_no_harm
+    assert waits("short", 30, 0.001) is not do_no_harm, "the late one was given up after 40 ms"
+    assert waits("long", 80, 0.001)
+    harness.client.answer(set(), index=2)
+    harness.manager.on_request_finished(ReqContext("short"))
+    assert waits("next", 30, 0.001), "the short one's answer took 2 ms"
+
+
+def test_a_failed_lookup_is_a_miss_and_not_repeated_at_once() -> None:
     harness = ManagerHarness()
-    context = harness.request(ready=HASHES)
-    lease_id = harness.client.asked[0][0].lease_id
-    spec = harness.manager.prepare_load(KEYS[1:], context)
-    assert spec.groups == (block_hash(2) + block_hash(3),)
-    assert spec.lease_id == lease_id
-    harness.manager.on_request_finished(context)
-    assert harness.client.released == []  # the load still runs
-    harness.manager.complete_load(KEYS[1:], context)
-    harness.manager.complete_load(KEYS[1:], context)
-    assert harness.client.released == [lease_id]
-
-
-def test_a_request_that_runs_or_ends_without_a_load_gives_its_lease_back() -> None:
-    harness = ManagerHarness()
-    harness.request("runs", ready=HASHES)
-    harness.manager.scheduled(harness.requests["runs"], 0)
-    for _ in range(2):
-        harness.manager.step_begins(())
-    ends = harness.request("ends", ready=HASHES)
-    harness.manager.on_request_finished(ends)
-    assert harness.client.released == [ticket.lease_id for ticket, _ in harness.client.asked]
-
-
-def test_a_failed_load_bars_the_request_and_forgets_unusable_blocks_in_the_daemon() -> None:
-    unusable = {ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM}
-    for code in (*ErrorCode, None):
-        harness = ManagerHarness()
-        context = harness.request(ready=HASHES)
-        harness.manager.prepare_load(KEYS, context)
-        harness.manager._job_failed(FailedJob(code, ((0, block_hash(2)),), "r"))
-        harness.scan()
-        assert harness.results(context) == [LookupResult.MISS] * 3
-        forgotten = [(item.group, item.keys) for item in harness.client.invalidated]
-        assert forgotten == ([(0, block_hash(2))] if code in unusable else []), code
-        assert harness.manager.get_stats().reduce()[FAILED_LOADS] == 1
-
-
-def test_a_load_without_an_answer_fails_in_the_worker_and_not_in_vllms_scheduler() -> None:
-    harness = ManagerHarness()
-    for context in (harness.new(), ReqContext("unknown")):
-        spec = harness.manager.prepare_load(KEYS, context)
-        assert (spec.lease_id, spec.request_id) == (NO_LEASE, context.req_id)
-
-
-def test_the_end_of_a_steps_output_ends_the_step() -> None:
-    """vLLM asks for events once for each step's output, and for nothing else."""
-    harness = ManagerHarness()
-    for _ in range(2):  # the first is taken for one in which the engine compiles
-        harness.manager.step_begins([1024])
-        harness.clock.now += 0.5
-        harness.manager.take_events()
-    assert harness.prefill.tokens_per_second == 2048
-
-
-def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way() -> None:
-    harness = ManagerHarness()
-    first = harness.request("first", ready={block_hash(1)})
-    output = harness.manager.prepare_store(KEYS, first)
-    assert output.keys_to_store == KEYS[1:]
-    assert output.store_spec.groups == (block_hash(2) + block_hash(3),)
-    second = harness.request("second", ready={block_hash(1)})
-    assert harness.manager.prepare_store(KEYS, second).keys_to_store == []
-    harness.manager.complete_store(set(KEYS[1:]), first)
-    assert harness.manager.prepare_store(KEYS, second).keys_to_store == KEYS[1:]
-
-
-def test_beyond_the_credit_a_store_is_put_off_and_counted() -> None:
-    harness = ManagerHarness()
-    context = harness.request(ready=set())
-    harness.manager.workers_report(WorkerReport(credit_bytes=1500))
-    assert harness.manager.prepare_store(KEYS[:2], context).keys_to_store == KEYS[:2]
-    assert harness.manager.prepare_store(KEYS[2:], context) is None
-    assert harness.manager.get_stats().reduce()[DEFERRED_STORES] == 1
-    harness.manager.complete_store(set(KEYS[:2]), context)
-    assert harness.manager.prepare_store(KEYS[2:], context).keys_to_store == KEYS[2:]
-
-
-def test_store_credit_counts_what_each_group_has() -> None:
-    """A hybrid model's windows are smaller than its full attention."""
-    harness = ManagerHarness((ChunkGroup(0, 1, 1000), ChunkGroup(7, 1, 1000)))
-    harness.manager.begin_engine(shard_bytes=[1000, 10], most_running=1, largest_chunk=256)
-    context = harness.request(ready=set())
-    windows = [key(number, group_id=7) for number in (1, 2)]
-    for one in windows:
-        context.set_offload_key_position(one, 1000)
-    harness.manager.workers_report(WorkerReport(credit_bytes=30))
-    assert harness.manager.prepare_store(windows, context).keys_to_store == windows
-    assert harness.manager.prepare_store(KEYS[:1], context).keys_to_store == KEYS[:1]
-    assert harness.manager.prepare_store(KEYS[1:], context) is None
-    harness.manager.complete_store(KEYS[:1], context)
-    assert harness.manager.prepare_store(KEYS[1:], context).keys_to_store == KEYS[1:]
-
-
-def test_a_request_that_has_ended_may_pass_the_credit_to_twice_of_it() -> None:
-    """vLLM does not offer the end of its prompt again; beyond that the daemon refuses stores."""
-    for credit, stored in ((1000, KEYS[2:]), (500, None)):
-        harness = ManagerHarness()
-        context = harness.request(ready=set())
-        harness.manager.workers_report(WorkerReport(credit_bytes=credit))
-        assert harness.manager.prepare_store(KEYS[:1], context).keys_to_store == KEYS[:1]
-        assert harness.manager.prepare_store(KEYS[2:], context) is None
-        request = harness.requests["r"]
-        request.is_finished, request.num_computed_tokens = (lambda: True), request.num_tokens
-        output = harness.manager.prepare_store(KEYS[2:], context)
-        assert (output and output.keys_to_store) == stored
-
-
-def test_while_the_daemon_is_down_nothing_is_offered_and_vllm_goes_on() -> None:
-    harness = ManagerHarness()
-    harness.client.ready = False
-    context = harness.request("first")
-    harness.scan("first")
-    assert harness.results(context) == [LookupResult.RETRY] * 3, "it has just begun to connect"
-    harness.manager.on_request_finished(context)
-    harness.clock.now += 0.2
     context = harness.request()
-    harness.scan()
-    assert harness.manager.prepare_store(KEYS, context).keys_to_store == []
-    assert harness.results(context) == [LookupResult.MISS] * 3
-    assert not harness.manager.has_pending_work()
+    harness.client.fail()
+    assert not harness.scan()
+    assert harness.results(context) == [MISS] * 3
+    harness.clock.now += 1.1
+    assert harness.scan()
 
 
-def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off_until_it_can() -> None:
-    harness = ManagerHarness()
-    context = harness.request(ready=HASHES)
-    harness.report("weights", usable=False)
-    harness.scan()
-    assert harness.results(context) == [LookupResult.MISS] * 3
-    assert stored(harness, context) == []
-    harness.report("weights")
-    harness.scan()
-    assert harness.results(context) == [LookupResult.HIT] * 3
-
-
-def test_after_a_reset_nothing_is_believed_or_stored_until_the_weights_are_named() -> None:
+def test_an_answer_with_misses_is_refreshed_when_it_is_old_and_the_lease_is_kept_until_then() -> None:
     harness = ManagerHarness()
     context = harness.request(ready={block_hash(1)})
-    lease_id = harness.client.asked[0][0].lease_id
-    harness.manager.namespace.leave(engine_cache_kept=False)
-    harness.manager.reset_cache()
-    assert harness.client.released == [lease_id]
-    assert not harness.manager.has_pending_work(), "nobody wants anything yet"
+    harness.clock.now += 1.5
+    assert harness.scan()
+    assert harness.results(context) == [HIT, RETRY, RETRY]
+    assert harness.client.released == []
+    harness.client.answer(HASHES)
     harness.scan()
-    assert harness.results(context) == [LookupResult.MISS] * 3
-    harness.manager.namespace.ask()
-    harness.scan()
-    assert harness.results(context) == [LookupResult.RETRY] * 3
-    assert harness.manager.prepare_store(KEYS, context) is None, "vLLM offers it again"
-    assert harness.manager.has_pending_work()
-    harness.report("weights")
-    stored = harness.manager.prepare_store(KEYS, context)
-    assert stored is not None
-    assert stored.keys_to_store == KEYS
-    harness.scan()
-    harness.client.answer({block_hash(1)})
-    harness.scan()
-    assert harness.results(context)[0] is LookupResult.HIT
+    assert harness.results(context) == [HIT] * 3
+    assert harness.client.released == [harness.client.asked[0][0].lease_id]
+    harness.clock.now += 100
+    assert not harness.scan(), "a complete one is not refreshed"
 
 
-def test_blocks_that_other_weights_may_have_computed_are_not_stored() -> None:
-    harness = ManagerHarness()
-    context = harness.request(ready=set())
-    harness.manager.namespace.leave(engine_cache_kept=True)
-    harness.report("other weights")
-    stored = harness.manager.prepare_store(KEYS, context)
-    assert stored is not None
-    assert stored.keys_to_store == []
-
-
-def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
-    producer = ManagerHarness()
-    producer.manager.loads = False
-    context = producer.request()
-    assert producer.client.asked == []
-    assert producer.results(context) == [LookupResult.MISS] * 3
-    stored = producer.manager.prepare_store(KEYS, context)
-    assert stored is not None
-    assert stored.keys_to_store == KEYS
-    consumer = ManagerHarness()
-    consumer.manager.stores = False
-    context = consumer.request(ready=HASHES)
-    assert consumer.results(context) == [LookupResult.HIT] * 3
-    stored = consumer.manager.prepare_store([key(9)], context)
-    assert stored is not None
-    assert stored.keys_to_store == []
-
-
-def test_every_metric_is_declared_and_the_gauge_follows_the_connection() -> None:
-    harness = ManagerHarness()
-    harness.request(ready=HASHES)
-    first = harness.manager.get_stats().reduce()
-    assert first == {LOOKUPS: 1, CONNECTED: 1, PREFILL_RATE: 0.0, LOAD_RATE: 0.0}
-    assert set(first) <= set(DEFINITIONS)
-    assert harness.manager.get_stats() is None
-    harness.client.ready = False
-    assert harness.manager.get_stats().reduce() == {CONNECTED: 0, PREFILL_RATE: 0.0, LOAD_RATE: 0.0}
-
-
-def test_what_an_answer_that_is_about_to_come_may_have_is_not_stored_yet() -> None:
-    harness = ManagerHarness()
-    context = harness.request()
-    harness.manager.scheduled(harness.requests["r"], 0)
-    assert harness.manager.prepare_store(KEYS, context) is None, "vLLM offers it again in the next step"
-    harness.client.answer({block_hash(1)})
-    assert list(store(harness, context)) == KEYS[1:]
-
-
-def test_a_store_waits_for_no_late_answer_and_that_of_a_request_that_ends_for_none() -> None:
-    harness = ManagerHarness()
-    context = harness.request()
-    ends = harness.request("ends")
-    request = harness.requests["ends"]
-    request.is_finished, request.num_computed_tokens = lambda: True, 2500
-    assert list(store(harness, ends)) == KEYS[:2], "no more than it has computed"
-    harness.manager.complete_store(KEYS, ends)
-    harness.clock.now += 0.11
-    assert list(store(harness, context)) == KEYS
-
-
-def test_the_end_of_a_prompt_inside_a_chunk_is_neither_looked_up_nor_stored() -> None:
+def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from() -> None:
     harness = ManagerHarness()
     context = harness.request(ready=HASHES)
-    tail = key(9)
-    context.set_offload_key_position(tail, 2500)
-    assert harness.results(context, [tail]) == [LookupResult.MISS]
-    stored = harness.manager.prepare_store([tail], context)
-    assert stored is not None
-    assert list(stored.keys_to_store) == []
+    harness.client.asked[0][0].alive = False
+    assert harness.scan()
+    assert harness.results(context) == [RETRY] * 3
+
+
+def test_a_request_that_runs_without_a_load_gives_its_leases_back_and_its_last_answer_still_tells_what_is_stored() -> (
+    None
+):
+    harness = ManagerHarness()
+    context = harness.request(ready={block_hash(1)})
+    harness.clock.now += 2
+    assert harness.scan()
+    harness.manager.scheduled(harness.requests["r"], 0)
+    harness.manager.step_begins([1000], new_requests=True)
+    assert harness.client.released == [], "not before its first token"
+    harness.manager.step_begins([1])
+    assert sorted(harness.client.released) == [ticket.lease_id for ticket, _ in harness.client.asked]
+    assert harness.offer(context) is None, "what is stored may have gone since"
+    harness.client.answer({block_hash(2)})
+    assert harness.offer(context) == [KEYS[0], KEYS[2]]
+
+
+# --- tiers -----------------------------------------------------------------------------------------
+
+
+class DiskHarness(ManagerHarness):
+    """One request, with blocks that come up from disk."""
+
+    def __init__(self, *, do_no_harm: bool = True, disk_wait_s: float = 1.0) -> None:
+        super().__init__(do_no_harm=do_no_harm, disk_wait_s=disk_wait_s)
+        self.context = self.request()
+
+    def ask(self, coming: int, wait_s: float = 0.0) -> list[LookupResult]:
+        """The last ``coming`` blocks come from disk, the others are ready."""
+        self.scan()
+        if not self.client.asked[-1][0].done:
+            names = [block_hash(number) for number in range(1, 4)]
+            self.client.answer(set(names[: 3 - coming]), coming=names[3 - coming :], wait_s=wait_s)
+            self.scan()
+        return self.results(self.context)
+
+
+def test_blocks_on_their_way_from_disk_are_waited_for_and_asked_for_again_and_count_as_hits_of_the_disk() -> None:
+    harness = DiskHarness()
+    assert harness.ask(coming=2) == [HIT, PENDING, PENDING]
+    assert not harness.manager.has_pending_work(), "a pause would wait for it, and the request for the pause's end"
+    harness.clock.now += 0.001
+    harness.ask(coming=1)
+    assert harness.client.again == [False], "not in a hurry"
+    harness.clock.now += 0.005
+    assert harness.ask(coming=1) == [HIT, HIT, PENDING]
+    assert harness.client.again == [False, True]
+    harness.clock.now += 0.005
+    assert harness.ask(coming=0) == [HIT] * 3
+    assert len(harness.client.released) == 2, "each new lease pins what the one before did"
+    sources = [harness.manager.get_load_source(item, harness.context) for item in KEYS]
+    assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.DISK]
+
+
+def test_while_blocks_come_from_disk_the_next_answer_has_the_whole_deadline() -> None:
+    """Keys that the answer before lacked are asked for again with the others; seconds of computing hang on these."""
+    harness = DiskHarness()
+    harness.prefill.tokens_per_second = 100_000.0
+    harness.client.answer({block_hash(1)}, coming=[block_hash(2)])
+    harness.scan()
+    assert harness.results(harness.context) == [HIT, PENDING, MISS]
+    harness.clock.now += 0.005
+    assert harness.scan()
+    harness.clock.now += 0.09
+    harness.prefill.tokens_per_second = 0.0
+    harness.manager._requests["r"].disk_wait_until = harness.clock.now + 0.905
+    harness.scan()
+    assert harness.results(harness.context) == [HIT, PENDING, RETRY]
+    harness.clock.now += 0.021
+    harness.scan()
+    assert harness.results(harness.context)[2] is MISS
+
+
+@pytest.mark.parametrize(("tokens_per_second", "waits"), [(0.0, True), (6250.0, True), (62500.0, False)])
+def test_the_limit_is_no_more_than_computing_takes(tokens_per_second: float, waits: bool) -> None:
+    harness = DiskHarness()
+    harness.prefill.tokens_per_second = tokens_per_second
+    assert harness.ask(coming=2, wait_s=0.1)[1] is (PENDING if waits else MISS)  # 2,000 tokens
+    harness.clock.now += 0.35
+    assert harness.ask(coming=1)[2] is (MISS if tokens_per_second else PENDING)
+
+
+def test_the_limit_ends_the_waiting_for_good() -> None:
+    harness = DiskHarness()
+    for waited_s, coming, found in ((0.0, 2, [HIT, PENDING, PENDING]), (0.6, 1, [HIT, HIT, PENDING])):
+        harness.clock.now += waited_s
+        assert harness.ask(coming) == found
+    harness.clock.now += 0.6
+    harness.scan()
+    assert harness.results(harness.context) == [HIT, HIT, MISS]
+    harness.clock.now += 2.0
+    assert harness.ask(coming=1)[2] is MISS
+    harness.manager.on_request_finished(harness.context)
+    assert harness.client.unused[-1] == "coming", "what comes up now is late"
+
+
+def test_nothing_is_waited_for_of_a_daemon_that_does_not_answer() -> None:
+    harness = DiskHarness(do_no_harm=False, disk_wait_s=100.0)
+    harness.ask(coming=2)
+    harness.clock.now += 0.06
+    assert harness.scan()
+    for waited_s, result in ((0.05, PENDING), (0.06, MISS)):
+        harness.clock.now += waited_s
+        harness.scan()
+        assert harness.results(harness.context) == [HIT, result, result]
+    harness.client.fail()
+    harness.scan()
+    assert harness.results(harness.context) == [HIT, MISS, MISS]
 
 
 @pytest.mark.parametrize(("tiers", "waits"), [(None, True), ([{"medium": "STORAGE"}], True), ([], False)])
@@ -300,22 +233,165 @@ def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(tiers: obje
     harness.scan()
     harness.client.answer({block_hash(1)}, coming=[block_hash(2)])
     harness.scan()
-    found = harness.results(context)
-    assert found[0] is LookupResult.HIT
-    assert found[1] is (LookupResult.HIT_PENDING if waits else LookupResult.MISS)
+    assert harness.results(context)[:2] == [HIT, PENDING if waits else MISS]
 
 
-def store(harness: ManagerHarness, context: ReqContext) -> Collection[OffloadKey]:
-    output = harness.manager.prepare_store(KEYS, context)
+# --- loads -----------------------------------------------------------------------------------------
+
+
+def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done() -> None:
+    harness = ManagerHarness()
+    context = harness.request(ready=HASHES)
+    lease_id = harness.client.asked[0][0].lease_id
+    spec = harness.manager.prepare_load(KEYS[1:], context)
+    assert spec.groups == (block_hash(2) + block_hash(3),)
+    assert (spec.lease_id, spec.load_tokens) == (lease_id, 2 * CHUNK_TOKENS)
+    assert harness.manager.is_loading("r")
+    harness.manager.on_request_finished(context)
+    assert harness.client.released == []  # the load still runs
+    for _ in range(2):
+        harness.manager.complete_load(KEYS[1:], context)
+    assert harness.client.released == [lease_id]
+
+
+def test_a_load_without_an_answer_fails_in_the_worker_and_not_in_vllms_scheduler() -> None:
+    harness = ManagerHarness()
+    for context in (harness.new(), ReqContext("unknown")):
+        spec = harness.manager.prepare_load(KEYS, context)
+        assert (spec.lease_id, spec.request_id) == (NO_LEASE, context.req_id)
+
+
+def test_after_a_failed_load_a_request_is_computed_and_stored_and_the_daemon_forgets_unusable_blocks() -> None:
+    unusable = {ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM}
+    for code in (*ErrorCode, None):
+        harness = ManagerHarness()
+        context = harness.request(ready=HASHES)
+        harness.manager.prepare_load(KEYS, context)
+        harness.manager._job_failed(FailedJob(code, ((0, block_hash(2)),), "r"))
+        harness.clock.now += 100
+        assert not harness.scan(), "it is never looked up again"
+        assert harness.results(context) == [MISS] * 3
+        forgotten = [(item.group, item.keys) for item in harness.client.invalidated]
+        assert forgotten == ([(0, block_hash(2))] if code in unusable else []), code
+        assert harness.counted()[FAILED_LOADS] == 1
+        assert harness.offer(context) == KEYS
+
+
+# --- stores ----------------------------------------------------------------------------------------
+
+
+def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way() -> None:
+    harness = ManagerHarness()
+    first, second = (harness.request(name, ready={block_hash(1)}) for name in ("first", "second"))
+    output = harness.manager.prepare_store(KEYS, first)
     assert output is not None
-    return output.keys_to_store
+    assert output.keys_to_store == KEYS[1:]
+    assert cast(Any, output.store_spec).groups == (block_hash(2) + block_hash(3),)
+    assert harness.offer(second) == []
+    harness.manager.complete_store(set(KEYS[1:]), first)
+    assert harness.offer(second) == KEYS[1:]
 
 
-def stored(harness: ManagerHarness, context: ReqContext) -> Collection[OffloadKey]:
-    """What is stored of a request, by a store that has ended."""
-    keys = store(harness, context)
-    harness.manager.complete_store(keys, context)
-    return keys
+def test_beyond_the_credit_a_store_is_put_off_and_counted() -> None:
+    harness = ManagerHarness()
+    context = harness.request(ready=set())
+    harness.manager.workers_report(WorkerReport(credit_bytes=1500))
+    assert harness.offer(context, KEYS[:2]) == KEYS[:2]
+    assert harness.offer(context, KEYS[2:]) is None
+    assert harness.counted()[DEFERRED_STORES] == 1
+    harness.manager.complete_store(set(KEYS[:2]), context)
+    assert harness.offer(context, KEYS[2:]) == KEYS[2:]
+
+
+def test_store_credit_counts_what_each_group_has() -> None:
+    """A hybrid model's windows are smaller than its full attention."""
+    harness = ManagerHarness((ChunkGroup(0, 1, CHUNK_TOKENS), WINDOWS))
+    harness.manager.begin_engine(shard_bytes=[1000, 10], most_running=1, largest_chunk=256)
+    context = harness.request(ready=set())
+    windows = [key(number, group_id=WINDOWS.group_id) for number in (1, 2)]
+    for one in windows:
+        context.set_offload_key_position(one, CHUNK_TOKENS)
+    harness.manager.workers_report(WorkerReport(credit_bytes=30))
+    assert harness.offer(context, windows) == windows
+    assert harness.offer(context, KEYS[:1]) == KEYS[:1]
+    assert harness.offer(context, KEYS[1:]) is None
+    harness.manager.complete_store(KEYS[:1], context)
+    assert harness.offer(context, KEYS[1:]) == KEYS[1:]
+
+
+def test_a_request_that_has_ended_may_pass_the_credit_to_twice_of_it() -> None:
+    """vLLM does not offer the end of its prompt again; beyond that the daemon refuses stores."""
+    for credit, stored in ((1000, KEYS[2:]), (500, None)):
+        harness = ManagerHarness()
+        context = harness.request(ready=set())
+        harness.manager.workers_report(WorkerReport(credit_bytes=credit))
+        assert harness.offer(context, KEYS[:1]) == KEYS[:1]
+        assert harness.offer(context, KEYS[2:]) is None
+        harness.end("r", 3001)
+        assert harness.offer(context, KEYS[2:]) == stored
+
+
+def test_a_store_waits_for_an_answer_but_not_for_a_late_one_nor_where_its_request_ends() -> None:
+    harness = ManagerHarness()
+    context, ends = harness.request(), harness.request("ends")
+    harness.manager.scheduled(harness.requests["r"], 0)
+    assert harness.offer(context) is None, "vLLM offers it again in the next step"
+    harness.end("ends", 2500)
+    assert harness.offer(ends) == KEYS[:2], "no more than it has computed"
+    harness.manager.complete_store(KEYS, ends)
+    harness.clock.now += 0.11
+    assert harness.offer(context) == KEYS
+
+
+def test_the_end_of_a_prompt_inside_a_chunk_is_neither_looked_up_nor_stored() -> None:
+    harness = ManagerHarness()
+    context = harness.request(ready=HASHES)
+    tail = key(9)
+    context.set_offload_key_position(tail, 2500)
+    assert harness.results(context, [tail]) == [MISS]
+    assert harness.offer(context, [tail]) == []
+
+
+# --- when nothing is looked up, or stored ----------------------------------------------------------
+
+
+def test_while_the_daemon_is_down_nothing_is_offered_and_vllm_goes_on() -> None:
+    harness = ManagerHarness()
+    harness.client.ready = False
+    context = harness.request("first")
+    harness.scan("first")
+    assert harness.results(context) == [RETRY] * 3, "it has just begun to connect"
+    harness.manager.on_request_finished(context)
+    harness.clock.now += 0.2
+    context = harness.request()
+    harness.scan()
+    assert harness.offer(context) == []
+    assert harness.results(context) == [MISS] * 3
+    assert not harness.manager.has_pending_work()
+
+
+def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off_until_it_can() -> None:
+    harness = ManagerHarness()
+    context = harness.request(ready=HASHES)
+    harness.report("weights", usable=False)
+    harness.scan()
+    assert harness.results(context) == [MISS] * 3
+    assert harness.offer(context) == []
+    harness.report("weights")
+    harness.scan()
+    assert harness.results(context) == [HIT] * 3
+
+
+def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
+    producer, consumer = ManagerHarness(), ManagerHarness()
+    producer.manager.loads = consumer.manager.stores = False
+    context = producer.request()
+    assert producer.client.asked == []
+    assert producer.results(context) == [MISS] * 3
+    assert producer.offer(context) == KEYS
+    context = consumer.request(ready=HASHES)
+    assert consumer.results(context) == [HIT] * 3
+    assert consumer.offer(context, [key(9)]) == []
 
 
 def test_requests_of_an_adapter_that_is_not_known_use_nothing_nor_do_others_with_its_id() -> None:
@@ -324,12 +400,12 @@ def test_requests_of_an_adapter_that_is_not_known_use_nothing_nor_do_others_with
     first, second, other, plain = (harness.request(name, set()) for name in ("first", "second", "other", "plain"))
     harness.manager.begin_adapter("first", b"one", 1)
     harness.manager.begin_adapter("other", b"one", 2)
-    assert stored(harness, first) == KEYS
     harness.manager.begin_adapter("second", None, 1)
     harness.scan("second")
-    assert [stored(harness, context) for context in (first, second)] == [[], []]
-    assert harness.results(second) == [LookupResult.MISS] * 3
-    assert [stored(harness, context) for context in (other, plain)] == [KEYS, KEYS]
+    assert harness.results(second) == [MISS] * 3
+    for context, stored in ((first, []), (second, []), (other, KEYS), (plain, KEYS)):
+        assert harness.offer(context) == stored
+        harness.manager.complete_store(KEYS, context)
 
 
 def test_requests_with_an_adapter_that_began_before_weights_changed_use_nothing_after_it() -> None:
@@ -340,10 +416,33 @@ def test_requests_with_an_adapter_that_began_before_weights_changed_use_nothing_
     harness.report("weights")
     after = harness.request("after", set())
     harness.manager.begin_adapter("after", b"one", 1)
-    assert [stored(harness, context) for context in (before, plain, after)] == [[], KEYS, KEYS]
+    for context, stored in ((before, []), (plain, KEYS), (after, KEYS)):
+        assert harness.offer(context) == stored
+        harness.manager.complete_store(KEYS, context)
 
 
-def test_metrics_are_on_the_page_with_their_meaning() -> None:
+# --- what is measured ------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_steps_output_ends_the_step() -> None:
+    """vLLM asks for events once for each step's output, and for nothing else."""
+    harness = ManagerHarness()
+    for _ in range(2):  # the first is taken for one in which the engine compiles
+        harness.manager.step_begins([1024])
+        harness.clock.now += 0.5
+        harness.manager.take_events()
+    assert harness.prefill.tokens_per_second == 2048
+
+
+def test_every_metric_is_declared_and_on_the_page_and_the_gauge_follows_the_connection() -> None:
+    harness = ManagerHarness()
+    harness.request(ready=HASHES)
+    first = harness.counted()
+    assert first == {LOOKUPS: 1, CONNECTED: 1, PREFILL_RATE: 0.0, LOAD_RATE: 0.0}
+    assert set(first) <= set(DEFINITIONS)
+    assert harness.manager.get_stats() is None
+    harness.client.ready = False
+    assert harness.counted() == {CONNECTED: 0, PREFILL_RATE: 0.0, LOAD_RATE: 0.0}
     page = Path(kvoffd_client.__file__).parents[1] / "README.md"
     lines = [line for line in page.read_text().splitlines() if line.startswith("| `vllm:")]
     assert lines == [f"| `{name}` | {metric.documentation} |" for name, metric in DEFINITIONS.items()]

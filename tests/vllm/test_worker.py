@@ -1,59 +1,64 @@
-"""A worker's half over a fake client, and the shared memory under a KV cache."""
+"""A worker's half over a fake client: what is registered, what goes out when, and how jobs end."""
 
 from __future__ import annotations
 
 import threading
-from functools import partial
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock, patch
 
-import numpy as np
 import pytest
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec, Registration, SharedMemory
+from kvoffd_client.cuda_export import export_segments
 from kvoffd_client.jobs import Job
+from kvoffd_client.ordered_sender import OrderedSender
+from kvoffd_client.vllm import kv_memory
 from kvoffd_client.vllm import spec as spec_module
 from kvoffd_client.vllm import worker as worker_module
 from kvoffd_client.vllm.config import ConnectorOptions
-from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, KeyedSpec
-from kvoffd_client.vllm.kv_memory import SharedKvMemory, registration_of
+from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec
+from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import JobResult, PageRef, Role, TensorLayout, Unregister
+from kvoffd_proto.messages import CudaIpcHandle, JobResult, PageRef, Role, TensorLayout, Unregister
 from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.ordered_sender import wait_sent
+from tests.kit.stub_cuda import StubCuda, fresh_stub
 from tests.kit.waiting import wait_until
 from tests.vllm.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 
 BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
 KEYED = KeyedSpec((block_hash(1) + block_hash(2),))
-NAMESPACE = NamespaceSpec.named("model")
+KEYS = ((0, KEYED.groups[0]),)
 LEASED = KeyedSpec(KEYED.groups, lease_id=77, request_id="r", load_tokens=64)
+ONE, OTHER = NamespaceSpec.named("one", key_bytes=KEY_BYTES), NamespaceSpec.named("other")
+WAIT_S = 10.0
 
 
-def make_worker(client: FakeWorkerClient | None) -> KvoffdWorker:
-    worker = KvoffdWorker(
-        lambda _: client,
-        blocks_per_chunk=1,
-        key_bytes=KEY_BYTES,
-        fence_timeout_s=1.5,
-    )
-    worker.join(NAMESPACE)
-    return worker
+def make_worker(connect: Callable[[NamespaceSpec], Any], sender: OrderedSender | None = None) -> KvoffdWorker:
+    return KvoffdWorker(connect, blocks_per_chunk=1, key_bytes=KEY_BYTES, fence_timeout_s=1.5, sender=sender)
 
 
-def only_failure(worker: KvoffdWorker) -> FailedJob:
-    """The failure of the only job that has ended, of which vLLM is told no more than that."""
-    [result] = worker.get_finished()
-    assert result.success
-    assert (result.transfer_size, result.transfer_time) == (None, None)
-    [(job_id, failed)] = worker.take_report().failed_jobs.items()
-    assert job_id == result.job_id
+def failures(worker: KvoffdWorker) -> dict[int, FailedJob]:
+    """The failures of the jobs that have ended, of which vLLM is told no more than that."""
+    ended = worker.get_finished()
+    assert all((one.success, one.transfer_size, one.transfer_time) == (True, None, None) for one in ended)
+    failed = worker.take_report().failed_jobs
+    assert sorted(failed) == sorted(one.job_id for one in ended)
     return failed
+
+
+def codes(worker: KvoffdWorker) -> dict[int, ErrorCode | None]:
+    return {job_id: one.error for job_id, one in failures(worker).items()}
+
+
+# --- memory ----------------------------------------------------------------------------------------
 
 
 def test_the_one_allocation_of_the_kv_cache_comes_from_shared_memory() -> None:
@@ -64,176 +69,154 @@ def test_the_one_allocation_of_the_kv_cache_comes_from_shared_memory() -> None:
         torch.zeros((4, 4), dtype=torch.int8)
         torch.zeros(16, dtype=torch.float32)
     [memory] = context.memories
-    assert memory.size_bytes == 8192
     backing[100] = 7
-    assert memory.view[100] == 7
+    assert (memory.size_bytes, memory.view[100]) == (8192, 7)
     assert torch.zeros(64, dtype=torch.int8).data_ptr() != backing.data_ptr()
 
 
-def caches_in(backing: torch.Tensor) -> CanonicalKVCaches:
-    """Two layers of four blocks of 512 bytes, one after the other; the second group uses half pages of layer 1."""
-    layers = [backing[at : at + 2048].view(4, 512) for at in (1024, 4096)]
-    return CanonicalKVCaches(
-        tensors=[CanonicalKVCacheTensor(layer, 512) for layer in layers],
-        group_data_refs=[[CanonicalKVCacheRef(0, 512), CanonicalKVCacheRef(1, 512)], [CanonicalKVCacheRef(1, 256)]],
-    )
-
-
-def test_a_registration_names_places_in_the_memory_the_cache_lies_in() -> None:
-    context = SharedKvMemory()
-    with context:
-        torch.zeros(4096, dtype=torch.int8)
-        backing = torch.zeros(8192, dtype=torch.int8)
-    registration = registration_of(caches_in(backing), context.memories, rank=1, blocks_per_chunk=2)
-    assert registration.memories == (context.memories[1],)
-    assert registration.tensors == (TensorLayout(0, 1024, 512, 4), TensorLayout(0, 4096, 512, 4))
-    assert registration.groups == ((PageRef(0, 512), PageRef(1, 512)), (PageRef(1, 256),))
-    assert (registration.rank, registration.blocks_per_key) == (1, 2)
-
-
 def test_an_engine_on_cpu_whose_memory_cannot_be_shared_is_refused_at_its_start() -> None:
+    tensor = torch.zeros(8, 512, dtype=torch.int8)
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, 512)], [[CanonicalKVCacheRef(0, 512)]])
+    with pytest.raises(ValueError, match=r"kvoffd cannot serve this engine: .*get_mem_pool_context"):
+        KvoffdSpec.get_worker(spec_of(rank=0), caches)
+
+
+def spec_of(rank: int, *, replicated: bool = False) -> Any:
+    """As much of a KvoffdSpec as makes a worker."""
     spec: Any = SimpleNamespace(
-        namespace=NAMESPACE,
+        namespace=ONE,
+        options=ConnectorOptions(),
         memory=SharedKvMemory(),
         layers=(),
-        config=SimpleNamespace(parallel=SimpleNamespace(rank=0)),
+        config=SimpleNamespace(parallel=SimpleNamespace(rank=rank)),
         blocks_per_chunk=1,
-        replicated_layout=False,
+        replicated_layout=replicated,
     )
-    spec._registration = partial(KvoffdSpec._registration, spec)
-    with pytest.raises(ValueError, match=r"kvoffd cannot serve this engine: .*get_mem_pool_context"):
-        KvoffdSpec.get_worker(spec, caches_in(torch.zeros(8192, dtype=torch.int8)))
+    spec._registration = lambda caches: KvoffdSpec._registration(spec, caches)
+    return spec
 
 
-def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_on() -> None:
-    worker = make_worker(None)
-    assert worker.submit_store(1, BLOCKS, KEYED)
-    assert worker.submit_load(2, LEASED, BLOCKS)
-    worker.wait({1, 2})
-    assert [result.job_id for result in worker.get_finished()] == [1, 2]
-    assert set(worker.take_report().failed_jobs) == {1, 2}
-    assert worker.failed_requests == {"r"}
-    assert not worker.usable
-    assert worker.credit_bytes is None
-    worker.shutdown()
+@pytest.mark.parametrize("replicated", [False, True])
+def test_ranks_that_load_one_shard_leave_the_lease_to_the_scheduler(replicated: bool) -> None:
+    """As under tensor parallelism with latent attention, where rank 0 alone stores."""
+    caches = cast(Any, SimpleNamespace(tensors=[SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda")))]))
+    spec, client = spec_of(rank=1, replicated=replicated), Mock()
+    spec._connect_worker = lambda *_: client
+    worker = cast(KvoffdWorker, KvoffdSpec.get_worker(spec, caches))
+    worker._sender.close()  # type: ignore[union-attr]
+    worker._sender = None
+    worker.join(ONE)
+    worker.submit_load(1, LEASED, BLOCKS)
+    worker.flush()
+    [[job]] = client.submit.call_args.args
+    assert (job.lease_id, job.keep_lease) == (77, replicated)
+    with patch.object(spec_module, "registration_of") as registered:
+        KvoffdSpec._registration(spec, caches)
+    assert registered.call_args.args[2] == (0 if replicated else 1), "whose shard it is"
 
 
-def test_jobs_reach_the_client_and_their_results_come_back() -> None:
+def test_a_replicas_sessions_have_its_index_in_their_names() -> None:
+    for engine_id, index, replica in (("0123456789_dp1", 1, " replica 1"), ("0123456789", 0, "")):
+        config = SimpleNamespace(engine_id=engine_id, parallel=SimpleNamespace(data_parallel_index=index))
+        name = KvoffdSpec._name(cast(Any, SimpleNamespace(config=config)), ONE, "worker 0")
+        assert name == f"vllm:01234567 one{replica} worker 0"
+
+
+def gpu_caches(*tensors: tuple[int, int, int]) -> CanonicalKVCaches:
+    """Tensors of 8 blocks in a GPU's memory: (address, page bytes, stride)."""
+
+    def tensor(address: int, page: int, stride: int) -> Any:
+        return SimpleNamespace(
+            shape=(8, page),
+            device=SimpleNamespace(type="cuda"),
+            data_ptr=lambda: address,
+            stride=lambda dimension: (stride, 1)[dimension],
+            element_size=lambda: 1,
+        )
+
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor(*one), one[1]) for one in tensors],
+        [[CanonicalKVCacheRef(index, page) for index, (_, page, _) in enumerate(tensors)]],
+    )
+
+
+def test_a_registration_names_the_drivers_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub: StubCuda = fresh_stub()
+    stub.start()
+    monkeypatch.setenv("KVOFFD_CUDA_LIBRARY", stub.path)
+    buffer = stub.allocate(1 << 20)
+    caches = gpu_caches((buffer.address + 4096, 512, 512), (buffer.address + 8192, 500, 1024))
+    registration = registration_of(caches, [], rank=3, blocks_per_chunk=2)
+    assert registration.on_gpu
+    assert registration.tensors == (TensorLayout(0, 4096, 512, 8), TensorLayout(0, 8192, 1024, 8))
+    assert registration.handles() == ([CudaIpcHandle(buffer.handle, 1 << 20, bytes([0x10] * 16))], [])
+    exported = export_segments([(buffer.address, 1)], stub.driver())
+    monkeypatch.setattr(kv_memory, "export_segments", lambda _: exported)
+    with pytest.raises(NotShareable, match="several allocations"):
+        registration_of(gpu_caches((buffer.address + (1 << 20) - 4096, 4096, 4096)), [], rank=0, blocks_per_chunk=1)
+
+
+# --- jobs ------------------------------------------------------------------------------------------
+
+
+def test_jobs_of_a_step_are_one_message_and_their_results_come_back() -> None:
     client = FakeWorkerClient()
-    worker = make_worker(client)
+    worker = make_worker(lambda _: client)
+    worker.join(ONE)
     assert worker.submit_store(1, BLOCKS, KEYED)
     assert worker.submit_load(2, LEASED, BLOCKS, expedited=True)
     assert client.messages == []
     worker.flush()
     worker.flush()
-    assert client.messages == [[1, 2]], "the jobs of a step are one message"
-    assert np.frombuffer(client.stores[1][0].block_ids, "<i4").tolist() == [4, 5]
+    assert client.messages == [[1, 2]]
     assert client.loads[2][0] == 77
     client.results = [JobResult(1, True, 1024, 0.5), JobResult(2, True, 2048, 0.25)]
-    found = [
-        (result.job_id, result.success, result.transfer_size, result.transfer_time) for result in worker.get_finished()
-    ]
+    found = [(one.job_id, one.success, one.transfer_size, one.transfer_time) for one in worker.get_finished()]
     assert found == [(1, True, 1024, 0.5), (2, True, 2048, 0.25)]
     report = worker.take_report()
     assert (report.failed_jobs, report.load_times) == ({}, {2: (64, 0.25)})
 
 
 def test_jobs_that_fail_say_why_and_with_which_keys() -> None:
-    keys = ((0, KEYED.groups[0]),)
-    too_few = GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
     client = FakeWorkerClient()
-    worker = make_worker(client)
-    worker.submit_store(1, too_few, KEYED)
-    assert only_failure(worker) == FailedJob(ErrorCode.BAD_BLOCK_IDS, keys)
-    assert KEYED.lease_id == NO_LEASE
+    worker = make_worker(lambda _: client)
+    worker.join(ONE)
+    worker.submit_store(1, GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), KEYED)
     worker.submit_load(2, KEYED, BLOCKS)
-    assert only_failure(worker) == FailedJob(ErrorCode.UNKNOWN_LEASE, keys)
-    assert (client.stores, client.loads) == ({}, {}), "nothing was sent"
+    bad, unknown = FailedJob(ErrorCode.BAD_BLOCK_IDS, KEYS), FailedJob(ErrorCode.UNKNOWN_LEASE, KEYS)
+    assert failures(worker) == {1: bad, 2: unknown}
+    assert client.messages == [], "nothing was sent"
     worker.submit_store(3, BLOCKS, KEYED)
     client.results = [JobResult(3, False, 0, 0.1, ErrorCode.COPY_FAILED, [])]
-    assert only_failure(worker) == FailedJob(ErrorCode.COPY_FAILED, keys), "all, where the daemon names none"
+    assert failures(worker) == {3: FailedJob(ErrorCode.COPY_FAILED, KEYS)}, "all, where the daemon names none"
     assert worker.failed_requests == set()
 
 
-def test_a_fence_takes_back_what_the_gpu_holds_before_it_asks_the_daemon() -> None:
-    order: list[object] = []
-    sender, client = Mock(), Mock()
-    sender.submit.side_effect = lambda jobs, *_: order.append([job.job_id for job in jobs])
-
-    def withdraw(job_ids: list[int], patience_s: float) -> None:
-        order.append(("withdraw", job_ids, patience_s))
-        worker._fail_unsent(Job(2, ()), ErrorCode.CANCELLED)
-
-    sender.withdraw.side_effect = withdraw
-    client.fence.side_effect = lambda *arguments: order.append(("fence", *arguments))
-    worker = KvoffdWorker(lambda _: client, blocks_per_chunk=1, key_bytes=KEY_BYTES, fence_timeout_s=1.5, sender=sender)
-    worker.join(NAMESPACE)
-    worker.submit_store(2, BLOCKS, KEYED)
-    worker.wait({2, 1})
-    assert order == [[2], ("withdraw", [1, 2], 0.05), ("fence", [1, 2], 1.5, 1)]
-
-
-def test_ranks_that_load_one_shard_leave_the_lease_to_the_scheduler() -> None:
-    """As under tensor parallelism with latent attention, where rank 0 alone stores."""
-    caches = cast(Any, SimpleNamespace(tensors=[SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda")))]))
-    for replicated in (False, True):
-        config = SimpleNamespace(parallel=SimpleNamespace(rank=1))
-        spec: Any = SimpleNamespace(
-            namespace=SimpleNamespace(key_bytes=KEY_BYTES),
-            options=ConnectorOptions(),
-            blocks_per_chunk=1,
-            replicated_layout=replicated,
-            memory=SharedKvMemory(),
-            layers=(),
-            config=config,
-        )
-        client = Mock()
-        spec.connect_worker = lambda *_, client=client: client
-        worker = KvoffdSpec.get_worker(spec, caches)
-        assert isinstance(worker, KvoffdWorker)
-        worker._sender.close()  # type: ignore[union-attr]
-        worker._sender = None
-        worker.join(NAMESPACE)
-        worker.submit_load(1, LEASED, BLOCKS)
-        worker.flush()
-        [[job]] = client.submit.call_args.args
-        assert (job.lease_id, job.keep_lease) == (77, replicated)
-        with patch.object(spec_module, "registration_of") as registration_of:
-            KvoffdSpec._registration(spec, caches)
-        assert registration_of.call_args.args[2] == (0 if replicated else 1), "whose shard it is"
-
-
-def test_a_replicas_sessions_have_its_index_in_their_names() -> None:
-    for engine_id, index, replica in (("0123456789_dp1", 1, " replica 1"), ("0123456789", 0, "")):
-        config = SimpleNamespace(engine_id=engine_id, parallel=SimpleNamespace(data_parallel_index=index))
-        name = KvoffdSpec._name(cast(Any, SimpleNamespace(config=config)), NAMESPACE, "worker 0")
-        assert name == f"vllm:01234567 model{replica} worker 0"
-
-
-def test_a_worker_is_registered_in_one_namespace_at_a_time_and_without_one_fails_every_job() -> None:
-    first, second = FakeWorkerClient(), FakeWorkerClient()
-    clients = {"one": first, "other": second}
-    worker = KvoffdWorker(
-        lambda namespace: cast(WorkerClient, clients[namespace.label]),
-        blocks_per_chunk=1,
-        key_bytes=KEY_BYTES,
-        fence_timeout_s=1,
-    )
+def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_on() -> None:
+    worker = make_worker(lambda _: None)
     assert worker.usable
-    assert worker.registered is None
+    worker.join(ONE)
     assert worker.submit_store(1, BLOCKS, KEYED)
-    assert only_failure(worker).error is ErrorCode.UNSUPPORTED
-    one, other = NamespaceSpec.named("one"), NamespaceSpec.named("other")
-    worker.join(one)
-    worker.join(one)
-    assert worker.registered == one.fingerprint
-    worker.submit_store(2, BLOCKS, KEYED)
-    worker.join(other)
+    assert worker.submit_load(2, LEASED, BLOCKS)
+    worker.wait({1, 2})
+    assert codes(worker) == {1: ErrorCode.UNSUPPORTED, 2: ErrorCode.UNSUPPORTED}
+    assert worker.failed_requests == {"r"}
+    assert (worker.usable, worker.credit_bytes) == (False, None)
+    worker.shutdown()
+
+
+def test_a_worker_is_registered_in_one_namespace_at_a_time() -> None:
+    clients = {"one": FakeWorkerClient(), "other": FakeWorkerClient()}
+    first, second = clients.values()
+    worker = make_worker(lambda namespace: clients[namespace.label])
+    for _ in range(2):
+        worker.join(ONE)
+    assert worker.registered == ONE.fingerprint
+    worker.join(OTHER)
     assert (first.unregistered, first.closed, second.closed) == (1, True, False)
-    assert worker.registered == other.fingerprint
+    assert worker.registered == OTHER.fingerprint
     worker.leave()
-    assert (second.unregistered, worker.registered) == (1, None)
-    assert worker.usable
+    assert (second.unregistered, worker.registered, worker.usable) == (1, None, True)
 
 
 def test_a_load_of_a_namespace_that_is_left_fails_when_the_daemon_has_let_go_of_the_memory(
@@ -244,14 +227,8 @@ def test_a_load_of_a_namespace_that_is_left_fails_when_the_daemon_has_let_go_of_
         fake.hold_jobs, fake.close_on_eof = True, False
         fake.answers[Unregister] = lambda *_: None
         registration = Registration(0, 1, (memory,), (TensorLayout(0, 0, 64, 8),), ((PageRef(0, 64),),))
-        spec = NamespaceSpec.named("left", key_bytes=KEY_BYTES)
-        worker = KvoffdWorker(
-            lambda _: WorkerClient(fake.directory, spec, registration),
-            blocks_per_chunk=1,
-            key_bytes=KEY_BYTES,
-            fence_timeout_s=0.1,
-        )
-        worker.join(spec)
+        worker = make_worker(lambda namespace: WorkerClient(fake.directory, namespace, registration))
+        worker.join(ONE)
         wait_until(lambda: worker.registered is not None)
         worker.submit_load(1, KeyedSpec(KEYED.groups, lease_id=2**32), BLOCKS)
         worker.flush()
@@ -265,6 +242,127 @@ def test_a_load_of_a_namespace_that_is_left_fails_when_the_daemon_has_let_go_of_
         assert fence.is_alive()
         fake.do(lambda: fake.release(peer))
         fence.join(5)
-        assert only_failure(worker)
+        assert list(codes(worker)) == [1]
         assert (worker.get_finished(), worker._left) == ([], [])
         worker.shutdown()
+
+
+# --- behind a GPU's kernels ------------------------------------------------------------------------
+
+
+class GpuEvent:
+    """Happens when the test says so."""
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.happened.wait(WAIT_S)
+
+
+class Gpu:
+    """A worker whose events and clients the test holds."""
+
+    def __init__(self) -> None:
+        self.events: list[GpuEvent] = []
+        self.clients = [FakeWorkerClient(), FakeWorkerClient()]
+        unused = iter(self.clients)
+        self.gpu_failed = False
+        self.sender = OrderedSender(self.record)
+        self.worker = make_worker(lambda _: next(unused), self.sender)
+        self.worker.join(ONE)
+
+    def record(self) -> GpuEvent:
+        if self.gpu_failed:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        self.events.append(GpuEvent())
+        return self.events[-1]
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    made = Gpu()
+    yield made
+    made.worker.shutdown()
+    for event in made.events:
+        event.happened.set()
+
+
+def test_stores_and_loads_go_out_after_their_kernels(gpu: Gpu) -> None:
+    client = gpu.clients[0]
+    gpu.worker.submit_store(1, BLOCKS, KEYED)
+    gpu.worker.flush()
+    gpu.worker.submit_store(2, BLOCKS, KEYED)
+    gpu.worker.submit_load(3, LEASED, BLOCKS)
+    gpu.worker.flush()
+    assert len(gpu.events) == 2, "one for the jobs of a step"
+    assert not wait_sent(gpu.sender, [1], 0.05)
+    assert client.messages == []
+    for event, sent in zip(gpu.events, ([[1]], [[1], [2, 3]]), strict=True):
+        event.happened.set()
+        assert wait_sent(gpu.sender, sent[-1], WAIT_S)
+        assert client.messages == sent
+
+
+def test_a_fence_waits_a_moment_for_kernels_and_then_takes_jobs_back(gpu: Gpu) -> None:
+    gpu.worker.submit_store(1, BLOCKS, KEYED)
+    gpu.worker.submit_store(2, BLOCKS, KEYED)
+    gpu.worker.submit_load(3, LEASED, BLOCKS)
+    gpu.worker.wait({1, 3})
+    assert gpu.clients[0].fences == [([1, 3], 1.5, 1)], "a load is no store that was dropped"
+    assert codes(gpu.worker) == {1: ErrorCode.CANCELLED, 3: ErrorCode.CANCELLED}
+    for event in gpu.events:
+        event.happened.set()
+    assert wait_sent(gpu.sender, [2], WAIT_S)
+    assert list(gpu.clients[0].stores) == [2]
+
+
+def test_a_gpu_that_failed_costs_jobs_and_not_the_engine(gpu: Gpu) -> None:
+    gpu.gpu_failed = True
+    gpu.worker.submit_store(1, BLOCKS, KEYED)
+    gpu.worker.submit_load(2, LEASED, BLOCKS)
+    gpu.worker.flush()
+    assert codes(gpu.worker) == {1: ErrorCode.COPY_FAILED, 2: ErrorCode.COPY_FAILED}
+
+
+def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(gpu: Gpu) -> None:
+    first, second = gpu.clients
+    gpu.worker.submit_store(1, BLOCKS, KEYED)
+    gpu.worker.flush()
+    for job_id in (7, 8):
+        gpu.worker.submit_store(job_id, BLOCKS, KEYED)
+    del gpu.worker._unsent[7]  # it has been sent
+    first.results = [JobResult(7, False, 0, 0.1, ErrorCode.SESSION_ENDED, [])]
+    for _ in range(2):
+        gpu.worker.sleep()
+    assert (first.unregistered, first.closed) == (1, True)
+    assert codes(gpu.worker) == {1: ErrorCode.CANCELLED, 8: ErrorCode.CANCELLED, 7: ErrorCode.SESSION_ENDED}
+    assert gpu.worker.usable, "the scheduler must not give the daemon up for a nap"
+    assert gpu.worker.credit_bytes is None
+    gpu.worker.submit_store(2, BLOCKS, KEYED)
+    assert codes(gpu.worker) == {2: ErrorCode.UNSUPPORTED}
+    for _ in range(2):
+        gpu.worker.wake()
+    gpu.worker.submit_store(3, BLOCKS, KEYED)
+    gpu.worker.flush()
+    for event in gpu.events:
+        event.happened.set()
+    wait_until(lambda: list(second.stores) == [3])
+    assert gpu.worker.credit_bytes == second.credit_bytes
+
+
+def test_the_thread_that_waits_for_an_event_is_on_the_events_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else CUDA's runtime gives it a context on GPU 0, in every worker of the others."""
+    here = threading.local()
+    waited_on: list[int] = []
+    event = Mock(synchronize=lambda: waited_on.append(torch.cuda.current_device()))
+    made = Mock(return_value=event)
+    monkeypatch.setattr(torch.cuda, "Event", made)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(here, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(here, "device", device))
+    torch.cuda.set_device(3)
+    sender, sent = OrderedSender(RecordedEvent), threading.Event()
+    sender.submit([Job(1, ())], lambda _: sent.set(), lambda *_: None)
+    assert sent.wait(WAIT_S)
+    sender.close()
+    assert (waited_on, made.call_args.kwargs) == ([3], {"blocking": True})

@@ -101,6 +101,7 @@ class FakeWorkerClient:
     fences: list[tuple[list[int], float, int]] = field(default_factory=list)
     closed: bool = False
     unregistered: int = 0
+    unfinished: int = 0
 
     def unregister(self, timeout_s: float) -> bool:
         self.unregistered += 1

@@ -88,6 +88,7 @@ SAMPLE_BYTES = 256
 def namespace_of(factors: Mapping[str, Any], label: str) -> NamespaceSpec:
     """Return the namespace of an engine's factors. ``label`` is for display only and goes into no fingerprint."""
     canonical = canonical_json({"format": FORMAT, **factors})
+    is_short = len(canonical) <= MAX_DESCRIPTION_BYTES
     return NamespaceSpec(
         fingerprint=fingerprint_of(canonical),
         label=label[:256],
@@ -101,9 +102,7 @@ def namespace_of(factors: Mapping[str, Any], label: str) -> NamespaceSpec:
             )
             for group in factors["groups"]
         ),
-        description=canonical
-        if len(canonical) <= MAX_DESCRIPTION_BYTES
-        else canonical_json({"digest": digest(canonical)}),
+        description=canonical if is_short else canonical_json({"digest": digest(canonical)}),
     )
 
 
@@ -123,11 +122,10 @@ def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sal
     ``vllm_config`` and ``kv_cache_config`` are a worker's; all workers of an engine get the same.
     """
     offloading = build_offloading_config(vllm_config, kv_cache_config)
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    algorithm = str(cache.prefix_caching_hash_algo)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     local_weights = weights_identity(model.model)
     # Layers with another dtype: groups and their specs may be the same without them.
-    skipped = sorted(set(cache.kv_cache_dtype_skip_layers))
+    skipped = sorted(set(vllm_config.cache_config.kv_cache_dtype_skip_layers))
     return ({"unjudged": unjudged(vllm_config)} if untested() else {}) | {
         "vllm_release": ".".join(map(str, release_of(vllm.__version__) or ())),
         # A hub's model by its name and commit, a local one by its files.
@@ -137,19 +135,13 @@ def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sal
         "model_config": _config_digest(model),
         "weights_dtype": str(model.dtype),
         "quantization": str(model.quantization or ""),
-        "kv_cache_dtype": f"{offloading.model.dtype} but for layers {', '.join(skipped)}"
-        if skipped
-        else offloading.model.dtype,
+        "kv_cache_dtype": offloading.model.dtype + (f" but for layers {', '.join(skipped)}" if skipped else ""),
         "dummy_weights": str(vllm_config.load_config.load_format) == "dummy",
         "tokens_per_hash": offloading.cache.tokens_per_hash,
         "blocks_per_chunk": offloading.cache.blocks_per_chunk,
-        "hash_algorithm": algorithm,
-        # Algorithm, seed and scheme of the hashes in one value.
-        "hash_probe": hash_probe(algorithm).hex(),
+        **_hash_factors(vllm_config),
         # Tokens after a block that its hash covers too (0.33, speculative decoding).
         "hash_lookahead_tokens": int(getattr(vllm_config, "num_hash_lookahead_tokens", 0)),
-        # The engine's id, when nobody else can share its blocks (random hash seed).
-        "private": _private_id(vllm_config, algorithm),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "prefill_context_parallel": parallel.prefill_context_parallel_size,
@@ -205,35 +197,33 @@ def label_of(vllm_config: VllmConfig) -> str:
     return name.replace(" ", "_") if name.startswith(BENCH_LABEL) else name
 
 
-def hash_probe(algorithm: str) -> bytes:
-    """Return the block hash of a fixed token list by the engine's hash and seed. A random seed is left out."""
-    function = get_hash_fn_by_name(algorithm)
-    seed = "random" if _seed_is_random(algorithm) else resolve_none_hash_seed(function)
-    return bytes(hash_block_tokens(function, function(seed), PROBE_TOKENS, None))
-
-
-def _seed_is_random(algorithm: str) -> bool:
+def _hash_factors(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return what decides the engine's block hashes."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     function = get_hash_fn_by_name(algorithm)
     # vLLM draws a new seed at each call exactly where it draws one for each process.
-    return bool(resolve_none_hash_seed(function) != resolve_none_hash_seed(function))
-
-
-def _private_id(vllm_config: VllmConfig, algorithm: str) -> str:
-    engine_id = str(vllm_config.kv_transfer_config.engine_id)
+    is_random = resolve_none_hash_seed(function) != resolve_none_hash_seed(function)
     if algorithm.startswith("xxhash"):
         logger.warning_once(  # type: ignore[attr-defined]
             "kvoffd: %s is not collision resistant: two prompts may share a block hash and read each other's KV. "
             "Use --prefix-caching-hash-algo sha256_cbor, above all where tenants share the daemon.",
             algorithm,
         )
-    if _seed_is_random(algorithm):
+    if is_random:
         logger.warning_once(  # type: ignore[attr-defined]
             "kvoffd: %s without PYTHONHASHSEED has a random seed in each process, so this engine's blocks can be used "
             "by no other engine and not after its restart. Set PYTHONHASHSEED, or use sha256_cbor.",
             algorithm,
         )
-        return engine_id
-    return ""
+    # Workers do not know the scheduler's seed where it is random, and must agree all the same.
+    seed = function("random" if is_random else resolve_none_hash_seed(function))
+    return {
+        "hash_algorithm": algorithm,
+        # Algorithm, seed and scheme of the hashes in one value.
+        "hash_probe": hash_block_tokens(function, seed, PROBE_TOKENS, None).hex(),
+        # The engine's id, when nobody else can share its blocks.
+        "private": str(vllm_config.kv_transfer_config.engine_id) if is_random else "",
+    }
 
 
 def _config_digest(model: ModelConfig) -> str:

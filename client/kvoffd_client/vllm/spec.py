@@ -106,7 +106,7 @@ class KvoffdSpec(OffloadingSpec):
             except NotShareable as reason:
                 raise ValueError(f"kvoffd cannot serve this engine: {reason}") from reason
         return KvoffdWorker(
-            lambda namespace: self.connect_worker(kv_caches, namespace),
+            lambda namespace: self._connect_worker(kv_caches, namespace),
             blocks_per_chunk=self.blocks_per_chunk,
             key_bytes=self.namespace.key_bytes,
             fence_timeout_s=self.options.store_fence_timeout_s,
@@ -114,21 +114,16 @@ class KvoffdSpec(OffloadingSpec):
             sender=OrderedSender(RecordedEvent) if on_gpu else None,
         )
 
-    def connect_worker(self, kv_caches: CanonicalKVCaches, namespace: NamespaceSpec) -> WorkerClient | None:
+    def _connect_worker(self, kv_caches: CanonicalKVCaches, namespace: NamespaceSpec) -> WorkerClient | None:
         """Return a client with the memory registered, or None, with one warning, when it cannot be shared."""
-        rank = self.config.parallel.rank
+        rank, directory = self.config.parallel.rank, self.options.socket_directory
         try:
             registration = self._registration(kv_caches)
         except NotShareable as reason:
             logger.warning("kvoffd: worker %d stores and loads nothing. %s", rank, reason)
             return None
-        return WorkerClient(
-            self.options.socket_directory,
-            namespace,
-            registration,
-            name=self._name(namespace, f"worker {rank}"),
-            software=SOFTWARE,
-        )
+        name = self._name(namespace, f"worker {rank}")
+        return WorkerClient(directory, namespace, registration, name=name, software=SOFTWARE)
 
     def _registration(self, kv_caches: CanonicalKVCaches) -> Registration:
         shard = 0 if self.replicated_layout else self.config.parallel.rank

@@ -22,7 +22,6 @@ from kvoffd_client.vllm.connector_metadata import (
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.worker_client import FENCE_PATIENCE_S, WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import JobResult
 
 UNREGISTER_TIMEOUT_S = 10.0
 
@@ -56,7 +55,7 @@ class KvoffdWorker(OffloadingWorker):
         self._connect = connect
         self._client: WorkerClient | None = None
         self._left: list[WorkerClient] = []
-        """Clients of namespaces that were left, with loads that the daemon may still copy."""
+        """Clients of namespaces that were left, with loads that the daemon may still copy, or results."""
         self._namespace: NamespaceSpec | None = None
         self._blocks_per_chunk = blocks_per_chunk
         self._key_bytes = key_bytes
@@ -75,8 +74,6 @@ class KvoffdWorker(OffloadingWorker):
         self._credit_told: int | None = None
         # Jobs that the daemon did not get or did not finish, and why. The sender's thread appends to it too.
         self._failed: deque[tuple[int, ErrorCode]] = deque()
-        self._closed_results: list[JobResult] = []
-        """Of clients that were closed."""
 
     @property
     def usable(self) -> bool:
@@ -111,11 +108,11 @@ class KvoffdWorker(OffloadingWorker):
         """Start the jobs of this step, in one message. Repeatable."""
         unsent, self._unsent = self._unsent, {}
         client, jobs = self._client, list[Job]()
+        if client is None:
+            self._failed.extend([(job_id, ErrorCode.UNSUPPORTED) for job_id in unsent])
+            return
         for job_id, (blocks, is_store) in unsent.items():
             keyed = self._specs[job_id]
-            if client is None:
-                self._failed.append((job_id, ErrorCode.UNSUPPORTED))
-                continue
             if not is_store and keyed.lease_id == NO_LEASE:
                 self._failed.append((job_id, ErrorCode.UNKNOWN_LEASE))
                 continue
@@ -126,7 +123,7 @@ class KvoffdWorker(OffloadingWorker):
             except TransferMismatch as mismatch:
                 logger.warning_once("kvoffd: a job was not sent, since its blocks do not fit its keys. %s", mismatch)  # type: ignore[attr-defined]
                 self._failed.append((job_id, ErrorCode.BAD_BLOCK_IDS))
-        if not jobs or client is None:
+        if not jobs:
             return
         if self._sender is None:
             client.submit(jobs)
@@ -145,14 +142,11 @@ class KvoffdWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         self.flush()
         finished = [self._ended(*self._failed.popleft()) for _ in range(len(self._failed))]
-        results, self._closed_results = self._closed_results, []
-        if self._client is not None:
-            results += self._client.take_results()
-        for client in self._left:
-            results += client.take_results()
+        results = [result for client in self._clients() for result in client.take_results()]
         for client in [client for client in self._left if not client.unfinished]:
             self._left.remove(client)
-            self._close(client)
+            client.close()
+            results += client.take_results()
         for result in results:
             if not result.ok:
                 keys = tuple([(group.group, group.keys) for group in result.failed])
@@ -225,16 +219,11 @@ class KvoffdWorker(OffloadingWorker):
                 UNREGISTER_TIMEOUT_S,
             )
         if released or not client.unfinished:
-            self._close(client)
-        else:
-            self._left.append(client)
+            client.close()
+        self._left.append(client)
 
     def _clients(self) -> list[WorkerClient]:
         return self._left if self._client is None else [*self._left, self._client]
-
-    def _close(self, client: WorkerClient) -> None:
-        client.close()
-        self._closed_results.extend(client.take_results())
 
     def sleep(self) -> None:
         """The engine is about to give up the KV memory."""
