@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared as EngineCacheCleared
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
@@ -20,26 +17,13 @@ from vllm.v1.request import Request
 
 from kvoffd_client.vllm import block_tokens
 from kvoffd_client.vllm.block_tokens import HostBlockEvents
-from kvoffd_client.vllm.connector import KvoffdConnector
-from kvoffd_client.vllm.connector_metadata import KeyedSpec, group_transfers
+from kvoffd_client.vllm.connector_metadata import ChunkGroup, KeyedSpec, group_transfers
 from kvoffd_proto import events
-from tests.kit.models import make_tiny_llama
-from tests.vllm.vllm_config import cache_config, make_config
 
 BLOCK_TOKENS, KEY_BYTES = 32, 32
 ROOT = bytes(KEY_BYTES)
 TOKEN_IDS = [7 * number % 1000 for number in range(6 * BLOCK_TOKENS + 3)]
 CPU, STORAGE = events.MEDIUM_CPU, events.MEDIUM_STORAGE
-
-
-@pytest.fixture(scope="module")
-def connector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KvoffdConnector]:
-    root = tmp_path_factory.mktemp("tokens")
-    config = make_config(make_tiny_llama(root / "tiny-llama"), {"directory": str(root)})
-    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True)
-    connector = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
-    yield connector
-    connector.shutdown()
 
 
 def request_of(**arguments: Any) -> Request:
@@ -56,15 +40,16 @@ def chain_of(request: Request) -> list[bytes]:
     return [make_offload_key(block_hash, 0) for block_hash in request.block_hashes]
 
 
-def told(connector: KvoffdConnector, request: Request, chunks: list[int]) -> tuple[bytes, bytes]:
+def made_events() -> HostBlockEvents:
+    """The events of an engine with one group, of full attention."""
+    return HostBlockEvents({0: ChunkGroup(0, 1, BLOCK_TOKENS)}, {0: "full_attention"})
+
+
+def told(request: Request, chunks: list[int]) -> tuple[bytes, bytes]:
     """The parents and tokens that a store of these chunks of a request tells."""
-    manager = connector._manager
-    keys = [chain_of(request)[chunk] for chunk in chunks]
-    spec = KeyedSpec.of(keys, manager._positions)
-    assert manager.events is not None
-    spec.origins = manager.events.origins_of(
-        request, {key: (chain_of(request).index(key) + 1) * BLOCK_TOKENS for key in keys}
-    )
+    ends = {chain_of(request)[chunk]: (chunk + 1) * BLOCK_TOKENS for chunk in chunks}
+    spec = KeyedSpec.of(list(ends), {ChunkGroup(0, 1, BLOCK_TOKENS).suffix: 0})
+    spec.origins = made_events().origins_of(request, ends)
     blocks = GPULoadStoreSpec(list(chunks), group_sizes=[len(chunks)], block_indices=[chunks[0]])
     (transfer,) = group_transfers(blocks, spec, 1, KEY_BYTES, is_store=True)
     return transfer.parents, transfer.tokens
@@ -84,18 +69,16 @@ SPECIAL: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("chunks", [[0, 1, 2, 3, 4, 5], [0], [2, 3], [0, 2, 3, 5]])
-def test_a_store_tells_the_hash_before_each_key_and_its_tokens(connector: KvoffdConnector, chunks: list[int]) -> None:
+def test_a_store_tells_the_hash_before_each_key_and_its_tokens() -> None:
     request = request_of()
     before = [ROOT, *request.block_hashes]
-    assert told(connector, request, chunks) == (b"".join([before[chunk] for chunk in chunks]), tokens_of(*chunks))
+    for chunks in ([0, 1, 2, 3, 4, 5], [0], [2, 3], [0, 2, 3, 5]):
+        assert told(request, chunks) == (b"".join([before[chunk] for chunk in chunks]), tokens_of(*chunks))
 
 
-@pytest.mark.parametrize("arguments", SPECIAL, ids=lambda arguments: next(iter(arguments)))
-def test_a_prompt_whose_hashes_hold_more_than_tokens_tells_none(
-    connector: KvoffdConnector, arguments: dict[str, Any]
-) -> None:
-    assert told(connector, request_of(**arguments), [0, 1]) == (b"", b"")
+def test_a_prompt_whose_hashes_hold_more_than_tokens_tells_none() -> None:
+    for arguments in SPECIAL:
+        assert told(request_of(**arguments), [0, 1]) == (b"", b""), arguments
 
 
 # --- the daemon's events as vLLM's -----------------------------------------------------------------
@@ -104,9 +87,8 @@ def test_a_prompt_whose_hashes_hold_more_than_tokens_tells_none(
 class Rig:
     """The events of one group, of what a daemon publishes of a prompt's chunks by number."""
 
-    def __init__(self, connector: KvoffdConnector) -> None:
-        assert connector._manager.events is not None
-        self.host = HostBlockEvents(connector._manager.events.groups, {0: "full_attention"})
+    def __init__(self) -> None:
+        self.host = made_events()
         self.client = self
         self.request = request_of()
         self.hashes = self.request.block_hashes
@@ -156,8 +138,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(connector: KvoffdConnector) -> Rig:
-    return Rig(connector)
+def rig() -> Rig:
+    return Rig()
 
 
 def test_what_is_removed_and_stored_again_is_published_so_and_nothing_twice(rig: Rig) -> None:

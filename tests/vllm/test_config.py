@@ -1,10 +1,170 @@
-"""kv_connector_extra_config."""
+"""Engines that kvoffd cannot serve, and options that are none, are refused at the start."""
 
 from __future__ import annotations
 
-import pytest
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from kvoffd_client.vllm.config import OWN_KEYS, ConnectorOptions, parse_options
+import pytest
+from vllm.config import AuxOutputConfig, PoolerConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.pooling_params import PoolingParams
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.request import Request
+
+from kvoffd_client.vllm import config as connector_config
+from kvoffd_client.vllm import connector as connector_module
+from kvoffd_client.vllm.config import OWN_KEYS, ConnectorOptions, check_engine, parse_options
+from kvoffd_client.vllm.connector import KvoffdConnector
+from tests.kit.models import make_tiny_llama
+from tests.vllm.manager_harness import KEYS, ManagerHarness
+from tests.vllm.vllm_config import cache_config, full_attention, make_config
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model: Path = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+    config = make_config(model, {"directory": "/nowhere"})
+    check_engine(config)
+    return config
+
+
+def copied(served: Any) -> Any:
+    config = copy.copy(served)
+    config.model_config = copy.copy(served.model_config)
+    config.parallel_config = copy.copy(served.parallel_config)
+    config.cache_config = copy.copy(served.cache_config)
+    config.offload_config = copy.deepcopy(served.offload_config)
+    return config
+
+
+@pytest.fixture
+def config(served: Any) -> Any:
+    return copied(served)
+
+
+def refused(config: Any, match: str) -> None:
+    """It is refused when vLLM asks for the layout, before it builds anything, and by the constructor."""
+    with pytest.raises(ValueError, match=f"kvoffd cannot serve this engine: .*{match}"):
+        KvoffdConnector.get_required_kvcache_layout(config)
+    with pytest.raises(ValueError, match=match):
+        KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+
+
+@pytest.mark.parametrize(
+    ("option", "on_cpu", "layout"),
+    [("vllm", False, "LBHNC"), ("block_outermost", False, "BLHNC"), ("block_outermost", True, "LBHNC")],
+)
+def test_a_layout_is_asked_for_where_it_helps(
+    config: Any, monkeypatch: pytest.MonkeyPatch, option: str, on_cpu: bool, layout: str
+) -> None:
+    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    config.kv_transfer_config.kv_connector_extra_config = {"directory": "/nowhere", "kv_layout": option}
+    machine = SimpleNamespace(is_cpu=lambda: on_cpu, is_cuda=lambda: not on_cpu, device_type="a machine")
+    for module in (connector_module, connector_config):
+        monkeypatch.setattr(module, "current_platform", machine)
+    assert KvoffdConnector.get_required_kvcache_layout(config) == layout
+
+
+def test_engines_that_cannot_be_served_are_refused(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_pooling(config: Any) -> None:
+        config.model_config.runner_type = "pooling"
+        config.model_config.pooler_config = PoolerConfig(seq_pooling_type="MEAN", tok_pooling_type="ALL")
+
+    def set_images(config: Any) -> None:
+        """They are numbered and not hashed."""
+        images = SimpleNamespace(language_model_only=False, mm_processor_cache_gb=0)
+        config.model_config.multimodal_config = images
+        config.cache_config.enable_prefix_caching = False
+
+    def set_external_launcher(config: Any) -> None:
+        config.parallel_config.distributed_executor_backend = "external_launcher"
+        config.parallel_config.world_size = 2
+
+    def set_sleep(config: Any) -> None:
+        monkeypatch.setattr(connector_config, "HAS_SLEEP_HOOKS", False)
+        config.model_config.enable_sleep_mode = True
+
+    def set_cumem(config: Any) -> None:
+        monkeypatch.setattr(connector_config, "HAS_SLEEP_HOOKS", False)
+        config.model_config.enable_cumem_allocator = True
+
+    changes: dict[str, Callable[[Any], None]] = {
+        "does not tell connectors when it goes to sleep": set_sleep,
+        "without --enable-cumem-allocator": set_cumem,
+        "encoder-decoder": lambda config: config.model_config.__dict__.update(is_encoder_decoder=True),
+        "on 2 nodes": lambda config: setattr(config.parallel_config, "nnodes", 2),
+        "--distributed-executor-backend mp": set_external_launcher,
+        "--offload-group-size": lambda config: setattr(config.offload_config.prefetch, "offload_group_size", 8),
+        "--enable-return-routed-experts": lambda config: setattr(
+            config, "aux_output_config", AuxOutputConfig(enable_return_routed_experts=True)
+        ),
+        "mm_processor_cache_gb=0": set_images,
+        "all tokens of a prompt": set_pooling,
+        "vLLM runs on rocm": lambda _: monkeypatch.setattr(
+            connector_config,
+            "current_platform",
+            SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False, device_name="rocm"),
+        ),
+    }
+    for match, change in changes.items():
+        changed = copied(served)
+        change(changed)
+        refused(changed, match)
+
+
+def test_engines_that_are_nearly_refused_are_served(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector_config, "HAS_SLEEP_HOOKS", True)
+    config.model_config.enable_sleep_mode = True
+    config.parallel_config.nnodes = 2
+    config.parallel_config.data_parallel_size = 2
+    config.parallel_config.data_parallel_size_local = 1
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    config.model_config.runner_type = "pooling"
+    config.model_config.pooler_config = PoolerConfig(seq_pooling_type="LAST", tok_pooling_type="ALL")
+    config.cache_config.enable_prefix_caching = False
+    for images in ((False, 4), (True, 0)):
+        config.model_config.multimodal_config = SimpleNamespace(
+            language_model_only=images[0], mm_processor_cache_gb=images[1]
+        )
+        check_engine(config)
+
+
+@pytest.mark.parametrize(("task", "stored"), [("embed", KEYS), ("token_embed", [])])
+def test_prompts_of_which_each_token_is_pooled_are_not_stored_as_they_are_never_loaded(
+    config: Any, task: Any, stored: list[OffloadKey]
+) -> None:
+    config.model_config.pooler_config = PoolerConfig(seq_pooling_type="LAST", tok_pooling_type="ALL")
+    params = PoolingParams(task=task)
+    params.verify(config.model_config)
+    connector, manager = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()), ManagerHarness().manager
+    connector.connector_scheduler.manager = connector._manager = manager
+    connector.on_new_request(Request("r", [1] * 100, None, params))
+    context = ReqContext("r")
+    output = manager.prepare_store(KEYS, context)
+    assert output is not None
+    assert list(output.keys_to_store) == stored
+    connector.shutdown()
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_attention_that_is_not_causal(config: Any, role: KVConnectorRole) -> None:
+    prefix_lm = KVCacheGroupSpec(["layer.0"], full_attention(non_causal=True))
+    with pytest.raises(ValueError, match="kvoffd cannot serve this engine: its attention is not causal"):
+        KvoffdConnector(config, role, cache_config(prefix_lm))
+
+
+def test_a_model_without_a_kv_cache(config: Any) -> None:
+    empty = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    with pytest.raises(ValueError, match="kvoffd cannot serve this engine: its model keeps nothing"):
+        KvoffdConnector(config, KVConnectorRole.WORKER, empty)
+
+
+# --- kv_connector_extra_config ---------------------------------------------------------------------
 
 
 def test_options_are_read_and_vllms_pass() -> None:

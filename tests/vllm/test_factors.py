@@ -5,19 +5,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from vllm import envs
 from vllm.config import MultiModalConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvoffd_client.vllm import compat
-from kvoffd_client.vllm.fingerprint import ENVIRONMENT, collect_factors, label_of, namespace_of
+from kvoffd_client.vllm.fingerprint import ENVIRONMENT, collect_factors, label_of, namespace_of, weights_identity
 from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama
 from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config
 
@@ -276,3 +279,50 @@ def test_a_model_is_never_called_a_bench() -> None:
     ):
         model_config = SimpleNamespace(served_model_name=served, model="m")
         assert label_of(cast(VllmConfig, SimpleNamespace(model_config=model_config))) == label
+
+
+# --- a model's files -------------------------------------------------------------------------------
+
+
+def write_model(path: Path, seed: int = 0, layers: int = 200) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    save_file(
+        {f"layer.{index}": random.standard_normal((16, 16), np.float32) for index in range(layers)},
+        path / "model.safetensors",
+    )
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def test_a_copy_is_the_same_model_whatever_its_path_and_times(tmp_path: Path) -> None:
+    original = write_model(tmp_path / "a")
+    shutil.copytree(original, tmp_path / "b", copy_function=shutil.copyfile)
+    os.utime(tmp_path / "b" / "model.safetensors", (1, 1))
+    assert weights_identity(str(original)) == weights_identity(str(tmp_path / "b"))
+
+
+def test_another_checkpoint_of_the_same_shape_at_the_same_path_is_another_model(tmp_path: Path) -> None:
+    first = weights_identity(str(write_model(tmp_path / "a", seed=0)))
+    assert weights_identity(str(write_model(tmp_path / "a", seed=1))) != first
+
+
+def test_another_file_beside_the_weights_makes_another_model(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "a")
+    first = weights_identity(str(model))
+    (model / "modeling.py").write_text("scale = 2")
+    assert weights_identity(str(model)) != first
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.gguf", "model.safetensors"])
+def test_files_of_other_formats_are_told_apart_by_content(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"\1" * 100_000)
+    first = weights_identity(str(tmp_path))
+    (tmp_path / name).write_bytes(b"\2" * 100_000)
+    assert weights_identity(str(tmp_path)) != first
+
+
+def test_where_no_weights_are_found_the_path_tells_models_apart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    assert weights_identity(str(tmp_path / "a")) != weights_identity(str(tmp_path / "b"))

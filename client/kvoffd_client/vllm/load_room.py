@@ -38,7 +38,7 @@ class LoadRoom:
         self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._drafts = vllm_config.num_speculative_tokens + vllm_config.num_lookahead_tokens
         speculates = bool(vllm_config.num_speculative_tokens)
-        self._needed = speculates or any(map(_forgets, self._specs))
+        self._needed = speculates or any(_is_state(spec) or _window_of(spec) for spec in self._specs)
         drafts = [cdiv(1 + self._drafts, self._block_tokens(spec)) for spec in self._specs if not _is_state(spec)]
         kept_free = sum(drafts) if speculates else 0
         self._room = int(LOADED_SHARE * (kv_cache_config.num_blocks - 1 - kept_free))  # one is the null block
@@ -71,18 +71,16 @@ class LoadRoom:
 
     def _blocks_of(self, request: Request, computed: int) -> int:
         """Blocks that all of a request may have at once, of which so many tokens are computed."""
-        tokens = request.num_tokens + self._drafts
-        return sum(self._blocks(spec, tokens, tokens - computed) for spec in self._specs)
-
-    def _blocks(self, spec: KVCacheSpec, tokens: int, to_compute: int) -> int:
-        if _is_state(spec):
-            return 2 + int(spec.num_speculative_blocks)
-        window = get_kv_cache_spec_sliding_window(spec)
-        if isinstance(spec, ChunkedLocalAttentionSpec):
-            window = spec.attention_chunk_size
-        if window:
-            tokens = min(tokens, window + min(to_compute, self._step_tokens))
-        return int(cdiv(tokens, self._block_tokens(spec))) + bool(window)
+        tokens, blocks = request.num_tokens + self._drafts, 0
+        for spec in self._specs:
+            if _is_state(spec):
+                blocks += 2 + int(spec.num_speculative_blocks)
+            elif window := _window_of(spec):
+                in_window = min(tokens, window + min(tokens - computed, self._step_tokens))
+                blocks += cdiv(in_window, self._block_tokens(spec)) + 1
+            else:
+                blocks += cdiv(tokens, self._block_tokens(spec))
+        return blocks
 
     def _block_tokens(self, spec: KVCacheSpec) -> int:
         return int(spec.block_size) * (self._context_parallel if spec.dcp_sharded else 1)
@@ -93,7 +91,7 @@ def _is_state(spec: KVCacheSpec) -> bool:
     return isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "all"
 
 
-def _forgets(spec: KVCacheSpec) -> bool:
-    """Whether a request gives blocks back while it goes on."""
-    window = isinstance(spec, ChunkedLocalAttentionSpec) or bool(get_kv_cache_spec_sliding_window(spec))
-    return window or _is_state(spec)
+def _window_of(spec: KVCacheSpec) -> int:
+    """Tokens that a request needs of this at most, while it goes on; 0: all."""
+    is_chunked = isinstance(spec, ChunkedLocalAttentionSpec)
+    return int((spec.attention_chunk_size if is_chunked else get_kv_cache_spec_sliding_window(spec)) or 0)

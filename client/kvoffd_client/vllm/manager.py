@@ -75,10 +75,9 @@ class KeyedLookup:
     """A lookup of one request.
 
     Attributes:
-        ticket: what the answer comes in.
         chunks: by index on the wire, the chunks of each group that has whole ones.
-        found: vLLM's keys of those that the answer says are in the pool, or on their way up from a tier, with their
-            states; empty before ``read``.
+        found: after ``read``, by vLLM's keys, the states of those that are in the pool or on their way up from a tier.
+        coming: those of them that are on their way.
         given_up: its answer is waited for no longer. It is used if it comes before the request runs.
         timed: it was noted how long the answer took.
     """
@@ -90,7 +89,6 @@ class KeyedLookup:
     timed: bool = False
     found: dict[OffloadKey, int] = field(default_factory=dict)
     coming: dict[OffloadKey, int] = field(default_factory=dict)
-    """Those of ``found`` that are on their way."""
 
     @property
     def asked(self) -> int:
@@ -124,14 +122,13 @@ class RequestState:
     """What is known of one request.
 
     Attributes:
-        request: vLLM's, whose block hashes grow; ``look_up``, which comes with it, tells.
+        request: vLLM's, from ``look_up`` on; its block hashes grow.
         answer: the answer in force; its lease pins what it says is ready.
         pending: a lookup that is not answered yet. The answer in force stays until it is replaced.
         last: the lookup that was sent last, also after its lease was released; tells what need not be stored.
         found: of what vLLM scans, the keys that are there or coming, with their states.
         otherwise: vLLM's word for all other keys. Those inside a chunk, of the end of a prompt, are among them.
-        adapter: content of the request's LoRA adapter; empty for none.
-        adapter_id: vLLM's number of that adapter; 0 for none.
+        adapter, adapter_id: content of the request's LoRA adapter, and vLLM's number of it; empty and 0 for none.
         disabled: nothing of this request may be looked up or stored.
         load_failed: a load of this request failed; the request is recomputed and never looked up again.
         from_tiers: keys that came, or were to come, from a tier for this request, and their last state there.
