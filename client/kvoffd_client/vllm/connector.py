@@ -81,19 +81,16 @@ class KvoffdConnector(OffloadingConnector):
         name_spec(transfer_config)
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
-            spec: KvoffdSpec = self.connector_worker.spec
-            spec.namespace = namespace_of(
-                collect_factors(vllm_config, kv_cache_config, options.salt), label_of(vllm_config)
-            )
-            self._weights: LiveWeights | None = None
+            factors = collect_factors(vllm_config, kv_cache_config, options.salt)
+            self.connector_worker.spec.namespace = namespace_of(factors, label_of(vllm_config))
+            self._weights = LiveWeights(list)
             self._digest: str | None = None
             self._generation = 0
             self._last_memory: MemoryReport | None = None
             return
         if unknown:
-            logger.warning(
-                "kvoffd: kv_connector_extra_config has keys that nobody reads: %s.", ", ".join(sorted(unknown))
-            )
+            keys = ", ".join(sorted(unknown))
+            logger.warning("kvoffd: kv_connector_extra_config has keys that nobody reads: %s.", keys)
         if policy != "recompute":
             logger.info("kvoffd: kv_load_failure_policy was %r and is now 'recompute'.", policy)
         if sentence := untested():
@@ -132,9 +129,9 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's; names the weights, and has the registration describe the layers' pages."""
         config, cache = self._vllm_config, self._kv_cache_config
         weights = self._weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(config))
-        self._digest = weights.digest() if weights is not None else None
+        self._digest = weights.digest()
         writes_early = cache.needs_kv_cache_zeroing or any(map(_has_states, cache.kv_cache_groups))
-        is_patched = patch_v2_runner_fence(weights and weights.runner, super().handle_preemptions)
+        is_patched = patch_v2_runner_fence(weights.runner, super().handle_preemptions)
         if config.use_v2_model_runner and writes_early and not is_patched:
             raise ValueError(
                 "kvoffd cannot serve this engine: its model runner writes into blocks before stores of them have "
@@ -154,15 +151,15 @@ class KvoffdConnector(OffloadingConnector):
         """
         worker: KvoffdWorker = self.connector_worker.worker
         weights = self._weights
-        if weights is not None and weights.changed:
+        if weights.changed:
             # Stores that wait to be sent may hold blocks of these weights or of those, so they must fail.
             worker.leave()
         if isinstance(kv_connector_metadata, ConnectorMetadata):
             generation, namespace = kv_connector_metadata.generation, kv_connector_metadata.namespace
             if generation is not None and generation > self._generation:
                 self._generation = generation
-                self._digest = weights.digest() if weights is not None else None
-            if namespace is not None and generation == self._generation and not (weights and weights.changed):
+                self._digest = weights.digest()
+            if namespace is not None and generation == self._generation and not weights.changed:
                 worker.join(namespace)
         super().handle_preemptions(kv_connector_metadata)
         self.connector_worker.start_kv_transfers(kv_connector_metadata)
@@ -199,7 +196,7 @@ class KvoffdConnector(OffloadingConnector):
             self._digest,
             self._generation,
             machine_id(),
-            self._weights is not None and self._weights.changed,
+            self._weights.changed,
             worker.registered,
             worker.usable,
         )

@@ -81,8 +81,8 @@ class LiveWeights:
         self._experts_elsewhere = experts_elsewhere
 
     @classmethod
-    def of_caller(cls, *, experts_elsewhere: bool = False) -> LiveWeights | None:
-        """Return the weights of the worker that is calling, None where no caller is a model runner.
+    def of_caller(cls, *, experts_elsewhere: bool = False) -> LiveWeights:
+        """Return the weights of the worker that is calling; without a model where no caller is a model runner.
 
         vLLM hands connectors no model. It registers the KV caches from inside its model runner, in a method of its
         worker, with other connectors in between perhaps, so both are among the callers.
@@ -96,8 +96,6 @@ class LiveWeights:
             elif callable(getattr(caller, "get_model", None)):
                 runner = runner or caller
             frame = frame.f_back
-        if runner is None:
-            return None
         weights = cls(lambda: _models_of(runner), runner, experts_elsewhere=experts_elsewhere)
         for owner in (worker, runner, *_models_of(runner)):
             weights.watch(owner)
@@ -115,13 +113,15 @@ class LiveWeights:
         """Return the digest, in hex, of all parameters and buffers: names, types, shapes and samples of their bytes.
 
         The same weights give the same digest in every process that splits them over as many workers. None where they
-        cannot be read: that must cost an engine its shared blocks, not its start.
+        are not found or cannot be read: that must cost an engine its shared blocks, not its start.
         """
         try:
             self.changed = False
             began = time.monotonic()
             total, samples = hashlib.sha256(), list[torch.Tensor]()
-            for number, model in enumerate(self._models()):
+            if not (models := self._models()):
+                return None
+            for number, model in enumerate(models):
                 modules = model.named_modules() if self._experts_elsewhere else ()
                 experts = tuple(f"{name}." for name, module in modules if isinstance(module, RoutedExperts))
                 for name, tensor in (*_tensors(model), *_packed_columns(model)):
@@ -156,8 +156,9 @@ class LiveWeights:
 
 
 def _models_of(runner: Any) -> list[torch.nn.Module]:
-    draft = runner.get_draft_model() if callable(getattr(runner, "get_draft_model", None)) else None
-    return [model for model in (runner.get_model(), draft) if isinstance(model, torch.nn.Module)]
+    getters = (getattr(runner, name, None) for name in ("get_model", "get_draft_model"))
+    models = [getter() for getter in getters if callable(getter)]
+    return [model for model in models if isinstance(model, torch.nn.Module)]
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
