@@ -35,17 +35,6 @@ WINDOWS = ChunkGroup(7, 1, CHUNK_TOKENS)
 # --- lookups ---------------------------------------------------------------------------------------
 
 
-def test_one_lookup_asks_for_all_groups_with_positions_as_groups_on_the_wire() -> None:
-    harness = ManagerHarness((ChunkGroup(0, 1, CHUNK_TOKENS), ChunkGroup(7, 3, 3000)))
-    context = harness.request()
-    [(_, message)] = harness.client.asked
-    hashes = block_hash(1) + block_hash(2) + block_hash(3)
-    assert [(group.group, group.keys) for group in message] == [(0, hashes), (1, block_hash(3))]
-    harness.client.answer({block_hash(3)})
-    harness.scan()
-    assert harness.results(context, [key(2), key(3), key(3, group_id=7)]) == [MISS, HIT, HIT]
-
-
 def test_an_answer_is_awaited_no_longer_than_computing_takes_and_late_it_is_a_miss_that_counts_once() -> None:
     harness = ManagerHarness()
     context = harness.request()
@@ -354,21 +343,6 @@ def test_the_end_of_a_prompt_inside_a_chunk_is_neither_looked_up_nor_stored() ->
 
 
 # --- when nothing is looked up, or stored ----------------------------------------------------------
-
-
-def test_while_the_daemon_is_down_nothing_is_offered_and_vllm_goes_on() -> None:
-    harness = ManagerHarness()
-    harness.client.ready = False
-    context = harness.request("first")
-    harness.scan("first")
-    assert harness.results(context) == [RETRY] * 3, "it has just begun to connect"
-    harness.manager.on_request_finished(context)
-    harness.clock.now += 0.2
-    context = harness.request()
-    harness.scan()
-    assert harness.offer(context) == []
-    assert harness.results(context) == [MISS] * 3
-    assert not harness.manager.has_pending_work()
 
 
 def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off_until_it_can() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -39,7 +38,7 @@ from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.ordered_sender import wait_sent
 from tests.kit.stub_cuda import StubCuda, fresh_stub
 from tests.kit.waiting import wait_until
-from tests.vllm.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash, key
+from tests.vllm.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 
 BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
 KEYED = KeyedSpec((block_hash(1) + block_hash(2),))
@@ -181,12 +180,6 @@ def convert(
 
 def ids(transfer: GroupTransfer) -> list[int]:
     return list(np.frombuffer(transfer.block_ids, "<i4"))
-
-
-def test_keys_are_sorted_by_group_in_their_order_and_survive_the_way_to_the_workers() -> None:
-    spec = KeyedSpec.of([key(3), key(1), key(9, 5), key(2)], POSITIONS)
-    received = pickle.loads(pickle.dumps(spec))  # noqa: S301 - our own bytes
-    assert received.groups == (hashes(3, 1, 2), hashes(9))
 
 
 def test_blocks_go_to_their_groups_and_empty_groups_are_left_out() -> None:

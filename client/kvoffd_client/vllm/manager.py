@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 # Errors that say something about the blocks. After any other one they are as good as before.
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
+_HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
 _READY_BYTE, _NOT_THERE = bytes([READY]), bytes([ABSENT, WRITING])
 NEVER = float("-inf")
 REFRESH_S = 1.0
@@ -76,8 +77,9 @@ class KeyedLookup:
 
     Attributes:
         chunks: by index on the wire, the chunks of each group that has whole ones.
-        found: after ``read``, by vLLM's keys, the states of those that are in the pool or on their way up from a tier.
-        coming: those of them that are on their way.
+        found: after ``read``, by vLLM's keys, what it is told of those that are in the pool, or on their way up from a
+            tier and waited for.
+        coming: the states of those that are on their way.
         given_up: its answer is waited for no longer. It is used if it comes before the request runs.
         timed: it was noted how long the answer took.
     """
@@ -87,7 +89,7 @@ class KeyedLookup:
     sent_at: float
     given_up: bool = False
     timed: bool = False
-    found: dict[OffloadKey, int] = field(default_factory=dict)
+    found: dict[OffloadKey, LookupResult] = field(default_factory=dict)
     coming: dict[OffloadKey, int] = field(default_factory=dict)
 
     @property
@@ -99,13 +101,15 @@ class KeyedLookup:
         """Take the states of an answer. Of what is neither there nor coming nobody needs the keys."""
         for (index, chunks), states in zip(self.chunks.items(), self.ticket.states, strict=False):
             suffix, leading = groups[index].suffix, len(states) - len(states.lstrip(_READY_BYTE))
-            self.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], READY))
+            self.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], _HIT))
             if not states[leading:].strip(_NOT_THERE):
                 continue
-            states_of_rest = zip(chunks[leading:], states[leading:], strict=True)
-            rest = {one + suffix: state for one, state in states_of_rest if state == READY or state in COMING}
-            self.found |= rest
-            self.coming |= {key: state for key, state in rest.items() if state != READY}
+            for one, state in zip(chunks[leading:], states[leading:], strict=True):
+                if state == READY:
+                    self.found[one + suffix] = _HIT
+                elif state in COMING:
+                    # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
+                    self.found[one + suffix], self.coming[one + suffix] = _PENDING, state
 
     def leading_ready(self, index: int) -> int:
         """Return how many blocks of a group are there, from the first one on."""
@@ -126,7 +130,7 @@ class RequestState:
         answer: the answer in force; its lease pins what it says is ready.
         pending: a lookup that is not answered yet. The answer in force stays until it is replaced.
         last: the lookup that was sent last, also after its lease was released; tells what need not be stored.
-        found: of what vLLM scans, the keys that are there or coming, with their states.
+        found: the answer's, while vLLM scans.
         otherwise: vLLM's word for all other keys. Those inside a chunk, of the end of a prompt, are among them.
         adapter, adapter_id: content of the request's LoRA adapter, and vLLM's number of it; empty and 0 for none.
         disabled: nothing of this request may be looked up or stored.
@@ -143,8 +147,8 @@ class RequestState:
     answer: KeyedLookup | None = None
     pending: KeyedLookup | None = None
     last: KeyedLookup | None = None
-    found: Mapping[OffloadKey, int] = field(default_factory=dict)
-    otherwise: LookupResult = LookupResult.MISS
+    found: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
+    otherwise: LookupResult = _MISS
     adapter: bytes = b""
     adapter_id: int = 0
     disabled: bool = False
@@ -265,7 +269,7 @@ class KvoffdManager(OffloadingManager):
         ``computed_tokens`` are in vLLM's own cache; ``has_all``: as much as it may have, so nothing is loaded.
         """
         state, namespace = self._requests[request.request_id], self.namespace
-        state.found, state.otherwise = {}, LookupResult.MISS
+        state.found, state.otherwise = {}, _MISS
         if has_all or not self._may_load(state) or not namespace.usable:
             return
         if namespace.pending() if namespace.current is None else namespace.pending(self._deadline_s):
@@ -522,13 +526,8 @@ class KvoffdManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         state = self._requests[req_context.req_id]
-        found = state.found.get(key)
-        if found is None:
-            return state.otherwise
-        if found == READY:
-            return LookupResult.HIT
-        # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
-        return LookupResult.HIT_PENDING if state.waits_for_disk else LookupResult.MISS
+        result = state.found.get(key, state.otherwise)
+        return _MISS if result is _PENDING and not state.waits_for_disk else result
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         state = self._requests.get(req_context.req_id)
@@ -607,7 +606,7 @@ class KvoffdManager(OffloadingManager):
         for key in keys:
             end = context.get_offload_key_position(key) or 0
             whole = end % self._groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk == 0
-            if whole and end <= computed and key not in self._storing and found.get(key) != READY:
+            if whole and end <= computed and key not in self._storing and found.get(key) is not _HIT:
                 wanted.append(key)
         return wanted
 
