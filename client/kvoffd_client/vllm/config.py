@@ -116,9 +116,7 @@ def parse_options(extra_config: Mapping[str, object]) -> tuple[ConnectorOptions,
             continue
         raise ValueError(f"kv_connector_extra_config: {problem}")
     try:
-        return msgspec.convert(
-            {key: extra_config[key] for key in OWN_KEYS if key in extra_config}, ConnectorOptions
-        ), unknown
+        return msgspec.convert(dict(extra_config), ConnectorOptions), unknown
     except msgspec.ValidationError as error:
         raise ValueError(f"kv_connector_extra_config: {error}.") from error
 
