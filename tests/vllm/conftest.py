@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.engine import import_vllm
+from tests.kit.models import make_tiny_llama
 from tests.kit.require import missing
 from tests.vllm.engine_home import EngineHome
 from tests.vllm.engine_server import EngineServer
@@ -58,6 +59,12 @@ def of_engine(item: pytest.Item) -> bool:
 def rank(item: pytest.Item) -> int:
     fixtures = getattr(item, "fixturenames", ())
     return of_engine(item) + ("early_server" in fixtures) + 2 * ("server" in fixtures)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama."""
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ from vllm.v1.kv_offload import base
 from kvoffd_client.vllm import compat
 from kvoffd_client.vllm.connector import KvoffdConnector
 from tests.kit.cases import case
-from tests.kit.models import make_tiny_llama
 from tests.vllm.vllm_config import cache_config, make_config
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -105,9 +104,8 @@ def test_of_a_tested_release_nothing_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: Path = tmp_path_factory.mktemp("engine")
-    return make_config(make_tiny_llama(made / "tiny-llama"), {"directory": str(made)})
+def config(model: Path) -> Any:
+    return make_config(model, {"directory": "/nowhere"})
 
 
 def start(config: Any, *, strict: bool, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> None:

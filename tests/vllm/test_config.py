@@ -20,14 +20,12 @@ from kvoffd_client.vllm import config as connector_config
 from kvoffd_client.vllm import connector as connector_module
 from kvoffd_client.vllm.config import OWN_KEYS, ConnectorOptions, check_engine, parse_options
 from kvoffd_client.vllm.connector import KvoffdConnector
-from tests.kit.models import make_tiny_llama
 from tests.vllm.manager_harness import KEYS, ManagerHarness
 from tests.vllm.vllm_config import cache_config, full_attention, make_config
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    model: Path = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+def served(model: Path) -> Any:
     config = make_config(model, {"directory": "/nowhere"})
     check_engine(config)
     return config

@@ -34,14 +34,8 @@ from kvoffd_client.vllm.live_weights import LiveWeights
 from kvoffd_client.vllm.log import StoreRefusalFilter
 from kvoffd_client.vllm.metrics import CONNECTED, LOAD_RATE
 from kvoffd_client.vllm.worker import KvoffdWorker
-from tests.kit.models import make_tiny_llama
 from tests.vllm.vllm_config import cache_config, make_config
 from tests.vllm.vllm_fakes import FakeWorkerClient, block_hash
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ from tests.kit.engine import (
     wait_books,
     wait_connected,
 )
-from tests.kit.models import make_tiny_llama
 from tests.kit.ports import free_port
 from tests.kit.wire import Books
 
@@ -139,11 +138,6 @@ def cpu_ticks(pids: Iterable[int]) -> dict[int, int]:
                 fields = (thread / "stat").read_text().rpartition(")")[2].split()
                 found[int(thread.name)] = int(fields[11]) + int(fields[12])
     return found
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("models") / "model")
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import pytest
 from kvoffd_client import AdminClient, NamespaceSpec
 from kvoffd_client.vllm.manager import KvoffdManager
 from tests.kit.daemon import DaemonProcess
-from tests.kit.models import make_tiny_llama
 from tests.kit.waiting import wait_until
 from tests.vllm.scheduler_harness import BLOCK_TOKENS, SchedulerHarness
 
@@ -25,8 +24,7 @@ PROMPT_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    model = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+def engine(model: Path) -> Iterator[Engine]:
     with DaemonProcess() as daemon:
         one = Engine(daemon, model)
         yield one

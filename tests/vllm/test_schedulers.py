@@ -28,7 +28,6 @@ from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.clock import Clock
-from tests.kit.models import make_tiny_llama
 from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config
 from tests.vllm.vllm_fakes import FakeSchedulerClient, block_hash
 
@@ -36,11 +35,6 @@ BLOCK_TOKENS = 32
 BLOCKS = 30
 PROMPT_TOKENS = 100
 STEPS = 9
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture
