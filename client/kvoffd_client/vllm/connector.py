@@ -130,7 +130,8 @@ class KvoffdConnector(OffloadingConnector):
         config, cache = self._vllm_config, self._kv_cache_config
         weights = self._weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(config))
         self._digest = weights.digest()
-        writes_early = cache.needs_kv_cache_zeroing or any(map(_has_states, cache.kv_cache_groups))
+        specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+        writes_early = cache.needs_kv_cache_zeroing or any(isinstance(spec, MambaSpec) for spec in specs)
         is_patched = patch_v2_runner_fence(weights.runner, super().handle_preemptions)
         if config.use_v2_model_runner and writes_early and not is_patched:
             raise ValueError(
@@ -388,10 +389,6 @@ class KvoffdConnector(OffloadingConnector):
             }
             changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=whole)
         return replace(output, **changes) if changes else output
-
-
-def _has_states(group: Any) -> bool:
-    return any(isinstance(spec, MambaSpec) for spec in iter_layer_specs(group.kv_cache_spec))
 
 
 require_methods(KvoffdConnector, KvoffdManager, KvoffdSpec, KvoffdWorker)
