@@ -65,11 +65,3 @@ def test_a_miss_is_told_with_the_reason_that_was_noted_last() -> None:
     states = bytes([FREE] * 90 + [READY] * 10)
     assert table.count_misses(3, b"".join(keys), 32, states) == [40, 0, 0, 0, 0, 30, *[0] * 9, 20]
     assert table.count_misses(4, b"".join(keys), 32, states)[0] == 90  # another group's keys
-
-
-def test_a_slot_takes_sixty_bytes_of_index_and_arrays() -> None:
-    count = 1_000_000
-    table = BlockTable(np.zeros(count, RECORD))
-    names = np.arange(count, dtype=np.uint64).tobytes()
-    table.enter(np.arange(count, dtype=np.uint32).reshape(count, 1), 1, names, 8, 5, 0, 8192)
-    assert table.nbytes / count <= 60

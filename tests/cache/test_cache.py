@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
+import numpy as np
 import pytest
 
 from kvoffd.cache.block_table import FREE, READY, WRITING
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import StoreTicket
-from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, NamespaceMismatch, NotReady, ShardTooLarge
-from kvoffd_proto.messages import GroupSpec
+from kvoffd.errors import BadGeometry, KvoffdError, NamespaceMismatch, ShardTooLarge
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
 
 A, W, R = FREE, WRITING, READY
@@ -74,35 +77,6 @@ def test_a_store_that_fails_inside_leaves_nothing() -> None:
     check_invariants(rig.cache)
 
 
-def test_a_partial_block_is_dropped_after_its_time_but_not_while_somebody_writes_it() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    rig.commit(rig.begin(namespace, 0, 0, keys_of(1)))
-    running = rig.begin(namespace, 1, 0, keys_of(1))
-    rig.clock.now += 1000
-    assert rig.cache.tick() == 0
-    rig.cache.abort_store(running)
-    rig.clock.now += 59.9
-    assert rig.cache.tick() == 0, "its time begins with the end of the last write"
-    rig.clock.now += 0.2
-    assert rig.cache.tick() == 1
-    assert states(rig, namespace, keys_of(1)) == [A]
-    assert namespace.counters.partial_blocks == 1
-    check_invariants(rig.cache)
-
-
-def test_a_block_that_one_rank_has_stored_is_not_partial_while_another_still_writes_it() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    first, second = (rig.begin(namespace, rank, 0, keys_of(1)) for rank in (0, 1))
-    rig.commit(first)
-    check_invariants(rig.cache)
-    rig.clock.now += 1000
-    assert rig.cache.tick() == 0
-    rig.commit(second)
-    assert states(rig, namespace, keys_of(1)) == [R]
-
-
 def test_partial_blocks_go_before_ready_ones() -> None:
     rig = full_rig(4)
     namespace = rig.open("a", world_size=2)
@@ -120,62 +94,6 @@ def test_a_rank_that_never_stores_does_not_cost_the_pool() -> None:
     for begin in range(0, 400, 4):
         rig.commit(rig.begin(namespace, 0, 0, keys_of(*range(begin, begin + 4))))
     assert other.ready_blocks >= 40
-    check_invariants(rig.cache)
-
-
-def test_an_overdue_store_frees_its_keys_and_keeps_its_slots_until_it_ends() -> None:
-    rig = full_rig(4)
-    namespace = rig.open("a")
-    overdue = rig.begin(namespace, 0, 0, keys_of(1, 2))
-    rig.cache.drop_unfinished(overdue)
-    assert states(rig, namespace, keys_of(1)) == [A]
-    assert rig.store(namespace, keys_of(1, 2, 3)) == 2, "two of four slots are still held"
-    rig.cache.abort_store(overdue)
-    assert rig.store(namespace, keys_of(3)) == 1
-    check_invariants(rig.cache)
-
-
-def test_a_wider_shard_replaces_a_narrow_one_that_nobody_reads() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    for rank in range(2):
-        rig.commit(rig.begin(namespace, rank, 0, keys_of(1), {0: 2}))
-    hold(rig, namespace, keys_of(1))
-    assert rig.begin(namespace, 0, 0, keys_of(1)).parts[0].copy == [], "somebody reads it"
-    rig.cache.release(SESSION, [LEASE])
-    assert rig.begin(namespace, 0, 0, keys_of(1), {0: 3}).parts[0].copy == [], "it holds more than is offered"
-    wide = rig.begin(namespace, 0, 0, keys_of(1))
-    assert wide.parts[0].copy == [0]
-    rig.commit(wide)
-    assert states(rig, namespace, keys_of(1)) == [W], "the other rank's is too narrow as well"
-    rig.commit(rig.begin(namespace, 1, 0, keys_of(1)))
-    assert states(rig, namespace, keys_of(1)) == [R]
-    check_invariants(rig.cache)
-
-
-def test_nothing_is_stored_before_all_ranks_have_registered() -> None:
-    rig = full_rig()
-    groups = [GroupSpec("full", 16)]
-    namespace, _ = rig.cache.open_namespace(Namespace(bytes(32), "a", 2, 8, groups, "{}"))
-    with pytest.raises(BadGeometry, match="rank 0"):
-        rig.begin(namespace, 0, 0, keys_of(1))
-    rig.cache.register_rank(namespace, 0, [UNIT], None)
-    assert rig.begin(namespace, 0, 0, keys_of(1)).parts[0].no_space == [0]
-    assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1))])[0] == [bytes([A])]
-    assert misses(namespace) == {"NO_SPACE": 1}
-
-
-def test_bad_stores_are_refused_and_change_nothing() -> None:
-    rig = full_rig()
-    namespace = rig.open("a")
-    before = rig.cache.usage
-    for rank, group, keys, error in (
-        *((0, 0, b"1234567", BadKeys), (0, 1, keys_of(1), BadGeometry), (1, 0, keys_of(1), BadGeometry)),
-        (-1, 0, keys_of(1), BadGeometry),
-    ):
-        with pytest.raises(error):
-            rig.cache.begin_store(namespace, rank, [Part(0, keys_of(9)), Part(group, keys)])
-    assert rig.cache.usage == before
     check_invariants(rig.cache)
 
 
@@ -218,46 +136,6 @@ def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
 
 
 # --- loads and space -----------------------------------------------------------------------------
-
-
-def test_a_lease_ends_with_the_last_rank_that_loaded_well() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    rig.store(namespace, keys_of(1))
-    hold(rig, namespace, keys_of(1))
-    for rank, ok, alive in ((0, True, 1), (0, True, 1), (1, False, 1), (1, True, 0)):
-        rig.cache.end_load([rig.cache.begin_load(namespace, rank, LEASE, 0, keys_of(1))], ok=ok)
-        assert len(rig.cache.leases) == alive
-    rig.cache.end_load([], ok=True)
-
-
-def test_a_load_of_what_is_not_there_or_too_narrow_is_refused_by_name() -> None:
-    rig = full_rig()
-    namespace = rig.open("a")
-    rig.store(namespace, keys_of(1, 2))
-    rig.commit(rig.begin(namespace, 0, 0, keys_of(3), {0: 2}))
-    hold(rig, namespace, keys_of(1, 2, 3))
-    for keys, first, missing in ((keys_of(1, 9, 2), 0, [1]), (keys_of(3), 1, [0]), (keys_of(1, 3), 0, [1])):
-        with pytest.raises(NotReady) as refused:
-            rig.cache.begin_load(namespace, 0, LEASE, 0, keys, first)
-        assert refused.value.missing == missing
-    rig.cache.end_load([rig.cache.begin_load(namespace, 0, LEASE, 0, keys_of(3), 2)], ok=True)
-    check_invariants(rig.cache)
-
-
-def test_what_several_ranks_load_counts_once() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    namespace.counters.prefill_tokens_per_second = 16.0
-    rig.store(namespace, keys_of(1, 2))
-    hold(rig, namespace, keys_of(1, 2))
-    for rank in range(2):
-        load = rig.cache.begin_load(namespace, rank, LEASE, 0, keys_of(1, 2))
-        load.tokens = 32
-        rig.cache.count_load([load])
-        rig.cache.end_load([load], ok=True)
-    counters = namespace.counters
-    assert (counters.loaded_keys, counters.loaded_tokens, counters.saved_seconds) == (2, 32, 2.0)
 
 
 def test_only_as_many_blocks_go_as_are_needed_a_chains_tail_first() -> None:
@@ -338,28 +216,6 @@ def test_one_quota_too_many_is_refused() -> None:
 # --- what is dropped ----------------------------------------------------------------------------
 
 
-def test_after_a_reset_nothing_is_found_and_the_slots_come_free_by_and_by() -> None:
-    rig = full_rig()
-    namespace, other = rig.open("a"), rig.open("b")
-    rig.store(namespace, keys_of(1, 2, 3))
-    rig.store(other, keys_of(1))
-    hold(rig, namespace, keys_of(1))
-    running, number = rig.begin(namespace, 0, 0, keys_of(4)), namespace.number
-    assert rig.cache.reset(namespace, generation=7) == 4
-    assert (namespace.number, namespace.generation) != (number, 0)
-    assert states(rig, namespace, keys_of(1, 2, 3, 4)) == [A] * 4
-    assert not rig.cache.leases, "a load under one would serve what is stale"
-    assert rig.commit(running) == 0
-    assert rig.store(namespace, keys_of(1)) == 1
-    while rig.cache.background():
-        pass
-    assert rig.cache.usage.dropped == 0
-    assert (states(rig, namespace, keys_of(1)), states(rig, other, keys_of(1))) == ([R], [R])
-    found, _ = rig.successor()
-    assert len(found.index()) == 2, "a successor knows the new number alone"
-    check_invariants(rig.cache)
-
-
 def test_many_resets_are_written_down_once_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = CacheRig(64, 8)
     spaces, saves = [rig.open(str(number)) for number in range(5)], list[NamespaceSnapshot]()
@@ -399,38 +255,7 @@ def test_every_way_out_has_its_reason() -> None:
     assert rig.cache.reason_of(namespace, 0, keys_of(4)) is MissReason.EVICTED
 
 
-def test_what_engines_did_not_wait_for_is_a_miss_once() -> None:
-    rig = full_rig()
-    namespace = rig.open("a")
-    rig.store(namespace, keys_of(1, 2))
-    hold(rig, namespace, keys_of(1, 2))
-    rig.cache.release(SESSION, [LEASE, LEASE], MissReason.LATE)
-    assert misses(namespace) == {"LATE": 2}
-
-
 # --- checksums ----------------------------------------------------------------------------------
-
-
-def test_wrong_bytes_drop_the_block_and_their_slot_is_never_used_again() -> None:
-    rig = full_rig(4)
-    namespace = rig.open("a", world_size=2)
-    rig.store(namespace, keys_of(1, 2))
-    hold(rig, namespace, keys_of(1))
-    load = rig.cache.begin_load(namespace, 1, LEASE, 0, keys_of(1))
-    (check,) = rig.cache.checks_of_load(load, every=True)
-    assert rig.cache.check(check.slot, check.generation, check.checksum)
-    assert not rig.cache.check(check.slot, check.generation, check.checksum + 1)
-    assert states(rig, namespace, keys_of(1, 2)) == [A, R]
-    assert rig.events.log[-1] == ("removed", 0, [keys_of(1)])
-    assert rig.cache.corrupt_keys(load) == keys_of(1), "who reads it hears of it"
-    assert not rig.cache.check(check.slot, check.generation, check.checksum), "memory that changes is not trusted"
-    rig.cache.end_load([load], ok=False)
-    rig.cache.release(SESSION, [LEASE])
-    assert (rig.cache.quarantined_slots, rig.cache.usage.quarantined) == (1, UNIT)
-    assert rig.store(namespace, keys_of(3, 4)) == 1, "one of four slots is lost"
-    check_invariants(rig.cache)
-    _, recovered = rig.successor()
-    assert recovered.quarantined.tolist() == [check.slot], "after a restart neither"
 
 
 # --- the policy ---------------------------------------------------------------------------------
@@ -459,3 +284,235 @@ def test_what_the_policy_refuses_is_rejected_and_not_short_of_space() -> None:
     namespace.counters.misses.clear()
     rig.cache.lookup(namespace, 8, 1, [(0, keys_of(1))])
     assert namespace.counters.declined_keys == 2
+
+
+# --- what others are told ------------------------------------------------------------------------
+
+
+def test_slots_are_taken_on_the_node_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = CacheRig(16, 4)
+    namespace = rig.join("a", world_size=2)
+    asked: list[int | None] = []
+    take = rig.slots.take
+    monkeypatch.setattr(rig.slots, "take", lambda size, count, node: (asked.append(node), take(size, count, node))[1])
+    for rank in (0, 1):
+        rig.cache.register_rank(namespace, rank, [UNIT], 1 - rank)
+    rig.put(namespace, keys_of(1))
+    assert asked == [1, 0]
+
+
+def test_beyond_the_first_half_each_session_leases_an_equal_part() -> None:
+    rig = CacheRig(units=80, region_units=8, leased_share=0.5)
+    namespace = rig.open("a")
+    rig.put(namespace, keys_of(*range(80)))
+
+    def leased(session: int, *numbers: int) -> int:
+        return rig.cache.lookup(namespace, session, 100 * session + numbers[0], [(0, keys_of(*numbers))])[1]
+
+    assert leased(1, *range(35)) == 35, "alone it may have all that leases may"
+    assert leased(2, *range(40, 60)) == 20, "an equal part"
+    assert leased(2, *range(35)) == 35, "what others hold takes nothing from anybody"
+    assert leased(3, *range(60, 80)) == 13
+    assert rig.cache.shortened_lookups == 1
+    assert namespace.counters.misses[MissReason.LEASE_LIMIT] == 7
+    rig.cache.end_session(2)
+    rig.cache.release(1, [100])
+    assert leased(1, *range(20)) == 20
+    assert leased(2, *range(40, 80)) == 19, "of 27 that nothing pins 13, and of the others as many"
+    assert leased(1, *range(20, 40)) == 0, "it has its part"
+    check_invariants(rig.cache)
+
+
+def test_what_a_bench_asks_for_teaches_nothing_and_requests_are_told_once() -> None:
+    rig = CacheRig(16, 4)
+    told: list[list[bytes]] = []
+    rig.cache.watchers.append(lambda chains: told.append([chain.keys for chain in chains]))
+    namespace, bench = rig.open("a"), rig.open("bench 1")
+    assert bench.of_bench
+    for asked in (namespace, bench):
+        rig.cache.lookup(asked, 1, 5, [(0, keys_of(1))])
+        rig.cache.lookup(asked, 1, 5, [(0, keys_of(1))], again=True)
+    assert told == [[keys_of(1)]], "when the next comes, or as soon as the reply is out"
+    rig.cache.note_requests()
+    rig.cache.note_requests()
+    assert told == [[keys_of(1)]]
+    for number in range(100):
+        rig.cache.lookup(namespace, 1, 5, [(0, keys_of(number))])
+    rig.cache.note_requests()
+    assert told[1:] == [[keys_of(number)] for number in range(100)], "none is lost, however many come at once"
+
+
+def test_what_was_not_compared_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.cache.cache.SWEPT_AT_ONCE", 5)
+    rig = CacheRig(16, 4)
+    namespace = rig.open("a")
+    rig.put(namespace, keys_of(*range(7)))
+    rig.commit(rig.begin(namespace, 0, 0, keys_of(7, 8, 9)), checksum=0)
+    rig.put(namespace, keys_of(10, 11))
+    expected = set(rig.blocks(namespace, keys_of(7, 8, 9)).tolist())
+    for _ in range(2):
+        found: list[int] = []
+        while len(found) < 3:
+            found += rig.cache.next_unverified(2).tolist()
+        assert set(found) == expected
+    rig.cache.reset(namespace)
+    while rig.cache.background():
+        pass
+    assert (rig.cache.unverified_slots, rig.cache.next_unverified(9).size) == (0, 0)
+
+
+def test_listeners_hear_of_recovered_blocks_by_and_by_and_never_of_those_that_went(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvoffd.cache.cache.RECOVERED_AT_ONCE", 2)
+    rig = CacheRig(16, 4)
+    namespace, other = rig.open("a"), rig.open("b")
+    rig.put(namespace, keys_of(1, 2, 3, 4, 5))
+    rig.put(other, keys_of(1))
+    blocks = np.concatenate([rig.blocks(namespace, keys_of(5, 4, 3, 2, 1)), rig.blocks(other, keys_of(1))])
+    rig.cache.unannounced[blocks], rig.cache._unannounced = True, blocks  # as ``recovered`` leaves them
+    rig.events.index.clear()
+    rig.cache.invalidate(namespace, [(0, keys_of(2))])
+    rig.put(namespace, keys_of(2))
+    rig.cache.reset(other)
+    assert rig.cache.announce_recovered()
+    rig.cache.invalidate(namespace, [(0, keys_of(1))])
+    while rig.cache.announce_recovered():
+        pass
+    assert rig.events.index == {(namespace.fingerprint, 0, keys_of(number)) for number in (2, 3, 4, 5)}
+
+
+# --- making space in odd cases --------------------------------------------------------------------
+
+
+def order(rig: CacheRig) -> list[int]:
+    """Keys of 8 bytes in the order in which they would go."""
+    every = [block for batch in rig.cache.policy.candidates() for block in batch.tolist()]
+    return [int.from_bytes(rig.cache.block(block).key, "big") for block in every]
+
+
+def test_very_many_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_SKIPPED_PINNED", 2)
+    rig = CacheRig(8, 4)
+    namespace = rig.open("a")
+    rig.put(namespace, keys_of(*range(4)))
+    rig.cache.lookup(namespace, 1, 5, [(0, keys_of(*range(4)))])
+    rig.cache.note_requests()
+    rig.put(namespace, keys_of(4, 5, 6, 7))
+    for number in (8, 9):
+        rig.put(namespace, keys_of(number))
+        assert set(order(rig)[:2]) <= {4, 5, 6, 7, 8}, "the pinned ones are behind"
+    assert rig.states(namespace, keys_of(*range(4), 8, 9)) == [R] * 6
+    check_invariants(rig.cache)
+
+
+def test_ranks_with_slots_of_different_sizes_evict_whole_blocks() -> None:
+    rig = CacheRig(units=16, region_units=4)
+    namespace = rig.open_uneven("u", [UNIT, 2 * UNIT])
+    for number in range(40):
+        assert rig.put(namespace, keys_of(number)) == 0
+        check_invariants(rig.cache)
+    assert namespace.ready_blocks >= 4
+
+
+def sizes(rig: CacheRig, large: int) -> tuple[Namespace, Namespace]:
+    return rig.open("small"), rig.open("large", sizes=(large * UNIT,))
+
+
+def test_of_two_regions_the_one_with_more_old_blocks_is_taken_over() -> None:
+    rig = CacheRig(8, 4)
+    small, large = sizes(rig, 4)
+    for number in (*range(8), 1, 2, 3, 7):
+        rig.put(small, keys_of(number))
+        rig.use(small, keys_of(number))
+    # The oldest is 0, alone in its region; then come three of the other.
+    assert rig.put(large, keys_of(1)) == 0
+    assert rig.states(small, keys_of(*range(8))) == [R] * 4 + [A] * 4
+
+
+def test_a_region_too_short_for_the_wanted_size_does_not_end_the_search() -> None:
+    rig = CacheRig(units=6, region_units=4)
+    small, large = sizes(rig, 4)
+    rig.put(small, keys_of(*range(6)))
+    in_full_region = [number for number in range(6) if rig.blocks(small, keys_of(number))[0] < 4]
+    rig.use(small, keys_of(*in_full_region))
+    assert rig.put(large, keys_of(1)) == 0
+    assert rig.states(large, keys_of(1)) == [R]
+    check_invariants(rig.cache)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "learned"])
+def test_a_busy_namespace_grows_at_the_cost_of_an_idle_one(policy: str) -> None:
+    rig = CacheRig(units=64, region_units=8, policy=policy)
+    idle, busy = sizes(rig, 2)
+    rig.put(idle, keys_of(*range(64)))
+    for number in range(200):
+        assert rig.put(busy, keys_of(number)) == 0
+    check_invariants(rig.cache)
+    assert busy.ready_blocks >= 28
+
+
+# --- traffic under a quota ------------------------------------------------------------------------
+
+
+BLOCK = 256 * UNIT
+"""Policies remember as much of keys without blocks as is little beside the pool."""
+
+
+def set_quota(rig: CacheRig, namespace: Namespace, units: int | None) -> None:
+    rig.cache.quotas.set(namespace.fingerprint, None if units is None else units * UNIT)
+
+
+class Traffic:
+    """A polite namespace asks for the same prompts again and again; a flooding one for new ones, each twice."""
+
+    def __init__(self, policy: str, prompts: int = 12, prompt_blocks: int = 4) -> None:
+        self.rig = CacheRig(units=16 * 8 * 256, region_units=8 * 256, policy=policy)
+        self.polite, self.flooding = (self.rig.open(name, sizes=(BLOCK,)) for name in ("polite", "flooding"))
+        self.prompts = [keys_of(*range(n * prompt_blocks, (n + 1) * prompt_blocks)) for n in range(prompts)]
+        self._numbers, self._random = itertools.count(10_000), random.Random(1)
+
+    def ask(self, namespace: Namespace, keys: bytes) -> float:
+        """A request: look up, then store what is missing. Returns the part that was there."""
+        states, _ = self.rig.cache.lookup(namespace, 1, 1, [(0, keys)])
+        self.rig.cache.note_requests()
+        self.rig.cache.release(1, [1])
+        self.rig.put(namespace, keys)
+        self.rig.clock.now += 0.1
+        return states[0].count(2) / len(states[0])
+
+    def run(self, rounds: int) -> tuple[float, float]:
+        """Hit ratios of the polite and the flooding one."""
+        polite, flooding = [], []
+        for _ in range(rounds):
+            polite.append(self.ask(self.polite, self._random.choice(self.prompts)))
+            for _ in range(3):
+                text = keys_of(*(next(self._numbers) for _ in range(12)))
+                flooding += [self.ask(self.flooding, text), self.ask(self.flooding, text)]
+        return sum(polite) / len(polite), sum(flooding) / len(flooding)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "learned"])
+def test_a_namespace_with_its_quota_takes_from_itself(policy: str) -> None:
+    traffic = Traffic(policy)
+    traffic.run(25)
+    before = traffic.run(40)
+    set_quota(traffic.rig, traffic.flooding, 64 * 256)
+    traffic.run(40)
+    polite, flooding = traffic.run(40)
+    assert polite > 0.85, "all prompts of the polite one fit what is left"
+    assert flooding > before[1] - 0.1, "the flooding one needs little of the pool"
+    if policy == "lru":
+        assert before[0] < 0.6
+    check_invariants(traffic.rig.cache)
+
+
+def test_a_quota_that_is_far_below_what_is_there_is_reached_in_several_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.cache.cache.MAX_OVER_QUOTA", 4)
+    rig = CacheRig(units=32, region_units=4)
+    namespace = rig.open("a")
+    rig.put(namespace, keys_of(*range(30)))
+    set_quota(rig, namespace, 10)
+    held = [(rig.put(namespace, keys_of(100 + n)), namespace.ready_blocks) for n in range(6)]
+    assert held == [(1, 25), (1, 20), (1, 15), (1, 10), (0, 10), (0, 10)]
+    check_invariants(rig.cache)

@@ -90,10 +90,6 @@ class CacheMachine(RuleBasedStateMachine):
         model = self.index.get(name)
         return FREE if model is None else READY if model.ready else WRITING
 
-    def real_state(self, name: Name) -> int:
-        space, group, key = name
-        return self.rig.states(self.spaces[space], keys_of(key), group)[0]
-
     def notice_what_went(self, job: set[Name]) -> None:
         partial = [name for name in self.index if self.state(name) == WRITING and self.peek(name) == FREE]
         writing_bytes = sum(self.cache.group(self.spaces[space], group).block_bytes for space, group, _ in partial)

@@ -198,25 +198,6 @@ def test_whole_blocks_come_back_in_order_of_use_and_nothing_else() -> None:
     assert len(check(heir)[1].blocks) == 6
 
 
-def test_what_is_damaged_or_unknown_is_struck_out() -> None:
-    pool = Pool()
-    slots = pool.store(3, 0, keys_of(*range(8)))
-    fields = pool.table.records
-
-    def seal(slot: int) -> None:
-        fields["crc"][slot] = zlib.crc32(fields[slot].tobytes()[8:104])
-
-    for row, field, value in (
-        *((0, "namespace", 4), (1, "group", 2), (2, "rank", 2), (3, "key_bytes", 9), (4, "length", 8191)),
-        *((5, "generation", 2**62), (6, "checksum", 0)),
-    ):
-        fields[field][slots[row, 0]] = value
-        seal(int(slots[row, 0]))
-    heir, recovered = check(pool)
-    assert list(heir.found()) == [(31, keys_of(7)[0])]
-    assert sum(recovered[2:]) == 14
-
-
 def test_a_rank_that_is_there_twice_keeps_what_is_newer() -> None:
     pool = Pool()
     older, newer = pool.store(3, 0, keys_of(1)), pool.store(3, 0, keys_of(1))

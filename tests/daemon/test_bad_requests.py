@@ -289,25 +289,6 @@ def test_a_request_that_is_too_large(desk: Desk) -> None:
     assert refused(desk.register, groups=([Page(0, 1)] * 10_000,)) in ("malformed", "too_large")
 
 
-def test_a_step_of_very_many_jobs_and_groups(desk: Desk) -> None:
-    """It takes the loop some tens of milliseconds: all clients wait for it, also where it is refused in the end."""
-    groups, jobs, name = 64, 1024, b"groups".ljust(32)
-    desk.worker.open_namespace(name, groups=groups)
-    cache = desk.register(groups=([Page(0, PAGE_BYTES)],) * groups, namespace=name)
-    loads = [Load(job, desk.lease, [Part(keys(job), [1], group=job % groups)]) for job in range(jobs)]
-    bad = [*loads[:-1], Load(jobs, desk.lease, [Part(keys(1), [BLOCKS], group=groups - 1)])]
-    before = cpu_s(books(desk.directory).pid)
-    assert {result.error for result in desk.worker.step(cache, (), loads).values()} == {"unknown_lease"}
-    assert refused(desk.worker.step, cache, (), bad) == "bad_block_ids"
-    assert cpu_s(books(desk.directory).pid) - before < 0.4
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time that a process has used."""
-    user, system = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
 def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:
     """By counts, which the daemon says at the start; what is free may be used again."""
     limits = {

@@ -16,8 +16,6 @@ from kvoffd_client import (
     BlockFile,
     BlockFileError,
     BlockUnavailable,
-    DaemonUnavailable,
-    Geometry,
     GroupKeys,
     RequestRefused,
     UnknownNamespace,
@@ -183,14 +181,6 @@ def test_a_block_is_put_once(desk: BlockClient, engine: FakeEngine) -> None:
     assert [np.unique(shard.data).tolist() for shard in desk.get_block(LABEL, keys(60)[0]).shards] == [[1], [2]]
 
 
-def test_a_block_of_another_shape_is_refused(desk: BlockClient, other: DaemonProcess) -> None:
-    with engine_on(other, page_bytes=2 * PAGE_BYTES) as wide, BlockClient(other.directory) as there:
-        assert wide.store(KEYS[:1], [0]).ok
-        with pytest.raises(ValueError, match="fit"):
-            desk.put_block(LABEL, keys(70)[0], there.get_block(LABEL, KEYS[0]))
-    assert not list(desk.list_blocks(LABEL, prefix=keys(70)[0].hex()))
-
-
 def test_a_full_pool_takes_no_block(shared_daemon: DaemonProcess, desk: BlockClient, engine: FakeEngine) -> None:
     flood(engine)
     there = [info.key for info in desk.list_blocks(LABEL)]
@@ -243,54 +233,6 @@ def test_an_import_is_not_refused_by_the_policy(desk: BlockClient, engine: FakeE
             again = import_blocks(there, source)
             assert (again.blocks, again.present, again.no_space) == (0, BLOCKS, 0)
         assert loaded(user, KEYS) == engine.checksums(range(BLOCKS))
-
-
-def test_an_export_over_the_end_of_the_daemon_is_not_complete(pool_file: Path, tmp_path: Path) -> None:
-    """Blocks that were being read when it ended are no evicted ones. The same export then takes all of them."""
-    file = tmp_path / "all.safetensors"
-    with DaemonProcess("8MiB", pool_file=str(pool_file)) as daemon:
-        with engine_on(daemon) as engine:
-            engine.fill(range(BLOCKS), seed=1)
-            assert engine.store(KEYS, range(BLOCKS)).ok
-
-        class Interrupted(BlockClient):
-            def batch_blocks(self, geometry: Geometry, group: int) -> int:
-                size = super().batch_blocks(geometry, group)
-                daemon.kill()
-                return size
-
-        with Interrupted(daemon.directory) as client, pytest.raises(DaemonUnavailable):
-            export_blocks(client, LABEL, file)
-        daemon.start()
-        with BlockClient(daemon.directory) as client:
-            done = export_blocks(client, LABEL, file)
-    assert (done.blocks, done.evicted) == (BLOCKS, 0)
-
-
-def test_an_export_takes_the_keys_that_are_chosen(desk: BlockClient, tmp_path: Path) -> None:
-    export_blocks(desk, LABEL, tmp_path / "file", [KEYS[1].hex(), KEYS[4].hex()])
-    with BlockFile(tmp_path / "file") as source:
-        assert {entry.key for entry in source.entries} == {KEYS[1], KEYS[4]}
-
-
-@pytest.mark.parametrize("where", ["data", "list", "length"])
-def test_a_damaged_file_is_refused(desk: BlockClient, other: DaemonProcess, tmp_path: Path, where: str) -> None:
-    """What came before the damage may be there; nothing that is damaged is."""
-    file = tmp_path / "all.safetensors"
-    export_blocks(desk, LABEL, file)
-    raw = bytearray(file.read_bytes())
-    if where == "data":
-        raw[-5] ^= 1
-    elif where == "list":
-        at = raw.index(KEYS[3].hex().encode())
-        raw[at] ^= 1
-    else:
-        del raw[-1:]
-    file.write_bytes(raw)
-    with BlockClient(other.directory) as there:
-        with pytest.raises(BlockFileError, match=file.name), BlockFile(file) as source:
-            import_blocks(there, source)
-    assert books(other.directory).ready_blocks == (BLOCKS - 1 if where == "data" else 0)
 
 
 def test_a_file_of_another_engine_is_refused(desk: BlockClient, other: DaemonProcess, tmp_path: Path) -> None:

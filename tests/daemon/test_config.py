@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -180,18 +179,6 @@ def test_config_variables_of_a_kubernetes_service_are_ignored() -> None:
     assert {one["source"] for one in shown(**given).values()} == {"default"}
 
 
-def test_config_refusals_are_json_where_lines_are_json(file: Path) -> None:
-    """What the process as a whole writes is what a log collector reads."""
-    for where, text in product(("flag", "variable", "file"), ("pool_size = 'many'", "no TOML")):
-        file.write_text(text + ("\nlog_format = 'json'\n" if where == "file" else "\n"))
-        arguments = ["serve", "--config", str(file)] + ["--log-format", "json"] * (where == "flag")
-        ended = kvoffd(*arguments, **({"KVOFFD_LOG_FORMAT": "json"} if where == "variable" else {}))
-        assert (ended.returncode, ended.stdout) == (2, "")
-        (line,) = [json.loads(line) for line in ended.stderr.splitlines()]
-        assert line["level"] == "error"
-        assert str(file) in line["message"]
-
-
 def test_help_shows_every_setting_and_stands_a_percent_sign() -> None:
     text = process("serve", "--help", KVOFFD_DIRECTORY="/tmp/50%s").stdout
     flags = [word for line in text.splitlines() if line.startswith("  --") for word in line.split()[:1]]
@@ -211,13 +198,3 @@ def test_config_imports_nothing_heavy() -> None:
     assert "kvoffd" in imported
     heavy = {"asyncio", "msgspec", "numpy", "prometheus_client", "rich", "torch", "typer", "uvloop", "zmq"}
     assert heavy & set(imported) == set()
-
-
-def test_config_for_a_reader_that_goes_away_is_no_error() -> None:
-    command = [sys.executable, "-m", "kvoffd", "config"]
-    with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert process.wait(60) == 0
-        assert process.stderr.read() == ""

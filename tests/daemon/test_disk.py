@@ -135,38 +135,6 @@ def test_blocks_outlive_the_pool(tmp_path: Path) -> None:
                 assert load(engine, *range(BATCH)) == of(sums, *range(BATCH))
 
 
-def test_a_file_of_another_size_keeps_what_fits(tmp_path: Path) -> None:
-    stored = 160  # 40 MiB
-    with daemon_on(tmp_path) as daemon:
-        wait_state(daemon, "serving")
-        with engine_on(daemon) as engine:
-            sums = fill(daemon, engine, stored)
-        for mib in (96, 32):
-            daemon.stop()
-            daemon.flags["disk"] = f"{tmp_path}={mib}MiB"
-            with running(daemon) as engine:
-                disk = disk_of(daemon)
-                assert disk.used_bytes <= disk.physical_bytes <= disk.size_bytes == mib << 20
-                there = [number for number in range(stored) if engine.lookup(keys(number))]
-                assert len(there) == disk.blocks
-                assert len(there) == stored if mib == 96 else 0 < len(there) < stored
-                assert load(engine, there[0], there[-1]) == of(sums, there[0], there[-1])
-
-
-def test_a_full_disk_drops_its_oldest_blocks(tmp_path: Path) -> None:
-    with daemon_on(tmp_path, "16MiB") as daemon:
-        wait_state(daemon, "serving")
-        with engine_on(daemon) as engine:
-            sums = fill(daemon, engine, 160)
-            disk = disk_of(daemon)
-            assert disk.used_bytes <= disk.size_bytes == 16 << 20
-            assert disk.evicted_blocks >= 160 - (16 << 20) // BLOCK_BYTES
-            assert engine.lookup(keys(0)) == 0
-            there = next(number for number in range(1, 160 - IN_POOL) if engine.lookup(keys(number)))
-            assert load(engine, there, 159) == of(sums, there, 159)
-            assert books(daemon.directory).health == "ok"
-
-
 # --- what does not ---------------------------------------------------------------------------------
 
 

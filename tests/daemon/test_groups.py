@@ -13,7 +13,7 @@ from kvoffd_client import BlockClient, BlockFile, SharedMemory, export_blocks, i
 from tests.kit.daemon import DaemonProcess
 from tests.kit.redis_server import RedisServer
 from tests.kit.waiting import wait_until
-from tests.kit.wire import PAGE_BYTES, KvSubscriber, Page, Segment, Tensor, WireClient, books, key, keys
+from tests.kit.wire import PAGE_BYTES, Page, Segment, Tensor, WireClient, books, key, keys
 
 SPACE = b"two groups".ljust(32)
 BLOCKS = 8
@@ -47,14 +47,22 @@ class Engine:
         assert self.worker.store(self.cache, keys(number), ids, group=group, first_block=first_block).ok
         return self.pages[group, : len(ids)].tobytes()
 
-    def state(self, number: int, group: int) -> str:
-        """The key's state; it is under a new lease where it is ready."""
+    def store_some(self) -> tuple[bytes, bytes, bytes]:
+        """Store key 1 of both groups, and of the first one key 2 from its second block on; the bytes."""
+        return self.store(1, 0), self.store(1, 1), self.store(2, 0, first_block=1)
+
+    def load_some(self) -> tuple[object, ...]:
+        assert self.load(2, 0) == "not_ready"
+        return self.load(1, 0), self.load(1, 1), self.load(2, 0, first_block=1)
+
+    def is_ready(self, number: int, group: int) -> bool:
+        """Whether the key is ready; it is under a new lease then."""
         self._lease += 1
-        return self.scheduler.lookup(self._lease, keys(number), SPACE, group=group).states
+        return self.scheduler.lookup(self._lease, keys(number), SPACE, group=group).states == "R"
 
     def load(self, number: int, group: int, *, first_block: int = 0) -> bytes | str | None:
         """Wait for a key, from whatever tier; its bytes, or why it could not be loaded."""
-        wait_until(lambda: self.state(number, group) == "R")
+        wait_until(lambda: self.is_ready(number, group))
         ids = range(4, 6 - first_block)
         self.pages[:] = 0
         lease = self.scheduler.lease(self._lease)
@@ -72,19 +80,6 @@ def engine_on(daemon: DaemonProcess) -> Iterator[Engine]:
             yield engine
 
 
-# --- what is dropped -------------------------------------------------------------------------------
-
-
-def test_groups_lose_the_keys_that_are_named_for_them(shared_daemon: DaemonProcess) -> None:
-    with KvSubscriber(shared_daemon.directory) as heard, engine_on(shared_daemon) as engine:
-        stored = [engine.store(1, group) for group in (0, 1)]
-        assert engine.scheduler.invalidate(keys(1), SPACE, group=1) == 1
-        assert (engine.state(1, 0), engine.state(1, 1)) == ("R", "-")
-        assert engine.load(1, 0) == stored[0]
-        events = [event for one in heard.messages() for event in one.events if event.keys == [key(1)]]
-        assert [(one.kind, one.group) for one in events[-3:]] == [("stored", 0), ("stored", 1), ("removed", 1)]
-
-
 # --- what moves ------------------------------------------------------------------------------------
 
 
@@ -96,8 +91,7 @@ def test_groups_and_parts_come_back_after_a_restart(tier: str, pool_file: Path, 
         if tier == "disk":
             wait_until(lambda: books(daemon.directory).disks[0].state == "serving")
         with engine_on(daemon) as engine:
-            whole = [engine.store(1, group) for group in (0, 1)]
-            part = engine.store(2, 0, first_block=1)
+            stored = engine.store_some()
             if tier == "disk":
                 wait_until(lambda: books(daemon.directory).disks[0].blocks == 3)
         assert daemon.stop() == 0
@@ -105,9 +99,7 @@ def test_groups_and_parts_come_back_after_a_restart(tier: str, pool_file: Path, 
         if tier == "disk":
             wait_until(lambda: books(daemon.directory).disks[0].state == "serving")
         with engine_on(daemon) as engine:
-            assert [engine.load(1, group) for group in (0, 1)] == whole
-            assert engine.load(2, 0) == "not_ready"
-            assert engine.load(2, 0, first_block=1) == part
+            assert engine.load_some() == stored
 
 
 def test_groups_and_parts_come_from_another_node() -> None:
@@ -117,13 +109,10 @@ def test_groups_and_parts_come_from_another_node() -> None:
                 for node in (first, second):
                     wait_until(lambda node=node: books(node.directory).shared[0].up)  # type: ignore[misc]
                 with engine_on(first) as engine:
-                    whole = [engine.store(1, group) for group in (0, 1)]
-                    part = engine.store(2, 0, first_block=1)
+                    stored = engine.store_some()
                     wait_until(lambda: books(first.directory).shared[0].written_blocks == 3)
                 with engine_on(second) as engine:
-                    assert [engine.load(1, group) for group in (0, 1)] == whole
-                    assert engine.load(2, 0) == "not_ready"
-                    assert engine.load(2, 0, first_block=1) == part
+                    assert engine.load_some() == stored
                     assert books(second.directory).shared[0].mismatches == 0
 
 
@@ -131,15 +120,12 @@ def test_groups_and_parts_are_exported(tmp_path: Path) -> None:
     file = tmp_path / "all.safetensors"
     with DaemonProcess("8MiB") as first, DaemonProcess("8MiB") as second:
         with engine_on(first) as engine, BlockClient(first.directory) as client:
-            whole = [engine.store(1, group) for group in (0, 1)]
-            part = engine.store(2, 0, first_block=1)
+            stored = engine.store_some()
             assert export_blocks(client, SPACE, file).blocks == 3
         with BlockClient(second.directory) as client, BlockFile(file) as source:
             assert import_blocks(client, source).blocks == 3
         with engine_on(second) as engine:
-            assert [engine.load(1, group) for group in (0, 1)] == whole
-            assert engine.load(2, 0) == "not_ready"
-            assert engine.load(2, 0, first_block=1) == part
+            assert engine.load_some() == stored
 
 
 def test_a_part_that_changed_in_memory_is_not_exported(pool_file: Path, tmp_path: Path) -> None:

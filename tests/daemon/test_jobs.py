@@ -407,20 +407,6 @@ def test_results_that_were_lost_are_asked_for(worker: WireClient, memory: Shared
     assert all(result.ok for result in found.results)
 
 
-def test_results_of_a_step_come_in_one_batch(worker: WireClient, memory: SharedMemory) -> None:
-    cache = worker.register(memory)
-    worker.submit(cache, [store_of(job, keys(job), [job % 32]) for job in range(256)])
-    worker.wait_ended(*range(256))
-    assert [sorted(batch.jobs) for batch in worker.unacknowledged().batches] == [list(range(256))]
-
-
-def test_an_ended_jobs_number_may_be_used_again(worker: WireClient, memory: SharedMemory) -> None:
-    cache = worker.register(memory)
-    assert worker.step(cache, []) == {}, "a step without a job has no answer"
-    for number in range(2):
-        assert worker.store(cache, keys(number), [0], job=1).nbytes == PAGE_BYTES
-
-
 # --- copies that take long ---------------------------------------------------------------------------
 
 

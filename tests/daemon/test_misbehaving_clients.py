@@ -278,13 +278,6 @@ def test_a_frame_in_pieces(client: WireClient, memory: SharedMemory) -> None:
     register(client, 7)
 
 
-def test_clients_that_end_within_a_frame(daemon: DaemonProcess, memory: SharedMemory) -> None:
-    frame = attach_frame(7)
-    for length in range(1, len(frame)):
-        with WireClient(daemon.directory) as client:
-            client.send_lifeline(frame[:length], [memory.fd] if length % 2 else [])
-
-
 def test_descriptors_that_belong_to_no_frame(daemon: DaemonProcess) -> None:
     """A few wait for their frames. More end the session, and none of them stays open."""
     null = os.open(os.devnull, os.O_RDONLY)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,13 +15,10 @@ import pytest
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
-from tests.kit.require import require
 from tests.kit.service_manager import ServiceManager
-from tests.kit.waiting import wait_until
 from tests.kit.wire import books, keys
 
 MIB = 1 << 20
-SHM = Path("/dev/shm")
 BLOCKS = 16
 KEYS = keys(*range(BLOCKS))
 NAMES = {"kvoffd-pool", "kvoffd-slot-table"}
@@ -127,15 +122,6 @@ def test_restart_brings_back_the_newest_first(pool_file: Path) -> None:
             ready = [engine.lookup([key]) for key in wanted]
             assert 1 < sum(ready) < 24
             assert ready == [1, *sorted(ready[1:])]
-
-
-def test_restart_does_not_bring_back_what_was_cleared(lasting: DaemonProcess) -> None:
-    store(lasting)
-    with AdminClient(lasting.directory) as admin:
-        assert admin.clear() == BLOCKS
-    lasting.kill()
-    lasting.start()
-    assert load(lasting) == []
 
 
 def test_restart_does_not_bring_back_what_was_cleared_under_a_lease(in_file: DaemonProcess) -> None:
@@ -312,33 +298,3 @@ def test_pool_file_with_a_flipped_byte_or_a_hole_is_used(in_file: DaemonProcess,
 
 
 # --- time ------------------------------------------------------------------------------------------
-
-
-def first_hit_s(daemon: DaemonProcess, wanted: list[bytes]) -> float:
-    """From the new daemon's exec to a lookup of an engine that was there all the time."""
-    with FakeEngine(daemon.directory, layers=4, blocks=BLOCKS, page_bytes=65536) as engine:
-        daemon.kill()
-        started = time.monotonic()
-        daemon.start(wait=False)
-        wait_until(
-            lambda: engine.scheduler.ready and engine.lookup(wanted, 0.5) == len(wanted),
-            explain=lambda: daemon.log,
-            interval_s=0.002,
-        )
-        return time.monotonic() - started
-
-
-@pytest.mark.nightly
-def test_restart_serves_4_gib_within_a_second(pool_file: Path) -> None:
-    """The bound leaves five times the promise, for a machine that others use."""
-    require("shm", shutil.disk_usage(SHM).free >= 9 << 30, "/dev/shm has less than 9 GiB")
-    wanted = keys(*range(14_000))
-    with DaemonProcess("4GiB", pool_file=str(pool_file)) as daemon:
-        with FakeEngine(daemon.directory, layers=4, blocks=512, page_bytes=65536) as engine:
-            for start in range(0, len(wanted), 500):
-                part = wanted[start : start + 500]
-                assert engine.store(part, range(len(part))).ok
-        times = [first_hit_s(daemon, wanted[:1000]) for _ in range(3)]
-        print(f"first hit after {', '.join(f'{seconds:.3f} s' for seconds in times)} with 14,000 blocks in 4 GiB")
-        assert min(times) < 5.0
-        assert books(daemon.directory).ready_bytes == len(wanted) * 4 * 65536

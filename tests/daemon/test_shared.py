@@ -6,7 +6,6 @@ import itertools
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
@@ -14,7 +13,6 @@ import pytest
 
 from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
-from tests.daemon.slow_proxy import SlowProxy
 from tests.kit.daemon import DaemonProcess
 from tests.kit.redis_server import RedisCluster, RedisServer
 from tests.kit.s3_server import S3Server
@@ -275,26 +273,6 @@ def test_a_lost_server_of_a_cluster_is_named() -> None:
         assert shared.up
         assert [server.name for server in shared.servers if server.problem] == [name]
         node.daemon.wait_log(f"{name} cannot be reached")
-
-
-def test_what_comes_slower_than_computing_is_not_read(server: RedisServer) -> None:
-    with ExitStack() as running:
-        proxy, first = running.enter_context(SlowProxy(server.port)), running.enter_context(Node(server.url))
-        second = running.enter_context(Node(proxy.url, shared_ask_deadline="2s"))
-        sums = first.store()
-        proxy.bytes_per_s = 2e6
-        second.engine.scheduler.report(16_000.0, 0.0, 0, 0)  # a block in a millisecond
-        wait_until(lambda: second.space.prefill_tokens_per_second)
-        for key in KEYS[:2]:  # how fast the store is nobody knows at first
-            second.engine.lookup([key])
-        before = second.shared
-        assert before.read_blocks == 2
-        for key in KEYS[2:]:
-            assert second.engine.lookup([key]) == 0
-        after = second.shared
-        assert (after.read_blocks, after.queued_reads, after.up) == (2, 0, True)
-        assert after.promotions_failed["slower"] - before.promotions_failed.get("slower", 0) == BLOCKS - 2
-        assert first.load() == sums
 
 
 def test_blocks_are_shared_over_s3(monkeypatch: pytest.MonkeyPatch) -> None:

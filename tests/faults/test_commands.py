@@ -63,15 +63,6 @@ def test_export_and_import_over_kills(tmp_path: Path, pool_file: Path) -> None:
             assert engine.get(EXPORTED) == list(EXPORTED)
 
 
-def test_an_export_onto_a_full_disk(tmp_path: Path) -> None:
-    """Status 2 and a sentence with the reason."""
-    with tmpfs(tmp_path / "full", "64k") as place, DaemonProcess("16MiB") as daemon:
-        with CheckedEngine(daemon, Truth()) as engine:
-            engine.put(ALL)
-        said = ended(cli(daemon, "blocks", "export", "--namespace", "demo", str(place / "blocks")), 2)
-        assert "No space left" in said, said
-
-
 def test_a_record_onto_a_full_disk_says_what_is_in_it(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "full", "4k") as place, DaemonProcess("16MiB") as daemon:
         (place / "filler").write_bytes(bytes(4096))

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import time
 from contextlib import ExitStack, closing
 
 import pytest
 
-from tests.faults.checked import STEP, CheckedEngine, Truth
+from tests.faults.checked import CheckedEngine, Truth
 from tests.faults.daemons import Command
 from tests.faults.linux import cgroup
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.kit.wire import VERSION, Refused, WireClient, books, keys, refused
+from tests.kit.wire import VERSION, Refused, WireClient, refused
 
 BLOCKS = 128
 ALL = range(BLOCKS)
-
-
-def test_a_stopped_daemon_keeps_nobody_waiting() -> None:
-    """A lookup is a miss at its deadline, and the first one after the stop is a hit."""
-    with DaemonProcess("16MiB") as daemon, CheckedEngine(daemon, Truth()) as engine:
-        engine.put(ALL)
-        daemon.process.send_signal(signal.SIGSTOP)
-        end = time.monotonic() + 2.0
-        while time.monotonic() < end:
-            started = time.monotonic()
-            assert engine.lookup(keys(*range(STEP)), 0.2) == 0
-            assert time.monotonic() - started < 5.0
-        daemon.process.send_signal(signal.SIGCONT)
-        wait_until(lambda: engine.lookup(keys(*range(STEP)), 1.0) == STEP)
-        assert engine.get(ALL) == list(ALL)
-        assert books(daemon.directory).health == "ok"
 
 
 # --- sessions --------------------------------------------------------------------------------------

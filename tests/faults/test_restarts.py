@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import time
 import zlib
 from contextlib import closing, suppress
 from pathlib import Path
@@ -16,11 +15,9 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient, GroupKeys, SharedMemory
-from kvoffd_client.testing import FakeEngine
 from tests.faults.checked import CheckedEngine, Truth
 from tests.faults.daemons import Command
 from tests.faults.linux import tmpfs
-from tests.kit.cases import case
 from tests.kit.daemon import DaemonProcess
 from tests.kit.wire import WireClient, books, keys
 
@@ -78,32 +75,6 @@ def test_a_kill_right_after_a_drop_brings_nothing_back(lasting: DaemonProcess, r
     assert books(lasting.directory).health == "ok"
 
 
-def test_a_stop_while_blocks_are_recovered_ends_in_good_order(pool_file: Path) -> None:
-    """Status 0, no error behind the end, and all blocks for the next daemon."""
-    page, at_once, blocks = 8192, 1024, 56 * 1024  # so many that a stop comes before the last of them
-    with DaemonProcess("512MiB", pool_file=str(pool_file)) as daemon:
-        with FakeEngine(daemon.directory, layers=1, blocks=at_once, page_bytes=page) as engine:
-            engine.fill(range(at_once), 1)
-            sums = engine.checksums(range(at_once))
-            for first in range(0, blocks, at_once):
-                assert engine.store(keys(*range(first, first + at_once)), range(at_once), 60.0).ok
-        daemon.kill()
-        for _ in range(10):
-            daemon.start()
-            assert daemon.stop() == 0, daemon.log
-            assert errors_in(daemon.log) == []
-        daemon.start()
-        with FakeEngine(daemon.directory, layers=1, blocks=at_once, page_bytes=page) as engine:
-            for first in range(0, blocks, at_once):
-                wanted = keys(*range(first, first + at_once))
-                end = time.monotonic() + 30.0
-                while engine.lookup(wanted) != at_once and time.monotonic() < end:
-                    pass  # the last ones are recovered while engines are served
-                assert engine.load(wanted, range(at_once), 60.0).ok
-                assert engine.checksums(range(at_once)) == sums
-                engine.fill(range(8), 2)
-
-
 # --- the pool's bytes and its table ----------------------------------------------------------------
 
 
@@ -140,42 +111,6 @@ def test_bytes_that_are_gone_are_noticed(lasting: DaemonProcess, pool_file: Path
         assert len(errors_in(lasting.log)) <= 20
         engine.put(range(192, 208))
         assert engine.get(range(192, 208)) == list(range(192, 208))
-
-
-def flip(chance: random.Random, data: bytearray) -> None:
-    for _ in range(200):
-        data[chance.randrange(4096, len(data))] ^= 1 << chance.randrange(8)
-
-
-def shuffle(chance: random.Random, data: bytearray) -> None:
-    half = (len(data) // 2) & ~4095
-    data[4096:half], data[half : 2 * half - 4096] = data[half : 2 * half - 4096], data[4096:half]
-
-
-def noise(chance: random.Random, data: bytearray) -> None:
-    data[4096:] = chance.randbytes(len(data) - 4096)
-
-
-def test_a_damaged_slot_table_costs_blocks_and_nothing_else(lasting: DaemonProcess, pool_file: Path) -> None:
-    """Never a wrong byte. Where all of it is lost, a line says why the pool starts empty."""
-    truth = Truth()
-    for damage in (flip, shuffle, noise):
-        with CheckedEngine(lasting, truth) as engine:
-            engine.put(ALL)
-        lasting.kill()
-        begin = min(blocks_at(pool_file, truth))
-        data = pool_file.read_bytes()
-        table = bytearray(data[:begin])
-        damage(random.Random(3), table)
-        pool_file.write_bytes(table + data[begin:])
-        before = len(lasting.log)
-        lasting.start()
-        with case(damage.__name__), CheckedEngine(lasting, truth) as engine:
-            if not engine.get(ALL):
-                assert "starts empty" in lasting.log[before:] or "0 are ready" in lasting.log[before:]
-            engine.put(range(BLOCKS, BLOCKS + 16))
-            assert engine.get(range(BLOCKS, BLOCKS + 16)) == list(range(BLOCKS, BLOCKS + 16))
-            assert books(lasting.directory).balanced
 
 
 def fill(place: Path) -> None:

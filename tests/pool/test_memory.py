@@ -67,16 +67,6 @@ def test_touching_keeps_what_is_in_the_memory(monkeypatch: pytest.MonkeyPatch) -
         pool.close()
 
 
-def test_kernels_without_populate_are_touched_by_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MADV_POPULATE_WRITE", 12345)
-    pool = PoolMemory.create(3 * MIB, "test")
-    try:
-        assert pool.touch(0, lambda _: None) == 3 * MIB
-        assert resident_bytes(pool.fd) == 3 * MIB
-    finally:
-        pool.close()
-
-
 def test_touching_stops_when_told_to() -> None:
     pool = PoolMemory.create(8 * memory.TOUCH_CHUNK_BYTES, "test")
     asked = count()
@@ -98,13 +88,6 @@ def test_memory_that_runs_out_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> 
             pool.touch(2, lambda _: None)
     finally:
         pool.close()
-
-
-def test_a_size_no_kernel_takes_is_a_sentence_and_leaks_nothing() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(PoolTooLarge, match="refuses"):
-        PoolMemory.create(2**63 - 4096, "test")
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def flags_of(address: int) -> list[str]:
@@ -135,12 +118,3 @@ def test_huge_pages_are_asked_for_with_the_first_touch() -> None:
         assert "hg" in flags_of(pool.address)
     finally:
         pool.close()
-
-
-def test_no_descriptor_left_for_the_memory_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str, flags: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(os, "memfd_create", fail)
-    with pytest.raises(PoolTooLarge, match="Too many open files"):
-        PoolMemory.create(MIB, "test")

@@ -66,18 +66,6 @@ def test_a_successor_goes_on_with_the_memory_it_is_given() -> None:
         second.close()
 
 
-def test_a_pool_of_another_size_is_let_go_and_made_anew() -> None:
-    first, size = Pool(8 * MIB), 16 * MIB
-    fds, discarded = kept(first), list[int]()
-    first.close()
-    second = successor(fds, size, lambda: discarded.append(1))
-    assert not second.adopted
-    assert "8.00 MiB" in second.cold_reason
-    assert discarded == [1]
-    assert second.slots.free_bytes == size
-    second.close()
-
-
 def test_a_table_that_cannot_be_trusted_is_not_taken_over() -> None:
     spoiled = (
         (16, bytes(16), "last boot"),

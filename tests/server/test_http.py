@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 import urllib.error
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvoffd.errors import KvoffdError
 from kvoffd.server.http import LOOP_S, HttpServer
 from kvoffd_proto.admin import HealthLevel, HealthProblem, HealthReply
 from tests.kit.ports import free_port
@@ -95,22 +93,3 @@ def test_a_daemon_whose_sockets_are_gone_is_not_alive() -> None:
     with serving(FakeDaemon(HealthLevel.OK, "No engine can connect.")) as port:
         for path in ("/healthz", "/readyz"):
             assert get(port, path) == (503, f"not ok\nNo engine can connect.\n{SENTENCE}\n")
-
-
-def test_a_name_may_have_places_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As localhost has, without IPv6. An address that is taken is refused all the same."""
-    lacking = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))  # of RFC 5737: no machine has it
-    port = free_port()
-    there = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))
-    loop = asyncio.new_event_loop()
-    for places in ([lacking, there], [there, lacking]):
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, places=places, **__: places)
-        server = HttpServer(f"name:{port}", FakeDaemon(HealthLevel.OK), loop)
-        with pytest.raises(KvoffdError, match="cannot be listened on"):
-            HttpServer(f"name:{port}", FakeDaemon(HealthLevel.OK), loop)
-        server.start()
-        server.close()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [lacking])
-    with pytest.raises(KvoffdError, match="cannot be listened on"):
-        HttpServer(f"name:{port}", FakeDaemon(HealthLevel.OK), loop)
-    loop.close()

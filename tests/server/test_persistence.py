@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from kvoffd.cache.block_table import BlockTable
-from kvoffd.cache.policy import Lru, make_policy
+from kvoffd.cache.policy import Lru
 from kvoffd.config import Config
-from kvoffd.pool.pool import Pool
 from kvoffd.server import persistence
-from kvoffd.server.persistence import STATE_FILE, Content, PolicyFile, State, StateFile, state_file
+from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile
 from tests.kit.waiting import wait_until
 
 ONE, OTHER = b"1" * 32, b"2" * 32
@@ -52,22 +48,6 @@ def next_state(open_file: Open) -> Callable[[], State]:
 # --- generations and quotas ------------------------------------------------------------------------
 
 
-def test_state_is_known_to_the_next_daemon(tmp_path: Path, next_state: Callable[[], State]) -> None:
-    state = next_state()
-    assert (state.generation(ONE), state.known) == (0, Content())
-    state.raise_generation(ONE)
-    state.unshare(ONE)
-    state.unshare(OTHER)
-    state.followed(OTHER, {"a": 9, "b": 0})
-    state.save_quotas({OTHER: 1 << 30})
-    assert state.file.flush(10.0)
-    again = next_state()
-    assert (again.generation(ONE), again.generation(OTHER), list(again.known.unshared)) == (1, 0, [ONE])
-    assert again.known.fleet == {"a": {OTHER: 9}, "b": {OTHER: 0}}
-    assert again.known.quotas == {OTHER: 1 << 30}
-    assert (tmp_path / STATE_FILE).stat().st_mode & 0o777 == 0o600
-
-
 def test_so_many_names_are_known_and_those_of_namespaces_that_there_are_stay(
     monkeypatch: pytest.MonkeyPatch, next_state: Callable[[], State]
 ) -> None:
@@ -81,36 +61,6 @@ def test_so_many_names_are_known_and_those_of_namespaces_that_there_are_stay(
     again = next_state()
     assert list(again.known.unshared) == [ONE, *(bytes([number]) for number in range(11, 20))]
     assert (again.generation(ONE), again.generation(OTHER), again.generation(b"\x13")) == (2, 0, 22)
-
-
-def test_state_lies_where_systemd_keeps_it_over_a_reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(directory=tmp_path / "run")
-    assert state_file(config).path == str(tmp_path / "run" / STATE_FILE)
-    monkeypatch.setenv("STATE_DIRECTORY", f"{tmp_path}/lib:/another")
-    assert state_file(config).path == str(tmp_path / "lib" / STATE_FILE)
-
-
-NESTED = '{"x": ' + "[" * 40_000 + "]" * 40_000 + "}"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "[]", "{", NESTED, '{"unshared": {"no base": true}}', '{"generations": {"00": -1}}', '{"new": 1}'),
-        *('{"quotas": {"00": 1%s}}' % ("0" * 400), '{"fleet": {"a": {"0": "x"}}}'),
-    ],
-)
-def test_state_of_no_use_is_as_none(
-    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture, next_state: Callable[[], State]
-) -> None:
-    (tmp_path / STATE_FILE).write_bytes(b"%08x\n" % zlib.crc32(text.encode()) + text.encode())
-    state = next_state()
-    assert (state.generation(ONE), state.known) == (0, Content())
-    assert "is of no use" in caplog.text
-    assert state.file.flush(10.0)
-    caplog.clear()
-    next_state()
-    assert not caplog.messages, "it was written anew"
 
 
 def test_damage_of_any_byte_is_seen(
@@ -133,26 +83,6 @@ def test_damage_of_any_byte_is_seen(
 # --- how files are read and written ----------------------------------------------------------------
 
 
-def test_what_is_no_file_of_this_user_is_refused(tmp_path: Path, open_file: Open) -> None:
-    before, path, file = os.listdir("/proc/self/fd"), tmp_path / "file", open_file("file")
-    path.mkdir()
-    with pytest.raises(IsADirectoryError):
-        file.read()
-    path.rmdir()
-    os.mkfifo(path)
-    with pytest.raises(ValueError, match="not a file of this user's"):
-        file.read()
-    path.unlink()
-    path.symlink_to(tmp_path / "other")
-    with pytest.raises(OSError, match="symbolic links"):
-        file.read()
-    path.unlink()
-    path.write_bytes(bytes(100_001))
-    with pytest.raises(ValueError, match="it has 100001 bytes, more than 100000"):
-        file.read()
-    assert os.listdir("/proc/self/fd") == before
-
-
 def test_a_file_is_on_the_device_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_file: Open
 ) -> None:
@@ -166,22 +96,6 @@ def test_a_file_is_on_the_device_before_it_has_its_name(
     assert file.flush(10.0)
     assert calls == [str(tmp_path / "file.new"), "replace", str(tmp_path)]
     assert file.read() == b"all of it"
-
-
-def test_what_cannot_be_written_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, open_file: Open
-) -> None:
-    monkeypatch.setattr(persistence, "RETRY_S", 0.01)
-    file = open_file("later/file")
-    file.save(b"first")
-    wait_until(lambda: file.is_saved)
-    assert "No such file" in file.problem
-    file.save(b"second")
-    assert file.flush(10.0)
-    (tmp_path / "later").mkdir()
-    wait_until(lambda: not file.problem)
-    assert file.read() == b"second"
-    assert caplog.text.count("cannot be written") == 1, "it is said once"
 
 
 def test_a_file_system_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> None:
@@ -224,22 +138,6 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def policy_file(pool_file: Path, policy: Lru) -> PolicyFile:
     return PolicyFile(policy, Config(pool_file=str(pool_file), eviction_policy="lru"))
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [(b"", "no policy wrote it"), (b"gate\n", "no policy wrote it"), (b"learned\nit", "cut off")],
-)
-def test_a_policy_that_finds_nothing_of_use_learns_anew(
-    pool_file: Path, content: bytes, sentence: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    Path(f"{pool_file}.policy").write_bytes(content)
-    config = Config(pool_file=str(pool_file), pool_bytes=16 << 20, eviction_policy="learned")
-    with closing(Pool(16 << 20)) as pool:
-        PolicyFile(make_policy("learned", 16 << 20, BlockTable(pool.table.records)), config).restore()
-    assert sentence in caplog.text
-    assert "The policy begins without it." in caplog.text
-    assert not Path(f"{pool_file}.policy").exists(), "it is said once"
 
 
 def test_what_another_policy_knew_stays_for_it(pool_file: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvoffd.server import stats as stats_module
 from kvoffd_client import AdminClient
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
@@ -48,12 +45,3 @@ def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
             tell(*[report(f"{number}-{one}") for one in range(200)])
         found = admin.ask(a.Requests).requests
         assert (len(found), found[0].report.request, found[-1].report.request) == (1000, "1-0", "5-199")
-
-
-def test_memory_is_told_as_0_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise FileNotFoundError
-
-    assert stats_module._resident_bytes() > 0
-    monkeypatch.setattr(stats_module, "open", refuse, raising=False)
-    assert stats_module._resident_bytes() == 0

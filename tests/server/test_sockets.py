@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -175,29 +174,6 @@ def test_calls_of_other_threads_are_made_and_what_they_leave_is_sent(directory: 
     with_clients(directory, run, service)
 
 
-def test_completions_are_sent_before_replies(directory: Path) -> None:
-    """A reply may tell its client to look for them."""
-    service, sent, done = Echo(), list[str](), threading.Event()
-
-    def run(room: Room) -> None:
-        def flush() -> None:
-            for name in ("_jobs", "_events"):
-                watched = SimpleNamespace(send=lambda *_, name=name: sent.append(name), get=lambda _: 0)
-                patch.setattr(room.sockets, name, watched)
-            service.replies.append((b"route", b"reply"))
-            service.publications.append((b"topic", b"number", b"payload"))
-            room.sockets.flush()
-            patch.undo()
-            done.set()
-
-        room.sockets.post(flush)
-        assert done.wait(10)
-
-    with pytest.MonkeyPatch.context() as patch:
-        with_clients(directory, run, service)
-    assert sent == ["_events"] * 3 + ["_jobs"] * 2
-
-
 @pytest.mark.parametrize("urgent", [False, True])
 def test_what_follows_a_reply_is_put_off_unless_it_is_urgent(directory: Path, urgent: bool) -> None:
     """On few cores it would keep libzmq's thread from sending the reply."""
@@ -241,58 +217,6 @@ def test_replies_beyond_the_high_water_mark_are_counted_and_others_are_answered(
 
     service = with_clients(directory, run)
     assert not service.replies_dropped["gone"]
-
-
-def test_replies_to_who_is_gone_are_counted(directory: Path) -> None:
-    service, gone = Echo(), threading.Event()
-    service.during = lambda frame: bool(frame == b"gone" and gone.wait(10) and time.sleep(0.05))  # type: ignore[func-returns-value, assignment]
-
-    def run(room: Room) -> None:
-        client = room.client()
-        client.send(b"here")
-        assert client.recv() == b"here"
-        client.send(b"gone")
-        time.sleep(0.05)
-        client.close(linger=0)
-        gone.set()
-        other = room.client()
-        other.send(b"other")
-        assert other.recv() == b"other"
-
-    assert with_clients(directory, run, service).replies_dropped == {"gone": 1}
-
-
-def test_a_frame_that_is_much_too_long_costs_the_connection_and_the_client_connects_again(directory: Path) -> None:
-    def run(room: Room) -> None:
-        client, limit = room.client(), 2 * Config().limits.max_frame_bytes
-        client.send(bytes(limit))
-        assert len(client.recv()) == limit
-        client.send(bytes(limit + 1))
-        client.setsockopt(zmq.RCVTIMEO, 100)
-        deadline = time.monotonic() + 10
-        while True:
-            assert time.monotonic() < deadline
-            client.send(b"again")
-            try:
-                assert client.recv() == b"again"
-            except zmq.Again:
-                continue
-            break
-
-    with_clients(directory, run)
-
-
-def test_background_work_goes_on_while_nobody_asks(directory: Path) -> None:
-    service = Echo()
-    service.steps = 50
-
-    def run(room: Room) -> None:
-        deadline = time.monotonic() + 10
-        while service.steps:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    with_clients(directory, run, service)
 
 
 def test_who_connects_again_under_its_own_name_is_answered(directory: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from kvoffd.server.daemon import Daemon
 from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.persistence import PolicyFile, State, StateFile
-from kvoffd.server.scrubber import STEP_BYTES, Scrubber
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.tiers import Tiers
 from kvoffd.system.directory import DaemonDirectory, DirectoryError
@@ -38,7 +36,6 @@ from kvoffd.system.systemd import Notifier
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import HostEngine
 from tests.kit.ports import free_port
-from tests.kit.slot_cache import CacheRig, keys_of
 
 
 @pytest.fixture
@@ -162,25 +159,6 @@ def test_what_hangs_keeps_the_pool_and_the_lock(directory: Path, monkeypatch: py
     daemon._pool.close()
 
 
-def test_a_daemon_with_a_lost_gpu_or_a_hang_ends_on_the_spot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past the driver's end of the process, which may hang."""
-    ended: list[int] = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(module, "_prepare", lambda: None)
-    monkeypatch.setattr(uvloop, "run", lambda life: life.close())
-    for lost, stuck, status in ((False, False, None), (True, False, 75), (True, True, 75), (False, True, 0)):
-        monkeypatch.setattr(module, "Daemon", lambda _, lost=lost, stuck=stuck: _ended_daemon(lost, stuck))
-        module.run(Config())
-        assert ended == [] if status is None else ended.pop() == status
-
-
-def _ended_daemon(lost: bool, stuck: bool) -> Any:
-    async def serve() -> None:
-        pass
-
-    return SimpleNamespace(serve=serve, gpu_lost=lost, copy_stuck=stuck, served=True)
-
-
 def test_process_is_set_up_before_anything_is_made() -> None:
     """Nobody else may open what it makes, and a copy thread gives the interpreter back in 0.1 ms."""
     script = (
@@ -248,34 +226,3 @@ def test_the_watchdog_is_fed_after_a_turn_of_the_message_loop_that_worked(works:
         return daemon._notifier.watchdog  # type: ignore[return-value]
 
     assert asyncio.run(run()).call_count == works
-
-
-def test_scrubbing_reads_little_and_rests_three_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = CacheRig(units=64, region_units=8)
-    rig.store(rig.open("one"), keys_of(*range(8)))
-    monkeypatch.setattr("kvoffd.server.scrubber.STEP_BYTES", 3 * 8192)
-    scrubber, steps, rests = Scrubber(rig.cache, lambda: 0.0), list[int](), list[float]()
-    scrubber.start()
-    read_s = 0.02
-
-    async def rest(seconds: float) -> None:
-        rests.append(seconds)
-
-    def digests(slots: list[tuple[int, int]]) -> list[int]:
-        steps.append(sum(length for _, length in slots))
-        time.sleep(read_s)
-        return [1] * len(slots)
-
-    async def scrub() -> None:
-        daemon = Daemon(Config())
-        daemon._service, daemon._sockets = SimpleNamespace(scrubber=scrubber), MagicMock()  # type: ignore[assignment]
-        daemon._pool = SimpleNamespace(digests=digests)  # type: ignore[assignment]
-        with monkeypatch.context() as patch:
-            patch.setattr(asyncio, "sleep", rest)
-            await daemon._scrub()
-
-    asyncio.run(scrub())
-    assert STEP_BYTES == 32 << 20
-    assert len(steps) > 1
-    assert max(steps) < 4 * 8192 + 8192
-    assert min(rests) >= 3 * read_s

@@ -17,7 +17,6 @@ from kvoffd.config import Config, DiskSize
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin import clear
 from kvoffd.server.persistence import State, StateFile
-from kvoffd.server.requests import invalidate
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import Session, Sessions
 from kvoffd.server.tiers import Tiers
@@ -25,7 +24,7 @@ from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.tier import TierListener, TierStats
 from kvoffd_proto.admin import Clear
-from kvoffd_proto.messages import GroupKeys, GroupSpec, Invalidate
+from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.stats import DiskState, Lifetime
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.kit.tiering_harness import FoldedTierEvents
@@ -144,27 +143,6 @@ def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig) -> None
     assert disk.closes == [0.0]
 
 
-def test_an_opening_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig) -> None:
-    stuck = threading.Event()
-    rig.tiers.open_disk = lambda *_: stuck.wait(60.0)  # type: ignore[assignment,method-assign]
-    rig.attach()
-    begin = time.monotonic()
-    assert rig.tiers.close(60.0)
-    assert time.monotonic() - begin < 30.0
-    stuck.set()
-
-
-def test_a_directory_that_opens_after_the_end_is_closed_again(rig: TiersRig) -> None:
-    disk = FakeDisk()
-    rig.result = disk
-    rig.go.set()
-    rig.attach()
-    assert rig.tiers.close(5.0)
-    while rig.calls:
-        rig.calls.pop()()
-    assert disk.closes == [0.0]
-
-
 def service(rig: TiersRig) -> Service:
     """As much of a service as a removal needs."""
     parts = Service.__new__(Service)
@@ -190,20 +168,6 @@ def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(
     clear(service(rig), OPERATOR, Clear(1, namespace))
     rig.opened()
     assert disk.names == left
-
-
-def test_a_reset_on_all_nodes_reaches_what_is_open_and_what_is_not(rig: TiersRig) -> None:
-    disk = rig.result = FakeDisk()
-    rig.attach()
-    rig.opened()
-    space = rig.rig.open("one")
-    rig.rig.store(space, keys_of(1))
-    service(rig)._void(space.fingerprint)
-    service(rig)._void(b"other")
-    assert space.ready_blocks == 0
-    assert disk.names == {b"one"}
-    assert 0 == rig.saved.generation(b"one") < space.generation == rig.saved.generation(space.fingerprint)
-    assert rig.saved.generation(b"other") > 0
 
 
 def test_invalidated_blocks_do_not_come_with_a_late_directory(
@@ -270,15 +234,3 @@ def test_what_was_spent_of_the_days_writes_is_known_to_the_next_daemon(tmp_path:
         rig.saved.file.close(10.0)
     assert rigs[0] == 1 << 20
     assert rigs[1] == pytest.approx((1 << 20) - (1 << 18), abs=1 << 12)
-
-
-def test_an_invalidation_reaches_a_directory_that_is_being_opened(rig: TiersRig) -> None:
-    disk = rig.result = FakeDisk()
-    rig.attach()
-    space = rig.rig.open("one")
-    disk.names = {space.fingerprint, b"other"}
-    session = cast(Session, SimpleNamespace(id=1, namespace={space.fingerprint: space}.__getitem__))
-    groups = [GroupKeys(0, keys_of(1, 2))]
-    invalidate(service(rig), session, Invalidate(1, space.fingerprint, groups))
-    rig.opened()
-    assert disk.names == {b"other"}

@@ -96,14 +96,3 @@ def test_totals_go_on_from_those_of_earlier_daemons() -> None:
     assert traffic.lifetime(traffic.total(), 1) == Lifetime(5.0, 200, 3.5, 4097), (
         "it is still there, and counted once more"
     )
-
-
-def test_saved_seconds_wait_for_the_speed_of_the_engine() -> None:
-    counters = namespace(1).counters
-    counters.loaded(1000)
-    assert counters.saved_seconds == 0
-    counters.prefill_tokens_per_second = 500.0
-    counters.loaded(0)
-    assert counters.saved_seconds == 2.0
-    counters.loaded(500)
-    assert (counters.loaded_tokens, counters.saved_seconds) == (1500, 3.0)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import signal
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -481,28 +479,6 @@ def test_each_right_that_is_named_is_needed_and_they_suffice(lacking: str) -> No
 
 
 # --- a real server that goes away -------------------------------------------------------------------
-
-
-def test_a_server_that_is_stopped_costs_no_lookup_more_than_the_ask_deadline() -> None:
-    with RedisServer() as server:
-        rig = SharedRig(server.url, ask_deadline_s=0.02).reachable()
-        block = rig.block(1)
-        rig.store(block)
-        server.signal(signal.SIGSTOP)
-        times: list[float] = []
-        while rig.tier.available():
-            keys = [(2 + len(times)).to_bytes(32, "big")]
-            started = time.monotonic()
-            rig.question(keys, prefix=True, fingerprint=ONE, length=5000)
-            rig.until(lambda keys=keys: rig.answers(ONE, keys) != [Answer.ASKED])
-            times.append(time.monotonic() - started)
-        assert statistics.median(times) < 0.25
-        assert rig.tier.counters.unanswered_keys
-        assert rig.begin_read(block) is None
-        server.signal(signal.SIGCONT)
-        rig.until(lambda: rig.tier.available(), 6.0)
-        rig.until(lambda: rig.load(block) is DONE)
-        assert rig.close()
 
 
 def test_a_wrong_password_is_named_and_the_right_one_serves() -> None:

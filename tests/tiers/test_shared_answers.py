@@ -83,17 +83,6 @@ def test_each_answer_stands_for_its_time_and_is_asked_for_then(rig: Rig, found: 
     assert rig.tier.counters.asked_keys == 2
 
 
-def test_a_question_without_an_answer_is_a_no_after_the_deadline(rig: Rig) -> None:
-    assert rig.find() == [ASKED]
-    rig.clock.now += ASK_S - 0.001
-    assert rig.find() == [ASKED]
-    rig.clock.now += 0.002
-    assert rig.find() == [ABSENT]
-    assert rig.tier.counters.asked_keys == 1
-    rig.clock.now += NO_S
-    assert rig.find() == [ASKED]
-
-
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_what_may_not_be_read_stays_absent_whatever_is_answered_meanwhile(rig: Rig, forgotten: bool) -> None:
     rig.tier.remove(SPACE, [KEY], "invalidated")
@@ -154,17 +143,6 @@ def test_a_block_of_more_ranks_than_a_header_has_room_for_is_not_written(rig: Ri
     assert (len(encode_header(block)) == HEADER_BYTES) == fit
 
 
-def test_answers_of_before_a_reset_are_gone(rig: Rig) -> None:
-    rig.find()
-    rig.answer(True)
-    assert rig.find() == [PRESENT]
-    after = make_space(SPACE.fingerprint, 1, 0, [5000])
-    assert list(rig.tier.find(after, [KEY], prefix=True)) == [ASKED]
-    rig.answer(True, generation=7)
-    assert rig.find() == [ASKED], "all nodes were reset"
-    assert rig.tier.take_voided() == [SPACE.fingerprint]
-
-
 def test_of_a_prefix_what_is_behind_a_gap_is_not_asked_for_and_of_a_window_the_last(rig: Rig) -> None:
     keys = [number.to_bytes(32, "big") for number in range(9000)]
     rig.find(keys[2:3])
@@ -173,14 +151,6 @@ def test_of_a_prefix_what_is_behind_a_gap_is_not_asked_for_and_of_a_window_the_l
     assert rig.find(keys[1:5], prefix=False) == [ASKED, ABSENT, ASKED, ASKED]
     rig.answer(False)
     assert rig.find(keys[10:], prefix=False) == [ABSENT] * (8990 - 8192) + [ASKED] * 8192
-
-
-def test_who_asks_for_very_much_leaves_room_for_others(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_ASKED", 1000)
-    keys = [number.to_bytes(32, "big") for number in range(5000)]
-    assert [rig.find(keys[at : at + 1000]).count(ASKED) for at in (0, 1000, 2000)] == [500, 250, 125]
-    rig.answer(False)
-    assert rig.find(keys[3000:4000]).count(ASKED) == 500
 
 
 def test_no_more_is_kept_than_the_bounds_and_the_newest_stay(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

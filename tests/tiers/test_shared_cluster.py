@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -210,50 +209,6 @@ def test_without_one_of_three_masters_what_the_others_have_is_found(
     masters.servers[(victim + 1) % 3].signal(signal.SIGCONT)
     assert late.close()
     assert rig.close()
-
-
-def test_a_master_that_fails_is_named_until_it_answers_again(masters: RedisCluster, fault: signal.Signals) -> None:
-    rig = SharedRig(masters.url, ask_deadline_s=0.5).reachable()
-    victim = masters.servers[1].name
-
-    def lost() -> list[str]:
-        rig.tier.tick()
-        rig.ask_anew(rig.block(1))
-        return [server.name for server in rig.tier.servers if not server.answers]
-
-    assert lost() == []
-    assert sorted(server.name for server in rig.tier.servers) == sorted(server.name for server in masters.servers)
-    masters.servers[1].signal(fault)
-    rig.until(lambda: lost() == [victim])
-    for _ in range(30):
-        assert lost() == [victim], "whoever is stopped can still be connected to"
-    (problem,) = [server.problem for server in rig.tier.servers if server.name == victim]
-    assert victim in problem
-    rig.until(lambda: lost() == [victim] and any(victim in kind for kind in rig.kinds))
-    assert rig.tier.available()
-    assert rig.tier.counters.errors
-    if fault is signal.SIGKILL:
-        masters.servers[1].kill()
-        masters.servers[1].start()
-    masters.servers[1].signal(signal.SIGCONT)
-    rig.until(lambda: lost() == [])
-    assert rig.close()
-
-
-def test_to_look_for_a_master_that_is_stopped_is_no_slow_answer_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.tiers.redis_cluster.AGAIN_S", 0.3)
-    monkeypatch.setattr("kvoffd.tiers.redis_cluster.DOWN_PAUSE_S", 0.3)
-    with RedisCluster() as cluster:
-        rig = SharedRig(cluster.url, ask_deadline_s=0.2).reachable()
-        cluster.servers[1].signal(signal.SIGSTOP)
-        for _ in range(5):
-            rig.ask_anew(rig.block(1))
-            next_at = time.monotonic() + 0.7
-            rig.until(lambda next_at=next_at: time.monotonic() > next_at)
-        assert [server.answers for server in rig.tier.servers].count(False) == 1
-        assert rig.tier.breaker.opened == 0
-        cluster.servers[1].signal(signal.SIGCONT)
-        assert rig.close()
 
 
 # --- certificates -----------------------------------------------------------------------------------

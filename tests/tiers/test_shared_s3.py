@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -334,49 +333,6 @@ def test_why_a_bucket_cannot_be_reached_is_told(bucket: FaultyBucket, change: tu
 
 
 # --- a real server ----------------------------------------------------------------------------------
-
-
-def test_a_bucket_that_is_missing_is_named(server: S3Server) -> None:
-    rig = SharedRig(server.url.replace("kvoffd-test", "nobody-has-this"))
-    rig.until(lambda: rig.kinds["bucket"] > 0)
-    assert not rig.tier.available()
-    assert "NoSuchBucket" in rig.tier.problem
-    assert rig.close()
-
-
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
-def test_a_server_that_goes_away_and_comes_back(fault: str) -> None:
-    with S3Server() as server:
-        rig, other = SharedRig(server.url).reachable(), SharedRig(server.url).reachable()
-        blocks = rig.store_some(4)
-        assert other.load(blocks[0]) is DONE
-        reads = [other.begin_read(block, slot=8 + number) for number, block in enumerate(blocks) if other.ask(block)]
-        if fault == "killed":
-            server.kill()
-        else:
-            server.signal(signal.SIGSTOP)
-        number = 100
-        while other.tier.available():
-            number += 1
-            assert other.ask(other.block(number)) == [Answer.NO]
-        other.until(lambda: all(ended != [] for ended in reads), 10.0)
-        assert other.write(other.block(99)) is None
-        assert other.ask_anew(blocks[0]) == [Answer.UNKNOWN]
-        if fault == "killed":
-            server.start()
-        server.signal(signal.SIGCONT)
-        for each in (rig, other):
-            each.until(lambda each=each: each.tier.available(), 6.0)
-        if fault == "killed":
-            rig.until(lambda: rig.ask_anew(blocks[0]) == [Answer.NO])
-            rig.store(rig.block(0))
-        other.until(lambda: other.ask_anew(blocks[0]) == [Answer.YES])
-        other.block(0)
-        assert other.load(blocks[0]) is DONE
-        for each in (rig, other):
-            assert each.tier.counters.mismatches == 0
-            assert set(each.kinds) <= {"timeout", "unreachable", "bucket"}
-            assert each.close()
 
 
 def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:

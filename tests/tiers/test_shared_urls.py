@@ -85,20 +85,6 @@ def test_what_is_wrong_in_a_query_is_named() -> None:
             check_url(url)
 
 
-@pytest.mark.parametrize("scheme", ["redis+cluster", "rediss+cluster"])
-def test_a_database_of_a_cluster_is_refused_since_there_is_one_only(scheme: str) -> None:
-    with pytest.raises(ConfigError, match="a cluster has database 0 only"):
-        load_config({"shared": [f"{scheme}://host/3?ttl=7d"]}, {})
-
-
-def test_several_are_kept_in_order_and_once_each() -> None:
-    urls = ["redis://b", "s3://a"]
-    assert load_config({"shared": urls}, {}).config.shared == tuple(urls)
-    assert load_config({}, {"KVOFFD_SHARED": ",".join(urls)}).config.shared == tuple(urls)
-    with pytest.raises(ConfigError, match="twice"):
-        load_config({"shared": ["redis://b", "redis://b"]}, {})
-
-
 def test_the_variable_of_passwords_is_no_setting() -> None:
     load_config({}, {"KVOFFD_SHARED_PASSWORD": SECRET})
 

@@ -162,18 +162,6 @@ def test_an_lru_that_the_curve_overrates_is_tried_once() -> None:
     assert not seen[JUDGED_AFTER + FIRST_STAY + 1]
 
 
-def test_all_is_taken_and_the_oldest_goes_while_it_does_as_an_lru_does() -> None:
-    rig = learned_rig(32, 16, MIB)
-    namespace = rig.open("a")
-    policy_of(rig).known.as_lru = 1
-    for first in range(0, 400, 8):
-        ask(rig, namespace, list(range(first, first + 8)))
-        ask(rig, namespace, list(range(8)))
-        check(rig)
-    kept = [rig.states(namespace, keys_of(*range(first, first + 8))).count(READY) for first in range(0, 400, 8)]
-    assert kept == [8] + [0] * 46 + [8] * 3
-
-
 @pytest.mark.parametrize("blocks", [1500, 2500, 3500])
 def test_learned_is_ahead_when_the_pool_has_become_full(blocks: int) -> None:
     """Just then what is known becomes old soonest."""
@@ -320,19 +308,6 @@ def test_what_it_remembers_is_bounded() -> None:
     assert bytes_of(policy) / policy.known.known_keys <= GHOST_BYTES
 
 
-@pytest.mark.parametrize(("keys", "most"), [(1, 170), (16, 120)])
-def test_a_block_takes_little_memory(keys: int, most: int) -> None:
-    rig = learned_rig(8192, 512)  # 8,192 blocks
-    namespace, empty = rig.open("a"), policy_of(rig).nbytes
-    for first in range(0, 8000, keys):
-        look(rig, namespace, list(range(first, first + keys)))
-        rig.store(namespace, keys_of(*range(first, first + keys)))
-    policy = policy_of(rig)
-    assert (namespace.ready_blocks, policy.ghosts) == (8000, 0)
-    assert policy.nbytes - empty <= 8000 * most
-    check(rig)
-
-
 def test_small_blocks_are_remembered_for_a_shorter_time() -> None:
     rig = learned_rig(400, 4)
     namespace = rig.open("a")
@@ -340,19 +315,6 @@ def test_small_blocks_are_remembered_for_a_shorter_time() -> None:
         look(rig, namespace, list(range(first, first + 60)))
     assert 600 < policy_of(rig).ghosts < 2000
     assert bytes_of(policy_of(rig)) <= rig.slots.pool_bytes // 50
-
-
-def test_what_was_learned_is_told_by_class_and_by_key() -> None:
-    rig = trained()
-    (namespace,) = rig.cache.namespaces.values()
-    told = rig.policy.describe()
-    assert told.requests == 1200 - 75  # requests for nothing do not count
-    assert sum(one.accessed_share for one in told.classes) == pytest.approx(1)
-    assert sum(one.kept_bytes for one in told.classes) == namespace.ready_bytes
-    best = max(told.classes, key=lambda one: one.worth)
-    assert best.name.startswith("shared")
-    assert best.return_chance > 0.8
-    assert 0 < best.return_age < 2
 
 
 # --- what the next daemon is told ----------------------------------------------------------------
@@ -462,39 +424,4 @@ def test_what_is_stored_without_being_asked_for_is_forgotten_too(asked_first: bo
     assert (namespace.counters.declined_keys > 0) is asked_first
     assert policy.known.known_keys <= 17 * 160 + 2 * 500
     assert policy.nbytes < MIB
-    check(rig)
-
-
-def test_the_memory_of_keys_that_are_forgotten_is_given_back_where_keys_before_them_have_blocks() -> None:
-    rig = learned_rig(4096, 256, MIB // 16)
-    namespace = rig.open("a")
-    for first in range(0, 300 * 2000, 2000):
-        look(rig, namespace, list(range(first, first + 2000)))
-        rig.store(namespace, keys_of(first))
-    assert namespace.ready_blocks == 300
-    assert policy_of(rig).nbytes < rig.slots.pool_bytes // 50
-    check(rig)
-
-
-def test_a_request_made_of_very_many_parts_is_taken_from_its_end() -> None:
-    """Each of its keys was seen another number of times than the next one."""
-    rig = learned_rig(8192, 1024, MIB)
-    namespace = rig.open("a")
-    chain = list(range(1300))
-    for length in range(1, len(chain) + 1):
-        look(rig, namespace, chain[:length])
-    rig.store(namespace, keys_of(*chain))
-    assert policy_of(rig).known.spans > 1200
-    check(rig)
-    every = np.concatenate(list(rig.policy.candidates()))
-    order = np.frombuffer(rig.cache.blocks.keys(every, 8), ">u8").tolist()
-    assert sorted(order) == chain
-    assert order[:900] == sorted(order[:900], reverse=True)
-
-
-def test_a_block_larger_than_the_pool_does_not_spoil_the_statistics() -> None:
-    rig = learned_rig(8, 4, MIB)
-    namespace = rig.open("a", world_size=4, sizes=(4 * MIB,))
-    ask(rig, namespace, [1, 2, 3])
-    policy_of(learned_rig(8, 4, MIB)).restore(policy_of(rig).state())
     check(rig)
