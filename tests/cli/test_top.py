@@ -25,8 +25,8 @@ POOL = "16MiB"
 class Load(Starting):
     """An engine that stores ten blocks and loads them again, until it is closed; what fails is tried again."""
 
-    def __init__(self, daemon: DaemonProcess, label: str = LABEL) -> None:
-        self._engine = FakeEngine(daemon.directory, label, layers=1, blocks=32, page_bytes=16384)
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self._engine = FakeEngine(daemon.directory, LABEL, layers=1, blocks=32, page_bytes=16384)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work)
 
@@ -96,6 +96,7 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         wait_until(lambda: "has ended; start it again." in " ".join(terminal.screen().split()), explain=terminal.screen)
         away = terminal.wait_for("No answer since")
         assert row(away, "now")[2] != "-", "the last sample stays"
+        assert ("NO ANSWER" in away.splitlines()[0], " OK " in away.splitlines()[0]) == (True, False)
         terminal.type("2")
         terminal.wait_for("No answer since", "No answer so far.")
         terminal.type("1")
@@ -116,19 +117,6 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         terminal.wait_for("status is here")
         terminal.run("stty", "-a")
         assert " icanon" in terminal.wait_for("icanon"), "the terminal is as before"
-
-
-def test_names_do_not_move_the_cursor_and_ascii_is_ascii(daemon: DaemonProcess) -> None:
-    evil = "\x1b[2J\x1b[Hevil\x07\x9b31m"
-    with Load(daemon, evil), Tmux(80, 24, LC_ALL="C") as terminal:
-        terminal.run(CLI, "top", "--interval", "200ms", "--directory", str(daemon.directory))
-        screen = terminal.wait_for("?[2J?[Hevi", "4 policy", "Pool [")
-        assert screen.isascii()
-        assert screen.splitlines()[1].startswith("Pool [")
-        terminal.type("2")
-        terminal.wait_for("?[2J?[He", "registered")
-        terminal.type("C-c")
-        terminal.wait_for(PROMPT.strip(), without="registered")
 
 
 def test_a_stopped_daemon_is_named_within_its_two_seconds(daemon: DaemonProcess) -> None:

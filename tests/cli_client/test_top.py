@@ -118,19 +118,6 @@ def test_the_screen(screen: Screen) -> None:
     assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy")
 
 
-def test_a_restart_empties_the_rates(screen: Screen) -> None:
-    again = stats(0, uptime_s=0.5)
-    screen.reading = Reading(again)
-    screen.history.add(again)
-    now = next(line for line in drawn(screen) if line.startswith("now"))
-    assert now.split()[1:3] == ["-", "-"]
-    later = stats(1, uptime_s=1.5)
-    screen.reading = Reading(later)
-    screen.history.add(later)
-    now = next(line for line in drawn(screen) if line.startswith("now"))
-    assert now.split()[1:3] == ["2,400", "300"]
-
-
 def test_now_is_of_the_last_seconds_and_the_samples_are_bounded() -> None:
     history = History()
     for at in range(0, 5000, 2):
@@ -175,14 +162,6 @@ def test_names_cannot_move_the_cursor_and_their_ids_stay_whole(screen: Screen) -
         "columns are straight"
     )
     assert any(line.startswith("?[2Jevi") for line in rows)
-
-
-def test_a_daemon_that_does_not_answer_is_not_ok(screen: Screen) -> None:
-    screen.reading = Reading(structs.replace(stats(10), health=HealthLevel.OK, health_problems=[]))
-    assert " OK " in drawn(screen)[0]
-    screen.away = "No answer since 14:05:23: There is no kvoffd daemon."
-    first = drawn(screen)[0]
-    assert (" OK " in first, "NO ANSWER" in first) == (False, True)
 
 
 def test_other_views(screen: Screen) -> None:

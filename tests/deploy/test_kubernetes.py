@@ -156,47 +156,41 @@ def test_the_pool_is_in_memory_that_outlives_the_daemon() -> None:
             assert mount["name"] not in [m["name"] for m in other.get("volumeMounts", [])]
 
 
-def test_the_engines_users_may_connect() -> None:
-    engines = {pod_user(pod, c) for pod in pods() for c in containers(pod) if c["name"] == "vllm"}
-    assert engines
-    for _, container in daemons():
-        allowed = set(
-            load_config({}, {"KVOFFD_ALLOWED_UIDS": environment(container)["KVOFFD_ALLOWED_UIDS"]}).config.allowed_uids
-        )
-        assert engines <= allowed
+def user_of(pod: Manifest, container: Manifest) -> int:
+    return {**pod["securityContext"], **container.get("securityContext", {})}["runAsUser"]
 
 
-def pod_user(pod: Manifest, container: Manifest) -> int:
-    own = container.get("securityContext", {}).get("runAsUser")
-    return own if own is not None else pod["securityContext"]["runAsUser"]
-
-
-def test_secrets_are_for_the_daemon_and_its_disks_file_stays_its_own() -> None:
-    """The kubelet gives volumes to fsGroup, and by default makes each of their files 0660, for every new pod."""
-    for pod, container in daemons():
-        assert pod["securityContext"]["fsGroup"] == container["securityContext"]["runAsGroup"]
-        assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
-
-
-def test_engines_reach_the_sockets_by_the_daemons_group() -> None:
-    groups = [pod["securityContext"] for pod in pods() if any(c["name"] == "vllm" for c in containers(pod))]
-    assert len(groups) == 2
-    for security in groups:
-        assert 10064 in [*security.get("supplementalGroups", []), security.get("fsGroup")]
-
-
-def test_daemon_and_engines_share_the_directory_and_no_single_socket() -> None:
+def test_engines_may_connect_and_find_their_blocks_again() -> None:
+    engines = [(pod, container) for pod in pods() for container in containers(pod) if container["name"] == "vllm"]
+    assert len(engines) == 2
+    for _, daemon in daemons():
+        allowed = load_config({}, {"KVOFFD_ALLOWED_UIDS": environment(daemon)["KVOFFD_ALLOWED_UIDS"]}).config
+        assert {user_of(*engine) for engine in engines} <= set(allowed.allowed_uids)
+    for pod, engine in engines:
+        security = pod["securityContext"]
+        assert 10064 in [*security.get("supplementalGroups", []), security.get("fsGroup")], "the daemon's group"
+        config = json.loads(engine["args"][engine["args"].index("--kv-transfer-config") + 1])
+        assert config == {"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}
+        assert environment(engine)["PYTHONHASHSEED"] == "0"
+        (mount,) = [m for m in engine["volumeMounts"] if m["mountPath"] == "/dev/shm"]
+        (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
+        assert volume["emptyDir"]["medium"] == "Memory"
     for pod in pods():
-        sharing = [c for c in containers(pod) if c["name"] in ("kvoffd", "vllm")]
-        for container in sharing:
+        for container in (c for c in containers(pod) if c["name"] in ("kvoffd", "vllm")):
             mount = next(m for m in container["volumeMounts"] if m["name"] == "kvoffd-sockets")
-            assert mount["mountPath"] == "/run/kvoffd"
-            assert "subPath" not in mount
+            assert (mount["mountPath"], "subPath" in mount) == ("/run/kvoffd", False), "no single socket is mounted"
+        # No pod waits for another after a reboot, when /run is empty.
+        types = {volume["hostPath"]["type"] for volume in pod["volumes"] if "hostPath" in volume}
+        assert types <= {"DirectoryOrCreate"}
+        assert pod["enableServiceLinks"] is False, "a Service named kvoffd puts no KVOFFD_PORT into an environment"
 
 
 def test_the_daemon_runs_with_the_least_rights() -> None:
+    """The kubelet gives volumes to fsGroup, and by default makes each of their files 0660, for every new pod."""
     for pod, container in daemons():
         security = container["securityContext"]
+        assert pod["securityContext"]["fsGroup"] == security["runAsGroup"]
+        assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
         assert security["runAsNonRoot"] is True
         assert security["runAsUser"] != 0
         assert security["readOnlyRootFilesystem"] is True
@@ -215,30 +209,6 @@ def test_probes_ask_for_life_and_service_where_http_listens() -> None:
             "startupProbe": {"path": "/readyz", "port": port["name"]},
             "livenessProbe": {"path": "/healthz", "port": port["name"]},
         }
-
-
-def test_engines_are_told_of_the_connector_and_a_fixed_hash_seed() -> None:
-    engines = [c for pod in pods() for c in containers(pod) if c["name"] == "vllm"]
-    for engine in engines:
-        config = json.loads(engine["args"][engine["args"].index("--kv-transfer-config") + 1])
-        assert config == {"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}
-        assert environment(engine)["PYTHONHASHSEED"] == "0"
-
-
-def test_no_pod_waits_for_another_after_a_reboot() -> None:
-    """/run is empty then; and a Service named kvoffd does not put KVOFFD_PORT into anybody's environment."""
-    for pod in pods():
-        types = {volume["hostPath"]["type"] for volume in pod["volumes"] if "hostPath" in volume}
-        assert types <= {"DirectoryOrCreate"}
-        assert pod["enableServiceLinks"] is False
-
-
-def test_engines_have_shared_memory_for_their_workers() -> None:
-    for pod in pods():
-        for engine in (c for c in containers(pod) if c["name"] == "vllm"):
-            (mount,) = [m for m in engine["volumeMounts"] if m["mountPath"] == "/dev/shm"]
-            (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
-            assert volume["emptyDir"]["medium"] == "Memory"
 
 
 @pytest.mark.parametrize("way", ["daemonset", "sidecar"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 from collections.abc import Iterator
@@ -28,32 +27,6 @@ def memfd(size: int = SIZE, seals: int = fcntl.F_SEAL_SHRINK, flags: int = os.MF
         yield fd
     finally:
         os.close(fd)
-
-
-def test_the_mapping_is_shared_and_outlives_the_descriptor() -> None:
-    with memfd() as fd:
-        other = os.dup(fd)
-        segment = map_memfd(fd, SIZE)
-    os.pwrite(other, b"theirs", 100)
-    assert ctypes.string_at(segment.address + 100, 6) == b"theirs"
-    ctypes.memmove(segment.address + SIZE - 4, b"ours", 4)
-    assert os.pread(other, 4, SIZE - 4) == b"ours"
-    os.close(other)
-    segment.close()
-
-
-def test_a_closed_segment_is_unmapped_and_has_no_address() -> None:
-    with memfd() as fd:
-        segment = map_memfd(fd, SIZE)
-        assert segment._address
-        address = segment.address
-        assert f"{address:x}-" in Path("/proc/self/maps").read_text()
-        segment.close()
-        segment.close()
-        assert not segment._address
-        assert f"{address:x}-{address + SIZE:x}" not in Path("/proc/self/maps").read_text()
-        with pytest.raises(ValueError, match="unmapped"):
-            _ = segment.address
 
 
 def test_memory_is_unmapped_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,20 +62,6 @@ def test_pages_that_do_not_exist_are_not_made() -> None:
         segment.close()
 
 
-def test_segments_are_faulted_in_by_turns(faulter: PageFaulter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small one does not wait for a large one."""
-    go_on, steps, size = threading.Event(), list[tuple[int, int]](), 3 * STEP_BYTES
-    monkeypatch.setattr(mappings, "_fault_in", lambda *step: go_on.wait(10) and (steps.append(step) or True))
-    with engine_memory(size, written=size) as fd:
-        one, two = faulter.map_memfd(fd, size), faulter.map_memfd(fd, 4096)
-        go_on.set()
-        wait_until(lambda: len(steps) == 4)
-        turns = [(one, 0), (two, 0), (one, STEP_BYTES), (one, 2 * STEP_BYTES)]
-        lengths = [STEP_BYTES, 4096, STEP_BYTES, STEP_BYTES]
-        assert steps == [(part.address + at, length) for (part, at), length in zip(turns, lengths, strict=True)]
-        faulter.close_segments([one, two], lambda: None)
-
-
 def test_a_segment_may_be_closed_while_it_is_worked_at(faulter: PageFaulter) -> None:
     size = 16 * STEP_BYTES
     with engine_memory(size, written=size) as fd:
@@ -86,10 +72,3 @@ def test_a_segment_may_be_closed_while_it_is_worked_at(faulter: PageFaulter) -> 
             faulter.close_segments(segments, closed.set)
             assert closed.wait(10.0)
             assert all(segment.closed for segment in segments)
-
-
-def test_descriptors_are_closed_away_from_who_wants_it(faulter: PageFaulter) -> None:
-    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(16)]
-    for fd in (-1, *fds):  # one that cannot be closed keeps nothing else open
-        faulter.close_descriptor(fd)
-    wait_until(lambda: not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in fds))

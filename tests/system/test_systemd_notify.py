@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.system.systemd import Notifier, take_stored_fds
+from kvoffd.system.systemd import Notifier
 
 DEADLINE_S = 10.0
 
@@ -121,17 +121,6 @@ assert environ == {"HOME": "/"}
 assert not any(os.get_inheritable(fd) for fd in (3, 4, 5))
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
-
-
-def test_descriptors_of_others_are_not_taken() -> None:
-    pid = str(os.getpid())
-    for given in (
-        {"LISTEN_PID": "1", "LISTEN_FDS": "2"},
-        {"LISTEN_PID": pid, "LISTEN_FDS": "-1"},
-        {"LISTEN_FDS": "2"},
-    ):
-        assert take_stored_fds(given) == {}
-        assert given == {}
 
 
 def test_abstract_sockets_are_reached() -> None:
