@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -84,7 +84,8 @@ class ChaosEngine:
         self.model_s = 0.0
         """Time spent in what stands for the model, in this step."""
         self.stopping = False
-        self._active: list[Request] = []
+        self._active: list[tuple[float, Iterator[str]]] = []
+        """When each request came, and its stages."""
         self._going = False
         self._reported_at = 0.0
         self._quiet_reported = True
@@ -99,10 +100,11 @@ class ChaosEngine:
         self.results[self._last_job] = []
         return self._last_job
 
-    def finished(self, job_id: int) -> list[JobResult] | None:
-        """The results of all ranks; None while one is missing."""
-        found = self.results[job_id]
-        return found if len(found) == RANKS else None
+    def finished(self, job_id: int) -> bool | None:
+        """Whether the job went well in all ranks; None while a result is missing."""
+        if len(self.results[job_id]) < RANKS:
+            return None
+        return all(result.ok for result in self.results.pop(job_id))
 
     def model(self, work: Callable[[], None]) -> None:
         """Run ``work``, which stands for the model: its time is not counted as the step's."""
@@ -142,9 +144,14 @@ class ChaosEngine:
         if self._going and not self.stopping:
             while len(self._active) < MAX_ACTIVE and self._admit():
                 pass
-        for request in self._active:
-            request.advance()
-        self._active = [request for request in self._active if not request.done]
+        going_on = []
+        for began_at, request in self._active:
+            if waits_for := next(request, ""):
+                late = time.monotonic() - began_at > REQUEST_DEADLINE_S
+                if late:
+                    emit("failed", f"a request waits for {waits_for}: {self.scheduler.problem}")
+                going_on.append((float("inf") if late else began_at, request))
+        self._active = going_on
         took = time.monotonic() - started - self.model_s
         self.counts["steps"] += 1
         if took >= REPORT_STEPS_FROM_S:
@@ -156,8 +163,82 @@ class ChaosEngine:
             return False
         prompt = self.rng.randrange(PROMPTS)
         blocks = [self.free.pop(self.rng.randrange(len(self.free))) for _ in range(length)]
-        self._active.append(Request(self, [key_of(prompt, position) for position in range(length)], blocks))
+        keys = [key_of(prompt, position) for position in range(length)]
+        self._active.append((time.monotonic(), self._serve(keys, blocks)))
         return True
+
+    def _serve(self, keys: list[bytes], blocks: list[int]) -> Iterator[str]:
+        """One prompt: look up, load, compute, store, free the blocks. Yields what it waits for."""
+        began_at, counts = time.monotonic(), self.counts
+        lookup = self.scheduler.lookup([GroupKeys(0, b"".join(keys))])
+        while not lookup.done and time.monotonic() - began_at < LOOKUP_DEADLINE_S:
+            yield "a lookup"
+        counts["late lookups"] += not lookup.done
+        ready = lookup.leading_ready() if lookup.done and not lookup.failed and lookup.alive else 0
+        if ready:
+            self.model(lambda: self._overwrite(blocks[:ready]))
+            load = self.new_job()
+            for worker in self.workers:
+                worker.load(load, lookup.lease_id, [transfer(keys[:ready], blocks[:ready])])
+            while (loaded := self.finished(load)) is None:
+                yield "a load"
+            counts["loads" if loaded else "loads recomputed"] += 1
+            if loaded:
+                self.model(lambda: self._compare(keys[:ready], blocks[:ready]))
+                self.report_hit()
+            else:
+                ready = 0
+        if lookup.lease_id:
+            self.scheduler.release(lookup.lease_id)
+        keys, new_blocks = keys[ready:], blocks[ready:]
+        self.model(lambda: self._fill(keys, new_blocks))
+        counts["requests"] += 1
+        counts["blocks computed"] += len(keys)
+        wanted = len(keys) * LAYERS * PAGE_BYTES
+        if wanted and all(worker.credit_bytes >= wanted for worker in self.workers):
+            store = self.new_job()
+            for worker in self.workers:
+                worker.store(store, [transfer(keys, new_blocks)])
+            while (stored := self.finished(store)) is None:
+                if self.rng.random() < 0.01:
+                    self._fence(store)
+                else:
+                    yield "a store"
+            counts["stores" if stored else "stores failed"] += 1
+        self.free += blocks
+
+    def _fence(self, store: int) -> None:
+        """Another request wants these blocks now, as at vLLM's block fence."""
+        for worker in self.workers:
+            worker.fence([store], FENCE_TIMEOUT_S)
+            for result in worker.take_results():
+                self.results[result.job_id].append(result)
+        self.counts["fences"] += 1
+        if len(self.results[store]) < RANKS:
+            emit("failed", "a fence came back before its jobs had ended")
+
+    # --- bytes -----------------------------------------------------------------------------------
+
+    def _overwrite(self, blocks: list[int]) -> None:
+        """Overwrite the blocks, so that bytes that are right afterwards have come with the load."""
+        for pages in self.pages:
+            pages[:, blocks] = 0x5A5A
+
+    def _fill(self, keys: list[bytes], blocks: list[int]) -> None:
+        for key, block in zip(keys, blocks, strict=True):
+            for rank, pages in enumerate(self.pages):
+                for layer in range(LAYERS):
+                    pages[layer, block] = page_of(key, rank, layer)
+
+    def _compare(self, keys: list[bytes], blocks: list[int]) -> None:
+        for key, block in zip(keys, blocks, strict=True):
+            wrong = 0
+            for rank, pages in enumerate(self.pages):
+                for layer in range(LAYERS):
+                    wrong += int(np.count_nonzero(pages[layer, block] != page_of(key, rank, layer)))
+            self.counts["blocks compared"] += 1
+            if wrong:
+                emit("wrong", f"{wrong} words of key {key.hex()} are not what was stored")
 
     def _read_commands(self) -> None:
         while select.select([0], [], [], 0)[0]:
@@ -184,126 +265,8 @@ class ChaosEngine:
             emit("quiet", self.scheduler.epoch)
 
 
-class Request:
-    """The stages of one prompt: look up, load, compute, store, free the blocks."""
-
-    def __init__(self, owner: ChaosEngine, keys: list[bytes], blocks: list[int]) -> None:
-        self._owner = owner
-        self._keys, self._blocks = keys, blocks
-        self._began_at = time.monotonic()
-        self._lookup = owner.scheduler.lookup([GroupKeys(0, b"".join(keys))])
-        self._load = self._store = 0
-        self._late = False
-        self.done = False
-        self._next: Callable[[], bool] = self._look_up
-
-    def advance(self) -> None:
-        """Go on to later stages until something must be waited for."""
-        while not self.done and self._next():
-            pass
-        if not self.done and not self._late and time.monotonic() - self._began_at > REQUEST_DEADLINE_S:
-            self._late = True
-            emit("failed", f"a request is stuck in {self._next.__name__}: {self._owner.scheduler.problem}")
-
-    def _look_up(self) -> bool:
-        future, owner = self._lookup, self._owner
-        late = not future.done and time.monotonic() - self._began_at >= LOOKUP_DEADLINE_S
-        if not future.done and not late:
-            return False
-        owner.counts["late lookups"] += late
-        ready = future.leading_ready() if future.done and not future.failed and future.alive else 0
-        if not ready:
-            return self._compute(0)
-        owner.model(lambda: self._overwrite(ready))
-        self._load = owner.new_job()
-        for worker in owner.workers:
-            worker.load(self._load, future.lease_id, [self._transfer(0, ready)])
-        self._ready = ready
-        self._next = self._loading
-        return True
-
-    def _loading(self) -> bool:
-        owner = self._owner
-        results = owner.finished(self._load)
-        if results is None:
-            return False
-        del owner.results[self._load]
-        if not all(result.ok for result in results):
-            owner.counts["loads recomputed"] += 1
-            return self._compute(0)
-        owner.counts["loads"] += 1
-        owner.model(lambda: self._compare(self._ready))
-        owner.report_hit()
-        return self._compute(self._ready)
-
-    def _compute(self, ready: int) -> bool:
-        owner = self._owner
-        if self._lookup.lease_id:
-            owner.scheduler.release(self._lookup.lease_id)
-        owner.model(lambda: self._fill(ready))
-        owner.counts["requests"] += 1
-        owner.counts["blocks computed"] += len(self._keys) - ready
-        wanted = (len(self._keys) - ready) * LAYERS * PAGE_BYTES
-        workers = owner.workers
-        if not wanted or any(worker.credit_bytes < wanted for worker in workers):
-            return self._free_blocks()
-        self._store = owner.new_job()
-        for worker in workers:
-            worker.store(self._store, [self._transfer(ready, len(self._keys))])
-        self._next = self._storing
-        return True
-
-    def _storing(self) -> bool:
-        owner = self._owner
-        results = owner.finished(self._store)
-        if results is None:
-            if owner.rng.random() > 0.01:
-                return False
-            # Another request wants these blocks now, as at vLLM's block fence.
-            for worker in owner.workers:
-                worker.fence([self._store], FENCE_TIMEOUT_S)
-                for result in worker.take_results():
-                    owner.results[result.job_id].append(result)
-            owner.counts["fences"] += 1
-            results = owner.finished(self._store)
-            if results is None:
-                emit("failed", "a fence came back before its jobs had ended")
-                return False
-        del owner.results[self._store]
-        owner.counts["stores" if all(result.ok for result in results) else "stores failed"] += 1
-        return self._free_blocks()
-
-    def _free_blocks(self) -> bool:
-        self._owner.free += self._blocks
-        self.done = True
-        return False
-
-    # --- bytes -----------------------------------------------------------------------------------
-
-    def _transfer(self, start: int, stop: int) -> GroupTransfer:
-        ids = np.array(self._blocks[start:stop], dtype="<i4").tobytes()
-        return GroupTransfer(0, b"".join(self._keys[start:stop]), ids)
-
-    def _overwrite(self, count: int) -> None:
-        """Overwrite the blocks, so that bytes that are right afterwards have come with the load."""
-        for pages in self._owner.pages:
-            pages[:, self._blocks[:count]] = 0x5A5A
-
-    def _fill(self, start: int) -> None:
-        for key, block in zip(self._keys[start:], self._blocks[start:], strict=True):
-            for rank, pages in enumerate(self._owner.pages):
-                for layer in range(LAYERS):
-                    pages[layer, block] = page_of(key, rank, layer)
-
-    def _compare(self, count: int) -> None:
-        for key, block in zip(self._keys[:count], self._blocks[:count], strict=True):
-            wrong = 0
-            for rank, pages in enumerate(self._owner.pages):
-                for layer in range(LAYERS):
-                    wrong += int(np.count_nonzero(pages[layer, block] != page_of(key, rank, layer)))
-            self._owner.counts["blocks compared"] += 1
-            if wrong:
-                emit("wrong", f"{wrong} words of key {key.hex()} are not what was stored")
+def transfer(keys: list[bytes], blocks: list[int]) -> GroupTransfer:
+    return GroupTransfer(0, b"".join(keys), np.array(blocks, dtype="<i4").tobytes())
 
 
 def waited_for_cpu_s() -> float:

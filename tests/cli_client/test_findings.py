@@ -69,19 +69,8 @@ def info(
 ) -> NamespaceInfo:
     label = label or NAMES[number - 1]
     described = json.dumps({"model": label, "tokens_per_hash": 16, **fields})
-    return NamespaceInfo(
-        fingerprint(number),
-        label,
-        1,
-        32,
-        [GroupSpec("full", 16)],
-        [[shard_bytes]],
-        8000,
-        16 * GIB,
-        0,
-        sessions,
-        described,
-    )
+    groups, shards = [GroupSpec("full", 16)], [[shard_bytes]]
+    return NamespaceInfo(fingerprint(number), label, 1, 32, groups, shards, 8000, 16 * GIB, 0, sessions, described)
 
 
 def session(number: int, role: Role, age_s: float = 3600.0) -> SessionInfo:
@@ -358,20 +347,7 @@ def test_a_warning_is_something_to_improve_and_no_illness() -> None:
 
 
 def test_what_a_rollout_left_behind_is_named_with_what_differs() -> None:
-    (found,) = find(CASES["left_behind"])
-    assert found.evidence == (
-        "llama (020202020202) has 16.0 GiB, and no engine uses it. Engines use 010101010101 now, with tokens per block "
-        "64, was 16 (--block-size)."
-    )
-    assert found.fix == "kvoffd-cli clear 020202020202"
-    (beside,) = find(
-        facts(
-            namespaces=[
-                info(1),
-                info(2, "llama", hash_probe="7b" * 32),
-            ]
-        )
-    )
+    (beside,) = find(facts(namespaces=[info(1), info(2, "llama", hash_probe="7b" * 32)]))
     assert "differ: PYTHONHASHSEED differs." in beside.evidence
     assert beside.fix == "kvoffd-cli namespaces diff 010101010101 020202020202"
     salted = facts(namespaces=[info(1, salt="a"), info(2, "llama", salt="b")])
