@@ -77,10 +77,6 @@ class Connection:
                 self.close_descriptor(fd)
         self._unnamed.clear()
 
-    def release(self) -> None:
-        """Tell the peer that no copy touches its memory any more, and close."""
-        self.close_with(lifeline.MemoryReleased())
-
     def close_with(self, last: lifeline.FromDaemon) -> None:
         """Send a last frame, if the peer is there, and close."""
         with suppress(OSError):
@@ -274,5 +270,5 @@ class LifelineServer:
                 "protocol %d. Install the same kvoffd release on both ends.",
                 *(session.peer.pid, session.peer, PROTOCOL_VERSION),
             )
-        self._service.sessions.end(session, connection.release, why)
+        self._service.sessions.end(session, lambda: connection.close_with(lifeline.MemoryReleased()), why)
         self._sockets.wake()

@@ -62,8 +62,7 @@ class Sockets:
         self._posted: deque[Callable[[], None]] = deque()
         self._post_woke = self._due = self._rest_due = False
         self._service: Service | None = None
-        """While the sockets are open."""
-        self._closed = False
+        """While the sockets are open. What is posted before waits until then; afterwards the pool may be unmapped."""
         self._warnings = RareWarnings(logger)
         _seed_routing_ids()
         self._zmq = zmq.Context(io_threads=1)
@@ -106,7 +105,7 @@ class Sockets:
         for socket in (self._admission, self._jobs):
             if self._service is not None:
                 self._loop.remove_reader(socket.FD)
-        self._service, self._closed = None, True
+        self._service = None
         for socket in (self._jobs, self._events, self._admission):
             socket.close(linger=linger_ms)
         self._zmq.term()
@@ -147,32 +146,31 @@ class Sockets:
         """Make the calls of other threads, and answer requests, until none waits or others must have the loop."""
         due = self._due or self._posted
         self._due = self._post_woke = False
-        if self._closed:  # the pool may be unmapped
+        if (service := self._service) is None:
             return True
         until, more, jobs = time.monotonic() + DRAIN_S, False, self._jobs
         try:
             if due:
                 more = self._make_calls(until)
                 self.flush()
-            if (service := self._service) is not None:
-                for _ in range(DRAINED_AT_ONCE):
-                    if not cast(int, jobs.get(_EVENTS)) & _POLLIN:
-                        break
-                    route, frame = jobs.recv(_NOBLOCK), jobs.recv(_NOBLOCK, copy=False)
-                    whole = not frame.more
-                    while frame.more:
-                        frame = jobs.recv(_NOBLOCK, copy=False)
-                    # Several frames are no request: the decoder refuses that, and the sender hears why.
-                    service.handle(route, frame.bytes if whole else b"")
-                    self.flush()  # a reply does not wait for the requests behind it
-                    if time.monotonic() > until:
-                        more = True
-                        break
-                else:
+            for _ in range(DRAINED_AT_ONCE):
+                if not cast(int, jobs.get(_EVENTS)) & _POLLIN:
+                    break
+                route, frame = jobs.recv(_NOBLOCK), jobs.recv(_NOBLOCK, copy=False)
+                whole = not frame.more
+                while frame.more:
+                    frame = jobs.recv(_NOBLOCK, copy=False)
+                # Several frames are no request: the decoder refuses that, and the sender hears why.
+                service.handle(route, frame.bytes if whole else b"")
+                self.flush()  # a reply does not wait for the requests behind it
+                if time.monotonic() > until:
                     more = True
-                more = service.background() or more
-                if service.pending:
-                    more = self.flush() or more  # what was sent may have consumed the edge
+                    break
+            else:
+                more = True
+            more = service.background() or more
+            if service.pending:
+                more = self.flush() or more  # what was sent may have consumed the edge
         except Exception:  # the loop that serves engines must outlive it; the tick goes on
             logger.exception("An iteration of the message loop failed.")
             return False
