@@ -126,5 +126,5 @@ $(VENV)/.engine $(VENV)/.fuzz $(VENV)/.dist: $(VENV)/.%: $(BUILD) | $(VENV)/.too
 	@touch $@
 
 # What is out of reach is said, and its tests are skipped by name; the next `make` tries again.
-.cuda/.fetched: tests/tools/cuda_files.py | $(VENV)/.tools
-	@if $(BIN)/python -m tests.tools.cuda_files .cuda; then touch $@; fi
+.cuda/.fetched: tests/kit/cuda_files.py | $(VENV)/.tools
+	@if $(BIN)/python -m tests.kit.cuda_files; then touch $@; fi

@@ -69,9 +69,3 @@ def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
         assert lines[0].startswith("Usage: ")
         assert len(lines) <= 24, command
         assert max(map(len, lines)) <= 80, command
-
-
-def test_events_say_that_they_wait(shared_daemon: DaemonProcess) -> None:
-    with Terminal("events", "--directory", str(shared_daemon.directory)) as terminal:
-        terminal.read_until(lambda seen: "Waiting for events" in seen)
-        assert terminal.interrupt() == 130

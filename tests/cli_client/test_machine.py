@@ -50,14 +50,8 @@ def test_what_linux_shows(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "proc/7/limits").write_text(LIMITS.replace("8388608  ", "unlimited"))
     assert look_at(7, [], root).memlock_bytes is None
     (root / "proc/meminfo").write_text("SwapTotal: 9 kB\nSwapFree: 9 kB\n")
-    assert look_at(7, [], root).swapped_bytes == 0, "the kernel walks all of a pool to count what of it is swapped"
-
-
-def test_of_a_process_that_is_not_here_nothing_is_made_up(root: Path) -> None:
-    seen = look_at(0, [str(root / "nowhere")], root)
-    assert (seen.memlock_bytes, seen.swapped_bytes) == (None, 0)
-    assert (seen.memory_limit_bytes, seen.disks, seen.shm) == (None, {}, None)
     assert look_at(0, [], root / "nothing") == Machine()
+    assert look_at(7, [], root).swapped_bytes == 0, "the kernel walks all of a pool to count what of it is swapped"
 
 
 def test_the_tightest_limit_of_the_cgroups_counts_without_file_cache(root: Path) -> None:

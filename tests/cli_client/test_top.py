@@ -195,14 +195,10 @@ def test_other_views(screen: Screen) -> None:
     assert "50.0 % old turn 4: about 80.0 % come back, most later than was seen so far; 2.00 GiB in the pool" in text
 
 
-def test_totals_of_earlier_runs_and_an_empty_daemon() -> None:
-    screen = Screen(1.0, Reading(structs.replace(stats(1), lifetime=Lifetime(1.0, 10**9, 7200.0))))
-    screen.history.add(screen.reading.stats)  # type: ignore[union-attr]
-    assert "Saved   prefill 3.00 s, 2,400 tokens loaded; 2 h in all" in drawn(screen)
-    unknown = structs.replace(stats(1), since_start=Window(loaded_tokens=9))
-    screen.reading = Reading(unknown)
-    assert "Saved   prefill unknown, 9 tokens loaded" in drawn(screen)
+def test_an_empty_daemon_and_one_that_was_there_before() -> None:
     empty = Screen(1.0, Reading(DaemonStats()))
     empty.history.add(DaemonStats())
     for empty.sort in SORTS:
         assert "No namespace: no engine has connected so far." in drawn(empty)
+    empty.reading = Reading(structs.replace(stats(1), lifetime=Lifetime(1.0, 10**9, 7200.0)))
+    assert "Saved   prefill 3.00 s, 2,400 tokens loaded; 2 h in all" in drawn(empty)

@@ -85,20 +85,6 @@ def step(title: str) -> Iterator[None]:
     console.print(f"{time.monotonic() - started:6.1f} s  {title}", markup=False, soft_wrap=True)
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Put off what interrupts the demo: a process that was started is known before."""
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    for one in came:
-        signal.raise_signal(one)
-
-
 class Demo:
     """Runs everything. Closing ``children`` ends whatever runs still, at once."""
 
@@ -119,7 +105,7 @@ class Demo:
     def play(self) -> list[Run]:
         if PROGRAM is not None:
             server = RedisServer()
-            self._begin(server.close, server.start)
+            self._children.enter_context(server)
             self._shared = {"shared": server.url, **SHARED}
         self._start_daemon(self._sockets, "kvoffd")
         first, second = self._start_engines({"engine": self._sockets, "engine-second": self._sockets})
@@ -150,18 +136,11 @@ class Demo:
             while self._engines:
                 self._engines.pop().wait_stopped()
 
-    def _begin(self, close: Callable[[], object], start: Callable[[], object]) -> None:
-        """Start a process that ends with ``children``."""
-        self._children.callback(close)
-        with uninterrupted():
-            start()
-
     def _start_daemon(self, directory: Path, name: str) -> None:
         with step(f"starting {name} with a pool of 1 GiB"):
             daemon = DaemonProcess("1GiB", directory, **self._shared)
             daemon.log_path = HOME / "logs" / f"{name}.log"
-            self._begin(daemon.close, lambda: daemon.start(wait=False))
-            daemon.wait_ready()
+            self._children.enter_context(daemon)
             with AdminClient(directory) as admin:
                 wait_until(
                     lambda: admin.health().ready and all(one.up for one in admin.stats().shared),
@@ -185,7 +164,8 @@ class Demo:
                     environ={"PYTHONHASHSEED": "0"},
                 )
                 engine.log_path = HOME / "logs" / f"{name}.log"
-                self._begin(engine.close, engine.launch)
+                self._children.callback(engine.close)
+                engine.launch()
                 self._engines.append(engine)
             for engine in self._engines:
                 engine.wait_ready()

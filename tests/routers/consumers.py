@@ -6,15 +6,14 @@ import json
 import re
 import signal
 import subprocess
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from kvoffd_client.session import Closing
+from tests.kit.closing import Closing, ServerThread, ThreadsServer
 from tests.kit.ports import free_port, free_ports
 from tests.kit.waiting import wait_until
 
@@ -23,6 +22,14 @@ DYNAMO = ENVIRONMENTS / "dynamo" / "bin" / "python"
 VLLM_ROUTER = ENVIRONMENTS / "vllm-router" / "bin" / "vllm-router"
 START_S = 30.0
 MODEL = "model"
+COMPLETION = {
+    "id": "x",
+    "object": "text_completion",
+    "created": 1,
+    "model": MODEL,
+    "choices": [{"index": 0, "text": "a", "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+}
 
 
 def request(url: str, body: object = None) -> Any:
@@ -104,7 +111,7 @@ class DynamoIndexer(Consumer):
         return found
 
 
-class Worker(Closing):
+class Worker(ServerThread):
     """What a router sends completions to in an engine's place. It counts them."""
 
     def __init__(self) -> None:
@@ -114,34 +121,22 @@ class Worker(Closing):
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, format: str, *args: object) -> None: ...
 
-            def _reply(self, body: object) -> None:
-                data = json.dumps(body).encode()
+            def do_GET(self) -> None:
+                data = b"{}"
+                if length := int(self.headers.get("content-length", 0)):
+                    self.rfile.read(length)
+                    worker.completions += 1
+                    data = json.dumps(COMPLETION).encode()
                 self.send_response(200)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
 
-            def do_GET(self) -> None:
-                self._reply({})
+            do_POST = do_GET
 
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["content-length"]))
-                worker.completions += 1
-                choice = {"index": 0, "text": "a", "finish_reason": "stop"}
-                usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-                fields = {"id": "x", "object": "text_completion", "created": 1, "model": MODEL}
-                self._reply({**fields, "choices": [choice], "usage": usage})
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__init__(ThreadsServer(Handler))
+        self.url = f"http://127.0.0.1:{self.port}"
 
 
 class VllmRouter(Consumer):

@@ -80,23 +80,6 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
         DaemonDirectory(mine).acquire()
 
 
-def test_sockets_that_are_not_this_daemons_any_more_are_named_and_left(tmp_path: Path) -> None:
-    directory = DaemonDirectory(tmp_path)
-    directory.acquire()
-    for path in (directory.sockets.jobs, directory.sockets.events, directory.sockets.lifeline):
-        path.touch()
-        directory.open_to_group(path)
-    assert directory.lost_sockets() == ""
-    directory.sockets.events.unlink()
-    successor = tmp_path / "new"
-    successor.touch()
-    successor.rename(directory.sockets.jobs)
-    assert "jobs.sock, events.sock in" in directory.lost_sockets()
-    directory.release()
-    assert directory.sockets.jobs.exists()
-    assert not directory.sockets.lifeline.exists()
-
-
 def test_what_was_made_for_a_start_that_is_refused_goes(tmp_path: Path) -> None:
     refused = DaemonDirectory(tmp_path / "run" / "kvoffd")
     refused.acquire()
