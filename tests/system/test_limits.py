@@ -23,58 +23,42 @@ def machine(tmp_path: Path, available_kib: int, cgroup: str) -> tuple[Path, Path
     return proc, root
 
 
-def write(directory: Path, **files: int | str) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, value in files.items():
-        (directory / name.replace("__", ".")).write_text(f"{value}\n")
-
-
-MACHINE = "MemAvailable"
-NO_LIMIT = 9223372036854771712
-CASES: list[tuple[str, dict[str, dict[str, int | str]], int, str]] = [
+V2, V1, USED, NO_LIMIT = "memory.max", "memory.limit_in_bytes", "memory.usage_in_bytes", 9223372036854771712
+POD, UNIT = "kubepods/pod1", "system.slice/kvoffd.service"
+CASES: list[tuple[str, dict[str, int | str], int, str]] = [
     # /proc/self/cgroup, files of cgroups, the bound in GiB, and what is named as its source
-    ("", {}, 64, MACHINE),
+    ("", {}, 64, "MemAvailable"),
     (
-        "0::/kubepods/pod1\n",
-        {"kubepods/pod1": {"memory__max": 8 * GIB, "memory__current": 3 * GIB, "memory__stat": f"inactive_file {GIB}"}},
+        f"0::/{POD}\n",
+        {f"{POD}/{V2}": 8 * GIB, f"{POD}/memory.current": 3 * GIB, f"{POD}/memory.stat": f"inactive_file {GIB}"},
         6,
-        "kubepods/pod1",
+        POD,
     ),
-    ("0::/\n", {".": {"memory__max": "max", "memory__high": 4 * GIB, "memory__current": GIB}}, 3, ""),
+    ("0::/\n", {V2: "max", "memory.high": 4 * GIB, "memory.current": GIB}, 3, ""),
     (
-        "0::/system.slice/kvoffd.service\n",
-        {
-            "system.slice/kvoffd.service": {"memory__max": "max", "memory__current": 0},
-            "system.slice": {"memory__max": 2 * GIB, "memory__current": GIB},
-        },
+        f"0::/{UNIT}\n",
+        {f"{UNIT}/{V2}": "max", f"system.slice/{V2}": 2 * GIB, "system.slice/memory.current": GIB},
         1,
         "system.slice is limited",
     ),
     (
-        "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n",
-        {
-            "memory/docker/abc": {"memory__limit_in_bytes": 4 * GIB, "memory__usage_in_bytes": GIB},
-            "memory": {"memory__limit_in_bytes": NO_LIMIT, "memory__usage_in_bytes": GIB},
-        },
+        "9:name=systemd:/\n4:cpu,memory:/a\n0::/\n",
+        {f"memory/a/{V1}": 4 * GIB, f"memory/a/{USED}": GIB, f"memory/{V1}": NO_LIMIT, f"memory/{USED}": GIB},
         3,
         "",
     ),
-    ("4:memory:/abc\n", {"memory/abc": {"memory__limit_in_bytes": NO_LIMIT, "memory__usage_in_bytes": 0}}, 64, MACHINE),
+    ("4:memory:/a\n", {f"memory/a/{V1}": NO_LIMIT, f"memory/a/{USED}": 0}, 64, "MemAvailable"),
     # In a container that sees the host's path the mount itself bounds.
-    (
-        "4:memory:/docker/not-mounted-here\n",
-        {"memory": {"memory__limit_in_bytes": 2 * GIB, "memory__usage_in_bytes": 0}},
-        2,
-        "",
-    ),
+    ("4:memory:/docker/not-mounted-here\n", {f"memory/{V1}": 2 * GIB, f"memory/{USED}": 0}, 2, ""),
 ]
 
 
 def test_the_tightest_cgroup_or_the_machine_bounds(tmp_path: Path) -> None:
     for number, (cgroup, files, gib, source) in enumerate(CASES):
         proc, root = machine(tmp_path / str(number), 64 * 2**20, cgroup)
-        for directory, values in files.items():
-            write(root / directory, **values)
+        for name, value in files.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(f"{value}\n")
         limit = memory_limit(proc, root)
         assert limit.bytes == gib * GIB, cgroup
         assert source in limit.source
