@@ -376,6 +376,7 @@ def test_the_number_of_sessions_is_bounded() -> None:
         with WireClient(daemon.directory):
             assert newcomer() == "too_many"
             assert books(daemon.directory).sessions == 2
+            assert books(daemon.directory).health != "ok"
         wait_until(lambda: newcomer() == "taken")
 
 
@@ -383,3 +384,9 @@ def test_the_log_says_whose_request_was_refused_and_why() -> None:
     with DaemonProcess("1MiB") as daemon, WireClient(daemon.directory, "scheduler") as scheduler:
         assert refused(scheduler.lookup, LEASE, keys(1)) == "unknown_namespace"
         daemon.wait_log("(test) was refused, unknown_namespace: ")
+        with WireClient(daemon.directory, None, name="older engine") as engine:
+            assert refused(engine.hello, "worker", version=VERSION - 1) == "bad_version"
+        daemon.wait_log(f"speaks protocol {VERSION - 1}")
+        with WireClient(daemon.directory, None) as engine:  # it does not speak the greeting's, and says that it leaves
+            engine.leave()
+        daemon.wait_log(f"(pid {os.getpid()}, uid {os.getuid()}) left without a request")

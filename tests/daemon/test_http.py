@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +16,7 @@ from kvoffd_client import SharedMemory
 from kvoffd_client.cli import main
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
+from tests.kit.require import require
 from tests.kit.waiting import wait_until
 from tests.kit.wire import PAGE_BYTES, WireClient, books, keys, refused, store_of
 
@@ -71,6 +74,13 @@ def test_http_metrics_are_what_prometheus_wants(port: int) -> None:
     assert fields["content-type"].startswith("text/plain; version=0.0.4")
     assert (fields["content-length"], fields["connection"]) == (str(len(body)), "close")
     assert b"\nkvoffd_pool" in body
+
+
+def test_http_metrics_satisfy_prometheus_linter(port: int) -> None:
+    require("prometheus", shutil.which("promtool"), "promtool is not installed")
+    page = get(port, "/metrics").partition(b"\r\n\r\n")[2]
+    linted = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, timeout=60)
+    assert (linted.returncode, linted.stdout, linted.stderr) == (0, b"", b"")
 
 
 def shape(value: object) -> object:

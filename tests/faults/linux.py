@@ -1,4 +1,4 @@
-"""What a test does to the machine below a daemon: file systems of its own, and groups of processes with limits.
+"""What a test does to the machine below a daemon: file systems of its own.
 
 All of it needs root. Where the kernel lacks something the test is skipped, or fails, as ``tests.kit.require`` says.
 """
@@ -12,9 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.kit.require import missing, require
-from tests.kit.waiting import wait_until
-
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def run(*command: str | Path) -> str:
@@ -84,48 +81,3 @@ class Ext4:
             yield
         finally:
             subprocess.run(["fsfreeze", "-u", self.place], check=False)
-
-
-class Cgroup:
-    """A group of processes with limits. Made by ``cgroup``."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def command(self) -> list[str]:
-        """What comes before a command that shall run in the group."""
-        return ["sh", "-c", f'echo $$ > {self.path}/cgroup.procs; exec "$@"', "sh"]
-
-    def take(self, pid: int) -> None:
-        """Move a process into the group."""
-        (self.path / "cgroup.procs").write_text(str(pid))
-
-    def release(self, pid: int) -> None:
-        """Move a process out of the group."""
-        (self.path.parent / "cgroup.procs").write_text(str(pid))
-
-
-@contextmanager
-def cgroup(name: str, controller: str, limits: dict[str, str]) -> Iterator[Cgroup]:
-    """A group with limits, of version 1 or 2 of cgroups. It must be empty at the end.
-
-    Args:
-        controller: ``memory`` or ``cpu``.
-        limits: files to write, such as ``{"cpu.max": "3000 100000"}``; those that are not there are left out, but one
-            has to be.
-    """
-    require("root", os.geteuid() == 0, "control groups need root")
-    above = CGROUPS if (CGROUPS / "cgroup.controllers").exists() else CGROUPS / controller
-    require("root", above.is_dir(), f"there is no cgroup controller {controller}")
-    group = above / f"kvoffd-test-{os.getpid()}-{name}"
-    group.mkdir()
-    try:
-        there = {file: value for file, value in limits.items() if (group / file).exists()}
-        require("root", there, f"the cgroup controller {controller} is not ours")
-        for file, value in there.items():
-            (group / file).write_text(value)
-        yield Cgroup(group)
-    finally:
-        wait_until(lambda: not (group / "cgroup.procs").read_text())
-        group.rmdir()

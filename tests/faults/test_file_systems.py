@@ -118,19 +118,6 @@ def test_a_frozen_file_system_keeps_nobody_waiting(ext4: Ext4) -> None:
         assert engine.get(ALL) == list(ALL)
 
 
-@pytest.mark.nightly
-def test_a_file_system_that_stays_frozen_is_in_health(ext4: Ext4) -> None:
-    """Within 20 s health names the disk, and it is well again after the thaw."""
-    truth = Truth()
-    with over_disk(ext4.place) as daemon, CheckedEngine(daemon, truth) as engine:
-        wait_serving(daemon)
-        with ext4.frozen():
-            engine.put(ALL)
-            wait_until(lambda: any("disk" in name for name in books(daemon.directory).problems), 40.0)
-        wait_until(lambda: books(daemon.directory).disks[0].state == "serving", 60.0)
-        assert engine.get(ALL) == list(ALL)
-
-
 def test_a_log_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
     """A full device, a full file system and a closed pipe: the daemon serves, and ends in good order."""
     with tmpfs(tmp_path / "log", "4k") as place:

@@ -62,19 +62,6 @@ def test_a_disk_without_its_file_serves_right_bytes(tmp_path: Path) -> None:
             engine.get(range(2 * BLOCKS))
 
 
-def test_a_disk_that_is_a_link_is_refused_with_advice(tmp_path: Path) -> None:
-    """The file is a link to somewhere else: not followed, and not a matter of who may write."""
-    (tmp_path / "elsewhere").write_bytes(bytes(1 << 20))
-    place = tmp_path / "disk"
-    place.mkdir()
-    (place / "kvoffd.disk").symlink_to(tmp_path / "elsewhere")
-    with over_disk(place) as daemon:
-        wait_until(lambda: books(daemon.directory).disks[0].state == "failed")
-        problem = books(daemon.directory).disks[0].problem
-        assert "link" in problem, problem
-        assert "writable" not in problem, problem
-
-
 # --- sockets ---------------------------------------------------------------------------------------
 
 
@@ -111,21 +98,6 @@ def test_removed_sockets_are_told_wherever_it_is_asked(command: Command) -> None
         assert engine.wait_ready(30.0)
         engine.put(ALL)
         assert engine.get(ALL) == list(ALL)
-
-
-def test_one_removed_socket_is_a_reason_in_health(command: Command) -> None:
-    """The daemon can still be asked, and nothing else is wrong."""
-    with DaemonProcess("16MiB") as daemon:
-        (daemon.directory / "events.sock").unlink()
-        wait_until(lambda: books(daemon.directory).problems == {"sockets_lost": 1})
-        status, text = command(daemon, "health")
-        assert status != 0
-        assert "events.sock" in text, text
-        (daemon.directory / "jobs.sock").unlink()
-        status, text = command(daemon, "health")
-        assert status != 0
-        assert "sockets" in text, text
-        assert "were removed" in text, text
 
 
 def test_a_stopping_daemon_leaves_its_successors_sockets() -> None:

@@ -103,10 +103,12 @@ class CacheRig:
             self.slots, self.table, blocks, self.policy, self.events, self.clock, leased_share=leased_share
         )
 
-    def open(self, name: str, world_size: int = 1, sizes: Sequence[int] | None = None) -> Namespace:
+    def open(
+        self, name: str = "a", world_size: int = 1, sizes: Sequence[int] | None = None, key_bytes: int = 8
+    ) -> Namespace:
         """A namespace whose ranks are all registered. ``sizes``: of their shards by group."""
         sizes = sizes or (self.unit,)
-        namespace = self.join(name, world_size, len(sizes))
+        namespace = self.join(name, world_size, [GroupSpec("full", 16)] * len(sizes), key_bytes)
         for rank in range(world_size):
             self.cache.register_rank(namespace, rank, sizes, None)
         return namespace
@@ -118,15 +120,17 @@ class CacheRig:
             self.cache.register_rank(namespace, rank, [size], None)
         return namespace
 
-    def join(self, name: str, world_size: int = 1, groups: int = 1) -> Namespace:
+    def join(
+        self, name: str, world_size: int = 1, groups: Sequence[GroupSpec] = (GroupSpec("full", 16),), key_bytes: int = 8
+    ) -> Namespace:
         """A namespace in which no rank need have registered."""
-        geometry = world_size, 8, [GroupSpec("full", 16)] * groups
-        namespace, _ = self.cache.open_namespace(Namespace(name.encode().ljust(32, b"-"), name, *geometry, "{}"))
-        return namespace
+        namespace = Namespace(name.encode().ljust(32), name, world_size, key_bytes, groups, "{}")
+        return self.cache.open_namespace(namespace)[0]
 
     def blocks(self, namespace: Namespace, keys: bytes, group: int = 0) -> BlockIds:
         """The blocks of keys that have one."""
-        states, blocks = self.cache.blocks.find(self.cache.group(namespace, group).number, keys, 8)
+        known = self.cache.group(namespace, group)
+        states, blocks = self.cache.blocks.find(known.number, keys, namespace.key_bytes)
         return blocks[np.frombuffer(states, np.uint8) != FREE]
 
     def begin(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 
-from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN, BlockIds
+from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
@@ -15,9 +14,8 @@ from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiering.writer import writes_of
 from kvoffd.tiers.tier import Result, Space
 from kvoffd_proto.events import MEDIUM_STORAGE
-from kvoffd_proto.messages import GroupSpec
 from tests.kit.fake_tier import FakeTier, PoolBytes
-from tests.kit.slot_cache import UNIT, CacheRig, check_invariants
+from tests.kit.slot_cache import CacheRig, check_invariants
 
 REGION_SLOTS = 4
 LEASE, SESSION = 2**62, 9999
@@ -88,22 +86,6 @@ class TieringHarness(CacheRig):
         heir.found = {(block.space.fingerprint, block.space.group, block.key) for block, _ in self.tier.blocks.values()}
         return heir
 
-    def new_namespace(
-        self, name: str, world_size: int = 1, key_bytes: int = 8, groups: Sequence[GroupSpec] = (GroupSpec("full", 16),)
-    ) -> Namespace:
-        """A namespace of which no rank has registered."""
-        fingerprint = name.encode().ljust(32)
-        return self.cache.open_namespace(Namespace(fingerprint, name, world_size, key_bytes, groups, "{}"))[0]
-
-    def open(
-        self, name: str = "a", world_size: int = 1, sizes: Sequence[int] = (UNIT,), key_bytes: int = 8
-    ) -> Namespace:
-        """A namespace whose ranks are all registered."""
-        namespace = self.new_namespace(name, world_size, key_bytes, [GroupSpec("full", 16) for _ in sizes])
-        for rank in range(world_size):
-            self.cache.register_rank(namespace, rank, sizes, None)
-        return namespace
-
     def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
         """The keys' states, by a lookup that the policy and the tiers do not hear of, and whose lease ends at once."""
         ((states,), _) = self.cache.lookup(namespace, SESSION, LEASE, [(group, keys)])
@@ -125,18 +107,14 @@ class TieringHarness(CacheRig):
         keys = namespace.split(group, blocks.keys(heads, namespace.key_bytes))
         return dict(zip(keys, heads.tolist(), strict=True))
 
-    def blocks_of(self, namespace: Namespace, keys: bytes, group: int = 0) -> BlockIds:
-        index = self.index(namespace, group)
-        return np.array([index[key] for key in namespace.split(group, keys)], np.uint32)
-
     def records(self, namespace: Namespace, key: bytes, group: int = 0) -> np.ndarray:
         """The slot table's records of a block, by rank."""
-        blocks = self.blocks_of(namespace, key, group)
+        blocks = self.blocks(namespace, key, group)
         found: np.ndarray = self.table.records[self.cache.blocks.slots(blocks, namespace.world_size)[0]]
         return found
 
     def evict(self, namespace: Namespace, keys: bytes, group: int = 0) -> None:
-        self.cache._evict(self.blocks_of(namespace, keys, group))
+        self.cache._evict(self.blocks(namespace, keys, group))
 
     def content(self, namespace: Namespace, group: int, key: bytes, rank: int) -> bytes:
         """The bytes that a shard must hold."""
@@ -166,7 +144,7 @@ class TieringHarness(CacheRig):
         """Have the tier be given blocks that are READY."""
         known = self.cache.group(namespace, group)
         space = self.tiering.space(namespace, group)
-        writes = writes_of(self.cache, known, space, self.blocks_of(namespace, keys, group))
+        writes = writes_of(self.cache, known, space, self.blocks(namespace, keys, group))
         assert len(writes) == len(namespace.split(group, keys))
 
         def done(result: Result) -> None:

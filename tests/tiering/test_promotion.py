@@ -67,7 +67,7 @@ def test_pinned_blocks_are_never_evicted_for_what_comes_up(rig: TieringHarness) 
     space = rig.open(sizes=(4 * UNIT,))
     rig.put_in_tier(space, keys_of(1))
     rig.put(space, keys_of(11, 12, 13, 14))
-    pinned = rig.blocks_of(space, keys_of(11, 12, 13, 14))
+    pinned = rig.blocks(space, keys_of(11, 12, 13, 14))
     rig.cache.pin(pinned)
     rig.states(space, keys_of(1))
     rig.finish_promotions()
@@ -148,7 +148,7 @@ def test_without_its_workers_a_namespace_gets_nothing_from_a_tier(rig: TieringHa
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))
     heir = rig.heir(QUIET)
-    again = heir.new_namespace("a", 2)
+    again = heir.join("a", 2)
     assert heir.states(again, keys_of(1)) == [ABSENT]
     heir.cache.register_rank(again, 0, [UNIT], None)
     assert heir.states(again, keys_of(1)) == [ABSENT]

@@ -64,7 +64,7 @@ def test_what_is_asked_is_pending_then_comes_up_with_what_its_object_says(
     assert rig.states(space, keys) == [READY, READY, ABSENT]
     records = rig.records(space, keys_of(1))
     assert records["first_block"].tolist() == [2, 2]
-    offsets = rig.slots.offsets(rig.cache.blocks.slots(rig.blocks_of(space, keys_of(1)), 2)[0])
+    offsets = rig.slots.offsets(rig.cache.blocks.slots(rig.blocks(space, keys_of(1)), 2)[0])
     assert records["checksum"].tolist() == [rig.memory.sum_of(offset, UNIT) for offset in offsets.tolist()]
     rig.check()
 
@@ -220,7 +220,7 @@ def test_the_last_whole_window(there: Sequence[int], tokens: int, window: int, f
 
 
 def windows(rig: TieringHarness) -> Namespace:
-    space = rig.new_namespace("w", groups=[GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 32)])
+    space = rig.join("w", groups=[GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 32)])
     rig.cache.register_rank(space, 0, [UNIT, UNIT], None)
     return space
 
@@ -327,7 +327,7 @@ def test_what_does_not_come_in_time_is_slow_until_the_store_was_away_and_is_back
 
 
 def test_where_nobody_says_how_many_tokens_a_block_has_nothing_is_slower(rig: TieringHarness, shared: FakeTier) -> None:
-    space = rig.new_namespace("w", groups=[GroupSpec("full_attention", 0)])
+    space = rig.join("w", groups=[GroupSpec("full_attention", 0)])
     rig.cache.register_rank(space, 0, [UNIT], None)
     space.counters.prefill_tokens_per_second = 1e6
     rig.tiering.stores[0].promoter.bytes_per_second = 1.0
@@ -378,7 +378,7 @@ def test_what_others_use_stays_there_whatever_this_node_drops(rig: TieringHarnes
     rig.put(space, keys_of(1, 2))
     rig.cache.invalidate(space, [(0, keys_of(1))])
     assert shared.told == [("invalidated", keys_of(1))], "it must not come straight back"
-    (check,) = rig.cache.checks(rig.blocks_of(space, keys_of(2)))
+    (check,) = rig.cache.checks(rig.blocks(space, keys_of(2)))
     assert not rig.cache.check(check.slot, check.generation, check.checksum + 1)
     assert len(shared.told) == 1, "a whole one may come from there"
     assert ("corrupt", keys_of(2)) in rig.tier.told

@@ -11,7 +11,7 @@ import pytest
 
 from kvoffd.config import ConfigError, load_config
 from kvoffd.errors import KvoffdError
-from kvoffd.tiers.store import Credentials, check_url, open_store
+from kvoffd.tiers.store import Credentials, check_url
 from tests.kit.cases import case
 
 SECRET = "hunter2"
@@ -67,13 +67,6 @@ def test_a_url_that_cannot_be_used_is_refused_and_no_secret_of_it_is_told() -> N
         assert SECRET not in str(refused.value)
 
 
-@pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
-def test_an_address_of_ipv6_is_named_in_brackets(scheme: str) -> None:
-    store = open_store(f"{scheme}://[::1]:7", Credentials())()
-    assert store.servers is not None
-    assert [server.name for server in store.servers] == ["[::1]:7"]
-
-
 def test_what_is_wrong_in_a_query_is_named() -> None:
     for url, name in (
         ("redis://host?tll=7d", "?tll"),
@@ -83,10 +76,6 @@ def test_what_is_wrong_in_a_query_is_named() -> None:
     ):
         with case(url), pytest.raises(ValueError, match=re.escape(f"with '{name}' is not")):
             check_url(url)
-
-
-def test_the_variable_of_passwords_is_no_setting() -> None:
-    load_config({}, {"KVOFFD_SHARED_PASSWORD": SECRET})
 
 
 def test_credentials_are_in_a_line_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +102,6 @@ def test_a_file_that_every_user_can_read_is_told_of(
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
     Credentials.read(str(file), 1)
     assert not caplog.text, "a secret of Kubernetes"
-
-
-def test_a_file_that_is_too_long_to_be_one_of_passwords_is_not_read_whole() -> None:
-    with pytest.raises(KvoffdError, match="no file of passwords"):
-        Credentials.read("/dev/zero", 1)
 
 
 def test_a_file_without_a_password_is_refused(tmp_path: Path) -> None:
