@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import count, cycle, islice
+from itertools import count, islice
 
 Chain = list[int]
 Load = Iterator[Chain]
@@ -64,36 +64,15 @@ class Traffic:
             if turns:
                 going.append((text, turns - 1))
 
-    def no_pattern(self, number: int = 60) -> Load:
-        """Conversations of which chance alone says which goes on, or begins anew."""
-        going: list[Chain] = [[] for _ in range(number)]
-        while True:
-            at = self.chance.randrange(number)
-            going[at] = (going[at] if self.chance.random() < 0.8 else []) + self.text(self.chance.randint(1, 4))
-            yield going[at]
-
     def mixed(self, *loads: tuple[float, Load]) -> Load:
         """Requests of several, each of which has that share."""
         while True:
             yield next(self.chance.choices([load for _, load in loads], [share for share, _ in loads])[0])
 
 
-def in_turns(*parts: tuple[int, Load]) -> Load:
-    """So many requests of each, again and again."""
-    for number, load in cycle(parts):
-        yield from islice(load, number)
-
-
 def chat_among_single_requests(seed: int, requests: int) -> list[Chain]:
     traffic = Traffic(seed)
     return list(islice(traffic.mixed((4, traffic.chat()), (6, traffic.once())), requests))
-
-
-def _phases(traffic: Traffic) -> Load:
-    chat = traffic.chat()
-    yield from islice(chat, 4000)
-    yield from islice(traffic.popular(traffic.documents(2000, 20), 0.9), 2000)
-    yield from chat
 
 
 def _after_scan(traffic: Traffic) -> Load:
@@ -105,20 +84,8 @@ def _after_scan(traffic: Traffic) -> Load:
 
 LOADS: dict[str, Callable[[Traffic], Load]] = {
     "chat": Traffic.chat,
-    "chat, and 6 of 10 requests are made once": lambda t: t.mixed((4, t.chat()), (6, t.once())),
-    "chat, and a scan of 300 requests after each 600": lambda t: in_turns((600, t.chat()), (300, t.once())),
-    "chat, documents, and chat again": _phases,
-    "chat by day, the same 100 documents each night": lambda t: in_turns(
-        (1200, t.chat(150)), (100, cycle(t.documents(100, 20)))
-    ),
     "agents": Traffic.agents,
     "2,000 documents by Zipf's law": lambda t: t.popular(t.documents(2000, 20), 0.9),
-    "80 system prompts by Zipf's law": lambda t: t.popular(t.documents(80, 8), 1),
-    "a cycle of 200 documents": lambda t: cycle(t.documents(200, 20)),
-    "three tenants: chat, documents, single requests": lambda t: t.mixed(
-        (1, t.chat(50)), (1, t.popular(t.documents(600, 10), 1)), (1, t.once())
-    ),
-    "conversations without a pattern": Traffic.no_pattern,
     "a scan of 3,000 requests, then 400 documents": _after_scan,
 }
 """By what they are."""
