@@ -87,23 +87,6 @@ def test_a_sample_tells_nearly_the_same() -> None:
     assert found["1"] == found["10"] == pytest.approx(0.5, abs=0.005)
 
 
-def test_small_blocks_are_watched_in_pieces() -> None:
-    watched, group = HitRatioCurve(100 * MIB, lambda: 0.0), group_of(MIB // 32, tokens=16)
-    pieces = 70  # the last of them is not whole at first
-    for turn in range(4):
-        watched.requested([Chain(group, chain_of(*range(32 * pieces + 7 * turn)), NOTHING)])
-    asked = [32 * pieces + 7 * turn for turn in range(4)]
-    state = watched.in_all()
-    assert state.asked_tokens == 16 * sum(asked)
-    assert state.lru_hit_ratio["0.5"] == pytest.approx(3 * 50 * 32 / sum(asked))
-    assert state.lru_hit_ratio["1"] == pytest.approx(sum(asked[:3]) / sum(asked), abs=1e-6)
-    # At the beginning of a prompt pieces are of one key: it is known where another conversation goes on.
-    before = state.lru_hit_ratio["10"] * state.asked_tokens
-    watched.requested([Chain(group, chain_of(*range(20), *range(10**6, 10**6 + 12)), NOTHING)])
-    state = watched.in_all()
-    assert state.lru_hit_ratio["10"] * state.asked_tokens - before == pytest.approx(20 * 16, abs=1)
-
-
 def test_memory_is_bounded_and_what_is_seen_ends_at_ten_pools() -> None:
     watched, group = HitRatioCurve(1000 * MIB, lambda: 0.0), group_of()
     before = watched.nbytes

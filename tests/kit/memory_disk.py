@@ -76,8 +76,6 @@ class MemoryDisk(FileCalls):
         self.counts: Counter[str] = Counter()
         self.fault: Callable[[str, int], int | None] = lambda name, number: None
         self.locked = False
-        self.removed = False
-        """Whether the files have no names any more."""
         self.room = 2**40
         """Bytes that the file system has for ``kvoffd.disk``."""
         self._direct = direct
@@ -132,7 +130,7 @@ class MemoryDisk(FileCalls):
         file = self._file(fd)
         status = SimpleNamespace(
             st_mode=stat.S_IFREG | 0o600,
-            st_nlink=0 if self.removed else 1,
+            st_nlink=1,
             st_uid=os.geteuid(),
             st_size=len(file.data),
             st_blocks=len(file.data) // 512 if fd == 1_000_000 else 0,

@@ -185,21 +185,6 @@ def test_invalidated_blocks_do_not_come_with_a_late_directory(
     assert unsaved() == rig.tiers.unsaved_removals()() == []
 
 
-def test_a_reset_reaches_a_directory_that_is_being_opened_and_one_that_was_away(rig: TiersRig, tmp_path: Path) -> None:
-    disk = rig.result = FakeDisk()
-    rig.attach()
-    rig.saved.raise_generation(b"one")
-    rig.opened()
-    assert disk.names == {b"other"}
-    assert rig.saved.file.flush(10.0)
-    again, disk.names = TiersRig(tmp_path), {b"one", b"other"}
-    again.result = disk
-    again.attach()
-    again.opened()
-    assert disk.names == {b"other"}
-    again.saved.file.close(10.0)
-
-
 @pytest.mark.parametrize("recovered", [False, True])
 def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_other_disks_are_older(
     rig: TiersRig, recovered: bool
