@@ -1,15 +1,19 @@
-"""Engines whose loads are compared, byte by byte, with what was stored, and which must not find what was dropped."""
+"""Engines whose loads are compared, byte by byte, with what was stored, and which must not find what was dropped; and
+daemons over a disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
-from tests.kit.wire import keys
+from tests.kit.waiting import wait_until
+from tests.kit.wire import books, keys
 
+Command = Callable[..., tuple[int, str]]
+"""``command(daemon, "health")``: the exit status, and all that ``kvoffd-cli`` printed. A fixture."""
 STEP = 32
 """Keys stored or looked up at once."""
 VERSION = 1_000_000
@@ -98,3 +102,18 @@ class CheckedEngine(FakeEngine):
             found += some
             wanted = wanted[max(1, some) :]
         return found
+
+
+def over_disk(place: Path, pool_size: str = "16MiB", size: str = "32MiB", **flags: str) -> DaemonProcess:
+    """A daemon with a disk that takes every block."""
+    return DaemonProcess(pool_size, disk=f"{place}={size}", disk_write="always", **flags)
+
+
+def wait_serving(daemon: DaemonProcess) -> None:
+    """Until the disk serves."""
+    wait_until(lambda: books(daemon.directory).disks[0].state == "serving", explain=lambda: daemon.log)
+
+
+def wait_written(daemon: DaemonProcess, blocks: int) -> None:
+    """Until so many blocks are on the disk, since the daemon's start."""
+    wait_until(lambda: books(daemon.directory).tiers.demoted_blocks >= blocks, explain=lambda: daemon.log)

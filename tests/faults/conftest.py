@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client.cli import main
-from tests.faults.daemons import Command
+from tests.faults.checked import Command
 from tests.kit.daemon import DaemonProcess
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.checked import CheckedEngine, Truth
-from tests.faults.daemons import Command, over_disk, wait_serving, wait_written
+from tests.faults.checked import CheckedEngine, Command, Truth, over_disk, wait_serving, wait_written
 from tests.faults.linux import Ext4, tmpfs
 from tests.kit.cases import case
 from tests.kit.daemon import DaemonProcess

@@ -6,8 +6,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tests.faults.checked import CheckedEngine, Truth
-from tests.faults.daemons import Command, over_disk, wait_serving
+from tests.faults.checked import CheckedEngine, Command, Truth, over_disk, wait_serving
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_ports
 from tests.kit.waiting import wait_until

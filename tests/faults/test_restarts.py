@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient, GroupKeys, SharedMemory
-from tests.faults.checked import CheckedEngine, Truth
-from tests.faults.daemons import Command
+from tests.faults.checked import CheckedEngine, Command, Truth
 from tests.faults.linux import tmpfs
 from tests.kit.daemon import DaemonProcess
 from tests.kit.wire import WireClient, books, keys
