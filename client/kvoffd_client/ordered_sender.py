@@ -93,7 +93,12 @@ class OrderedSender:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        while (step := self._next()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._steps)
+                if self._closed:
+                    return
+                step = self._steps[0]
             error: Exception | None = None
             try:
                 step.event.synchronize()
@@ -107,17 +112,6 @@ class OrderedSender:
                 for job_id in step.jobs:
                     del self._step_of[job_id]
                 self._changed.notify_all()
-
-    def _next(self) -> _Step | None:
-        """The next step of which some job is left."""
-        with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._closed or self._steps)
-                if self._closed:
-                    return None
-                if self._steps[0].jobs:
-                    return self._steps[0]
-                self._steps.popleft()
 
     def _finish(self, step: _Step, error: Exception | None) -> None:
         """Send or fail jobs. Under the lock, so that ``withdraw`` finds each of them either unsent or sent."""

@@ -9,18 +9,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from msgspec import Struct
+from msgspec import MsgspecError, Struct
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
-from kvoffd_client.event_stream import EventStream
 from kvoffd_client.jobs import split
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport
 from kvoffd_proto import messages as m
-from kvoffd_proto.events import SEQUENCE_BYTES, KvEvent, kv_topic
+from kvoffd_proto.events import SEQUENCE_BYTES, AllBlocksCleared, KvEvent, decode_event_batch, kv_topic
 
 _READY_BYTE = bytes([m.READY])
+MAX_BUFFERED_EVENTS = 100_000
+"""KV events kept until take_events(); beyond it all are dropped and counted."""
 REPORT_PAUSE_S = 1.0
 """How long what became of requests waits to be told together."""
 Waiter: TypeAlias = Callable[[Callable[[], bool], float], bool]
@@ -229,13 +230,11 @@ class SchedulerClient(Session):
         """Take the reply to one request of a lookup: the states of these keys, of the groups in these places."""
         if found.done:  # another request of it failed
             return
-        if not isinstance(reply, m.LookupReply) or len(reply.states) != len(asked):
+        counts = [len(item.keys) // self._namespace.key_bytes for item in asked]
+        if not isinstance(reply, m.LookupReply) or list(map(len, reply.states)) != counts:
             self._on_failed(found, reply, now)
             return
-        for place, item, states in zip(places, asked, reply.states, strict=True):
-            if len(states) * self._namespace.key_bytes != len(item.keys):
-                self._on_failed(found, reply, now)
-                return
+        for place, states in zip(places, reply.states, strict=True):
             found.partial[place] += states
         found.pinned += reply.pinned
         found.ttl_ms, found.wait_s = max(found.ttl_ms, reply.ttl_ms), max(found.wait_s, reply.wait_ms / 1000)
@@ -312,3 +311,48 @@ class SchedulerClient(Session):
     def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
         if self._events is not None and topic == self._events.topic and len(sequence) == SEQUENCE_BYTES:
             self._events.message(sequence, payload)
+
+
+class EventStream:
+    """Keeps the KV events of one topic until they are taken.
+
+    Each connection begins with ``AllBlocksCleared``, which also takes the place of what was lost: of the blocks that
+    are there by then nothing is known.
+
+    Attributes:
+        lost: messages that did not come, and events that were dropped because they were not taken.
+    """
+
+    def __init__(self, topic: bytes) -> None:
+        self.topic = topic
+        self._events: deque[KvEvent] = deque([AllBlocksCleared()])
+        self.next_sequence: int | None = None
+        self.lost = 0
+
+    def disconnected(self) -> None:
+        """A connection ended. The next one may be to another daemon, and what is published until then is missed."""
+        self.next_sequence = None
+        self._events = deque([AllBlocksCleared()])
+
+    def message(self, sequence: bytes, payload: bytes) -> None:
+        """Take a message. The daemon numbers those of a topic one after the other."""
+        number = int.from_bytes(sequence, "big")
+        if self.next_sequence is not None and number != self.next_sequence:
+            self._lose(max(1, number - self.next_sequence))
+        self.next_sequence = number + 1
+        try:
+            self._events += decode_event_batch(payload).events
+        except MsgspecError:
+            self._lose(1)
+        if len(self._events) > MAX_BUFFERED_EVENTS:
+            self._lose(len(self._events))
+
+    def take(self) -> list[KvEvent]:
+        """Events since the last call, in order."""
+        taken = list(self._events)
+        self._events.clear()
+        return taken
+
+    def _lose(self, count: int) -> None:
+        self.lost += count
+        self._events = deque([AllBlocksCleared()])

@@ -465,7 +465,7 @@ class Session(Closing):
         """After a disconnect that drains: the daemon has released the session's memory, or its process is gone."""
         if self._phase is Phase.DRAINING:
             self._phase = Phase.IDLE
-            self._role_released(now)
+            self._role_disconnected(now)
             self._transport.notify()
 
     def disconnect(
@@ -530,9 +530,8 @@ class Session(Closing):
             self._refusal_logged_at = now
             log.warning("The kvoffd daemon refused a message: %s", refusal)
 
-    def _role_disconnected(self, now: float) -> None: ...
-
-    def _role_released(self, now: float) -> None: ...
+    def _role_disconnected(self, now: float) -> None:
+        """The connection has ended; once more when the session has drained."""
 
     def _role_tick(self, now: float) -> None: ...
 

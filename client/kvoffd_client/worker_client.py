@@ -405,10 +405,6 @@ class WorkerClient(Session):
         ended = [job_id for job_id, sent in self._sent.items() if not loads_land or sent.job.lease_id is None]
         self._fail_sent(ended, ErrorCode.SESSION_ENDED)
 
-    def _role_released(self, now: float) -> None:
-        """Fail the loads of the ended session: no copy lands any more."""
-        self._fail_sent(list(self._sent), ErrorCode.SESSION_ENDED)
-
     def _must_drain(self) -> bool:
         # Stores fail here and now, but unregister() must know when the last of them has ended there too.
         return bool(self._jobs)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffd_client import NamespaceSpec, SchedulerClient
+from kvoffd_client import NamespaceSpec, SchedulerClient, scheduler_client
+from kvoffd_client.scheduler_client import EventStream
 from kvoffd_proto import messages as m
+from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, KvEvent
+from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, EventBatch, KvEvent
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.waiting import wait_until
 
@@ -72,3 +74,24 @@ def test_after_a_restart_the_index_begins_empty(fake: FakeDaemon, scheduler: Sch
     wait_until(lambda: scheduler.epoch == 2 and scheduler.ready)
     fake.kv_event(SPEC.fingerprint, [removed(7)])
     assert taken(scheduler, 2) == [AllBlocksCleared(), removed(7)]
+
+
+def kv_message(number: int) -> tuple[bytes, bytes]:
+    return number.to_bytes(8, "big"), encode(EventBatch(0.0, [removed(number)]))
+
+
+def test_events_that_nobody_takes_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_client, "MAX_BUFFERED_EVENTS", 3)
+    events = EventStream(b"kv@mine")
+    for number in range(4):
+        events.message(*kv_message(number))
+    assert events.take() == [AllBlocksCleared(), removed(3)]
+    assert events.lost == 4
+
+
+def test_a_payload_that_does_not_decode_is_counted_as_lost() -> None:
+    events = EventStream(b"kv@mine")
+    events.message(bytes(8), b"\xc1")
+    events.message(*kv_message(1))
+    assert events.take() == [AllBlocksCleared(), removed(1)]
+    assert events.lost == 1

@@ -451,14 +451,6 @@ def test_a_lease_is_stale_after_half_of_its_life_counted_from_the_question(
     assert link.last(m.Release).lease_ids == [found.lease_id]
 
 
-def test_a_lookup_that_was_never_sent_has_no_lease_to_release(scheduler: SchedulerClient, link: PaperLink) -> None:
-    future = look_up(scheduler, link, 0.0, KEYS)
-    assert future.failed
-    connect(scheduler, link, 0.0)
-    scheduler.release(future.lease_id)
-    assert link.count(m.Release) == 0
-
-
 def test_leases_die_with_their_connection(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     future = look_up(scheduler, link, 0.1, KEYS)
@@ -517,17 +509,6 @@ def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link
     assert link.last(m.Submit).acknowledged == 2
     worker._cancel([4])
     assert link.last(m.Cancel).acknowledged == 2
-
-
-def test_an_old_job_is_asked_after_again_and_again(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
-    submit(worker, link, 0.0, Job(1, TRANSFER))
-    for round_ in range(1, 4):
-        worker.tick(JOB_PATIENCE_S * round_)
-        assert link.count(m.Results) == round_
-        replay = link.last(m.Results)
-        worker.on_reply(m.ResultsReply(replay.request_id, [], [1]), JOB_PATIENCE_S * round_)
-    assert list(worker._jobs) == [1]
 
 
 def test_each_job_is_asked_after_when_it_is_old_even_where_the_question_did_not_go_out(

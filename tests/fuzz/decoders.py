@@ -9,7 +9,7 @@ from functools import cache
 import msgspec
 
 from kvoffd.config import SETTINGS, ConfigError, load_config
-from kvoffd_client.event_stream import EventStream
+from kvoffd_client.scheduler_client import EventStream
 from kvoffd_proto import codec, events, lifeline
 from tests.fuzz import corpus
 from tests.fuzz.bend import Choices, bend
