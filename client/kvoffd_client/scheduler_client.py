@@ -6,8 +6,7 @@ import functools
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 from msgspec import MsgspecError, Struct
 
@@ -24,8 +23,6 @@ MAX_BUFFERED_EVENTS = 100_000
 """KV events kept until take_events(); beyond it all are dropped and counted."""
 REPORT_PAUSE_S = 1.0
 """How long what became of requests waits to be told together."""
-Waiter: TypeAlias = Callable[[Callable[[], bool], float], bool]
-"""Waits until its first argument returns True, at most as many seconds as its second; returns what the first does."""
 
 
 class Lookup(Struct, eq=False):
@@ -52,7 +49,7 @@ class Lookup(Struct, eq=False):
     pinned: int = 0
     answered_at: float = 0.0
     alive: bool = False
-    waiter: Waiter | None = None
+    transport: Transport | None = None
     unwanted: bool = False
     # While some of its requests are not answered: how many, and what the others said.
     missing: int = 1
@@ -73,7 +70,7 @@ class Lookup(Struct, eq=False):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until done; False when it is not after ``timeout_s`` seconds."""
-        return self.done or (self.waiter is not None and self.waiter(lambda: self.done, timeout_s))
+        return self.done or (self.transport is not None and self.transport.wait(lambda: self.done, timeout_s))
 
 
 class SchedulerClient(Session):
@@ -142,7 +139,7 @@ class SchedulerClient(Session):
             fits = nbytes <= self._limits.max_keys_per_request * size
             parts = [(range(len(groups)), groups)] if fits else self._split(groups)
             lease_id = self._rng.getrandbits(63) | 2**32  # random: who knows it may load
-            found = Lookup(lease_id, waiter=self._transport.wait, missing=len(parts), partial=[b""] * len(groups))
+            found = Lookup(lease_id, transport=self._transport, missing=len(parts), partial=[b""] * len(groups))
             self._unanswered[lease_id] = found
             for places, asked in parts:
                 message = m.Lookup(self._next_request_id(), self._fingerprint, lease_id, list(asked), again)
