@@ -181,6 +181,14 @@ def test_a_block_is_put_once(desk: BlockClient, engine: FakeEngine) -> None:
     assert [np.unique(shard.data).tolist() for shard in desk.get_block(LABEL, keys(60)[0]).shards] == [[1], [2]]
 
 
+def test_a_block_of_another_shape_is_refused(desk: BlockClient, other: DaemonProcess) -> None:
+    with engine_on(other, page_bytes=2 * PAGE_BYTES) as wide, BlockClient(other.directory) as there:
+        assert wide.store(KEYS[:1], [0]).ok
+        with pytest.raises(ValueError, match="fit"):
+            desk.put_block(LABEL, keys(70)[0], there.get_block(LABEL, KEYS[0]))
+    assert not list(desk.list_blocks(LABEL, prefix=keys(70)[0].hex()))
+
+
 def test_a_full_pool_takes_no_block(shared_daemon: DaemonProcess, desk: BlockClient, engine: FakeEngine) -> None:
     flood(engine)
     there = [info.key for info in desk.list_blocks(LABEL)]
@@ -233,6 +241,12 @@ def test_an_import_is_not_refused_by_the_policy(desk: BlockClient, engine: FakeE
             again = import_blocks(there, source)
             assert (again.blocks, again.present, again.no_space) == (0, BLOCKS, 0)
         assert loaded(user, KEYS) == engine.checksums(range(BLOCKS))
+
+
+def test_an_export_takes_the_keys_that_are_chosen(desk: BlockClient, tmp_path: Path) -> None:
+    export_blocks(desk, LABEL, tmp_path / "file", [KEYS[1].hex(), KEYS[4].hex()])
+    with BlockFile(tmp_path / "file") as source:
+        assert {entry.key for entry in source.entries} == {KEYS[1], KEYS[4]}
 
 
 def test_a_file_of_another_engine_is_refused(desk: BlockClient, other: DaemonProcess, tmp_path: Path) -> None:
