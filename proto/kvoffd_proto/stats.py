@@ -119,7 +119,7 @@ Labelled: TypeAlias = dict[str, Count]
 # --- traffic ---------------------------------------------------------------------------------------
 
 MISS_REASONS = {
-    "unknown": "never stored, or gone so long ago that it is forgotten",
+    "unknown": "never stored, or gone for too long to be remembered",
     "evicted": "evicted to make space for others",
     "rejected": "not stored: the eviction policy expected no reuse",
     "no_space": "not stored or not promoted: the pool had no space",

@@ -52,9 +52,9 @@ class Tmux(Starting):
     def resize(self, columns: int, rows: int) -> None:
         self._tmux("resize-window", "-x", str(columns), "-y", str(rows))
 
-    def screen(self) -> str:
+    def screen(self, *, colours: bool = False) -> str:
         """What is to be seen now, the lines without the spaces at their ends."""
-        return self._tmux("capture-pane", "-p")
+        return self._tmux("capture-pane", "-p", *(["-e"] if colours else []))
 
     def wait_for(self, *words: str, without: str = "") -> str:
         """Wait until all of the words are on the screen; returns it."""
