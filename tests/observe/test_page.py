@@ -57,6 +57,7 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         assert outcomes["found, not needed by the engine"] == ["1", "(12.5", "%)"]
         assert outcomes["missed: never stored"] == ["4", "(50.0", "%)"]
         assert browser.text("totals").startswith("48 tokens loaded since the start, 480.0 ms of prefill saved, 37.5 %")
+        assert browser.value("saved({loaded_tokens: 5, saved_seconds: 0})") == "unknown seconds"
         # Names are text, whatever they are.
         assert [row[0] for row in rows(browser, "namespaces")] == [EVIL, "another"]
         assert browser.value("document.images.length") == 0

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 import tempfile
 import time
@@ -47,7 +48,9 @@ def take(out: Path) -> None:
         disk.mkdir()
         flags = {"http_address": f"127.0.0.1:{port}", "disk": f"{disk}=1GiB"}
         with DaemonProcess("160MiB", **flags) as daemon, Tmux(COLUMNS, ROWS) as terminal, Chromium() as browser:
-            with EngineProcess(make_demo_llama(Path(own, "demo-llama")), daemon.directory, num_blocks=130) as engine:
+            with EngineProcess(
+                make_demo_llama(Path(own, "demo-llama")), daemon.directory, num_blocks=130, patient=False
+            ) as engine:
                 browser.open(f"http://127.0.0.1:{port}/")
                 terminal.run(CLI, "top", "--directory", str(daemon.directory))
                 chat(engine, time.monotonic() + SECONDS)
@@ -55,7 +58,8 @@ def take(out: Path) -> None:
                 screen = Text.from_ansi(terminal.screen(colours=True))
     console = Console(record=True, width=COLUMNS, file=sys.stderr, force_terminal=True, color_system="truecolor")
     console.print(screen)
-    (out / "top.svg").write_text(console.export_svg(title="kvoffd-cli top"))
+    drawn = console.export_svg(title="kvoffd-cli top")
+    (out / "top.svg").write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL))  # of another site
     print(f"{out}: page.png, top.svg")
 
 
