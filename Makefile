@@ -60,7 +60,7 @@ nightly: $(VENV)/.engine .cuda/.fetched ## run what is too long for every change
 shapes: $(VENV)/.engine .venv-torchvision/.built ## run a real vLLM in every shape of client/SHAPES.md that CI has no time for (half an hour)
 	$(BIN)/pytest -m 'shapes and not gpu' $(ARGS)
 
-routers: $(VENV)/.tools .venv-routers/.built ## have Dynamo's indexer and vLLM's router read KV events (0.4 GB)
+routers: $(VENV)/.engine .venv-routers/.built ## have Dynamo's indexer and vLLM's router read engines' KV events (0.4 GB)
 	$(BIN)/pytest tests/routers $(ARGS)
 
 next-vllm: $(VENV)/.engine ## run the connector's tests with the newest vLLM's Python over the CPU build's binaries
