@@ -25,6 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CONNECTOR = ROOT / "client" / "kvoffd_client" / "vllm"
 INDEX_TIMEOUT_S = 60
+NEWLY_NEEDED = ("orjson",)
+"""What 0.33 imports and the CPU build's environment lacks."""
 DOWNLOAD_TIMEOUT_S = 1800
 
 
@@ -63,6 +65,8 @@ def overlay(wheel: Path, installed: Path, directory: Path) -> Path:
     (metadata,) = tree.glob("vllm-*.dist-info/METADATA")
     text = metadata.read_text()
     metadata.write_text(re.sub(r"^Version: (\S+?)(\+\S+)?$", r"Version: \1+cpu", text, count=1, flags=re.MULTILINE))
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tree), *NEWLY_NEEDED]
+    subprocess.run(command, check=True, timeout=DOWNLOAD_TIMEOUT_S)
     return tree
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import random
 import re
 import sys
@@ -54,7 +55,7 @@ def take(out: Path) -> None:
                 browser.open(f"http://127.0.0.1:{port}/")
                 terminal.run(CLI, "top", "--directory", str(daemon.directory))
                 chat(engine, time.monotonic() + SECONDS)
-                browser.screenshot(out / "page.png")
+                (out / "page.png").write_bytes(base64.b64decode(browser.ask("Page.captureScreenshot")["data"]))
                 screen = Text.from_ansi(terminal.screen(colours=True))
     console = Console(record=True, width=COLUMNS, file=sys.stderr, force_terminal=True, color_system="truecolor")
     console.print(screen)
