@@ -82,11 +82,12 @@ class CopyJobs(Closing):
         nbytes = -(-layers * blocks * piece_bytes // GRANULARITY) * GRANULARITY
         self._address = driver.allocate(nbytes)
         (segment,) = export_segments([(self._address, nbytes)], driver)
-        shape = segment, layers, blocks, piece_bytes, self._address - segment.address
+        assert segment.address == self._address
+        memory = Registration.flat(0, segment, layers, blocks, piece_bytes)
         namespace = NamespaceSpec.named("bench gpu", layers=layers, page_bytes=piece_bytes, process=os.getpid())
         options = ClientOptions(request_timeout_s=WAIT_S)
         self._scheduler = SchedulerClient(directory, namespace, options=options)
-        self._worker = WorkerClient(directory, namespace, Registration.flat(0, *shape), options=options)
+        self._worker = WorkerClient(directory, namespace, memory, options=options)
         assert self._worker.wait_ready(WAIT_S), self._worker.problem
         assert self._scheduler.wait_ready(WAIT_S), self._scheduler.problem
         self._job_ids, self._order = itertools.count(1), np.random.default_rng(1)
