@@ -73,7 +73,7 @@ class _GpuCopying(ctypes.Structure):
         ("in_flight", ctypes.c_uint64),
         ("pinned", ctypes.c_void_p),
         *((name, ctypes.c_uint64) for name in ("chunk_bytes", "first_chunk", "from_pool")),
-        *((name, ctypes.c_uint64) for name in ("step_bytes", "step_pieces", "rows_bytes", "fewest_rows")),
+        *((name, ctypes.c_uint64) for name in ("step_bytes", "step_pieces", "rows_bytes", "fewest_rows", "most_rows")),
         *((name, ctypes.c_void_p) for name in ("to", "from", "sizes", "destination", "source", "size")),
         *((name, ctypes.c_uint64) for name in ("pieces", "piece", "piece_done", "next_event", "steps")),
         *((name, ctypes.c_uint64) for name in ("refused", "refused_status", "failed", "status", "lost")),
@@ -120,6 +120,7 @@ class GpuCopier:
                 step_pieces=step_pieces,
                 rows_bytes=ROWS_BYTES[direction],
                 fewest_rows=FEWEST_ROWS[direction],
+                most_rows=step_pieces,
                 **{"to": to, "from": of, "sizes": sizes},
             )
             self._undo = undo.pop_all()
@@ -138,7 +139,7 @@ class GpuCopier:
         if copying.refused:
             self.refused_batches += 1
             error = driver.error(_CALLS[copying.refused], copying.refused_status)
-            _log.warning("%s: copies are made without this call from now on: %s", self._name, error.message)
+            _log.warning("%s: pieces are not copied together in this way from now on: %s", self._name, error.message)
         if copying.failed:
             raise driver.error(_CALLS[copying.failed], copying.status)
 

@@ -63,6 +63,7 @@ struct gpu_copying {
     uint64_t from_pool; /* whether the sources are in the pool, or else the destinations */
     uint64_t step_bytes, step_pieces;
     uint64_t rows_bytes, fewest_rows; /* smaller pieces are copied as rows, where there are so many */
+    uint64_t most_rows;               /* of one copy; 1 once more were refused, as a driver may over several allocations */
     CUdeviceptr *to, *from;           /* [step_pieces] room for a batch */
     size_t *sizes;
 
@@ -119,6 +120,8 @@ static uint64_t count_rows(const struct gpu_copying *c, uint64_t most, uint64_t 
 
     if (most > c->pieces - c->piece)
         most = c->pieces - c->piece;
+    if (most > c->most_rows)
+        most = c->most_rows;
     if (most < 2 || to[1] - to[0] > MAX_PITCH || from[1] - from[0] > MAX_PITCH || to[1] - to[0] < *size ||
         from[1] - from[0] < *size)
         return 1;
@@ -151,7 +154,11 @@ static int copy_rows(struct gpu_copying *c, uint64_t rows, CUdeviceptr to, CUdev
     for (uint64_t i = 0; i < rows; i++)
         if (copy_one(c, to + i * all.dstPitch, from + i * all.srcPitch, size))
             return 1;
-    c->refused = ROWS, c->refused_status = status, c->rows = NULL;
+    c->refused = ROWS, c->refused_status = status;
+    if (rows > 1)
+        c->most_rows = 1;
+    else
+        c->rows = NULL;
     return 0;
 }
 

@@ -199,6 +199,20 @@ def rows(machine: Machine) -> list[str]:
     return [line.removeprefix("rows ") for line in machine.stub.log() if line.startswith("rows ")]
 
 
+def test_where_rows_of_several_pieces_are_refused_each_is_two_rows(machine: Machine) -> None:
+    """Only where that is refused too, small pieces go to the GPU as all others do."""
+    machine.pin()
+    machine.stub.fail("cuMemcpy2DAsync_v2", 1, 1)
+    for _ in range(2):
+        assert Job(machine, [4 * KIB] * 3, Direction.LOAD).is_done()
+    assert rows(machine) == ["2 of 2048"] * 3
+    machine.stub.fail("cuMemcpy2DAsync_v2", 1, 1)
+    for _ in range(2):
+        assert Job(machine, [4 * KIB] * 3, Direction.LOAD).is_done()
+    assert len(rows(machine)) == 3
+    assert machine.engine.stats(Direction.LOAD).refused_batches == 2
+
+
 @pytest.mark.parametrize("gap", [8, 1000, 64 * KIB])
 def test_small_pieces_at_equal_distances_are_rows_of_one_copy(machine: Machine, gap: int) -> None:
     """As the layers of a block are. No other small piece goes to a GPU but as two halves: see ROWS_BYTES."""
@@ -214,14 +228,14 @@ def test_small_pieces_at_equal_distances_are_rows_of_one_copy(machine: Machine, 
 
 def test_pieces_of_any_size_at_any_distance_arrive_whole(machine: Machine) -> None:
     """Blocks of some layers each, as plans have them, with one chunk of the pool that the driver does not pin."""
-    machine.stub.fail("cuMemHostRegister_v2", 3, UNKNOWN)
+    machine.stub.fail("cuMemHostRegister_v2", 2, UNKNOWN)
     machine.pins.acquire(0)
     wait_until(lambda: sum(machine.pins.progress[:2]) == POOL)
     made: Counter[str] = Counter()
     for seed in range(8):
         chance, sizes, gaps = random.Random(seed), list[int](), list[int]()
         machine.stub.set("seed", seed)
-        while sum(sizes) + sum(gaps) < POOL // 4:
+        while sum(sizes) + sum(gaps) < 3 * POOL // 8:
             layers, size = chance.choice([1, 2, 7, 64]), chance.choice([100, 2 * KIB, 4 * KIB + 1, 24 * KIB, 96 * KIB])
             sizes += [size] * layers
             gaps += [chance.choice([0, 8, 8, 8, 512])] * layers
