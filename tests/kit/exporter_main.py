@@ -23,6 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import kvoffd_client.transport  # noqa: F401 - the user that it becomes may not read Python's library
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_client.cuda_export import export_segments
 from kvoffd_client.jobs import GroupTransfer, Job
