@@ -176,8 +176,8 @@ class CopyQueue:
         lock = threading.Lock()
         self._wake, self._to_read = threading.Condition(lock), threading.Condition(lock)
         self._waiting: dict[Transfer, None] = {}
-        # With the thread that copies it; 0 while none does.
-        self._running: dict[Transfer, int] = {}
+        # With the threads that copy it, or read it for its checksums; none while it waits for one that reads.
+        self._running: dict[Transfer, set[int]] = {}
         self._unread: deque[_Reading] = deque()
         # Transfers that do not come back, and since when their thread has not even wanted a CPU.
         self._overdue: dict[Transfer, float] = {}
@@ -220,13 +220,13 @@ class CopyQueue:
             for transfer in waiting:
                 del self._waiting[transfer]
             late: list[Transfer] = []
-            for transfer, thread_id in self._running.items():
+            for transfer, threads in self._running.items():
                 if now >= transfer.deadline:
                     transfer.must_end(Outcome.DEADLINE)
                 if now >= transfer.deadline + OVERDUE_GRACE_S:
                     if transfer not in self._overdue:
                         late.append(transfer)
-                    elif not _wants_cpu(thread_id):
+                    elif not all(map(_wants_cpu, threads)):
                         continue
                     self._overdue[transfer] = now
         for transfer in waiting:
@@ -266,7 +266,7 @@ class CopyQueue:
                     return
                 transfer = next(iter(self._waiting))
                 del self._waiting[transfer]
-                self._running[transfer] = threading.get_native_id()
+                self._running[transfer] = {threading.get_native_id()}
             self._serve(copy, transfer)
 
     def _serve(self, copy: Callable[[Transfer], None], transfer: Transfer) -> None:
@@ -284,7 +284,7 @@ class CopyQueue:
             # Never after ``stop``, when nobody would read it.
             unread = storing and transfer.ending is None and checksums is not None and 0 in checksums.sums
             if unread and len(self._unread) < self._max_unread:
-                self._running[transfer] = 0
+                self._running[transfer].clear()
                 parts = transfer.unread_parts()
                 self._unread.append(_Reading(transfer, parts, len(parts)))
                 self._to_read.notify(len(parts))
@@ -296,6 +296,7 @@ class CopyQueue:
 
     def _read_all(self) -> None:
         self._on_start()
+        thread_id = threading.get_native_id()
         while True:
             with self._wake:
                 self._to_read.wait_for(lambda: self._unread or self._stopped)
@@ -305,10 +306,11 @@ class CopyQueue:
                 transfer, part = reading.transfer, reading.parts.popleft()
                 if not reading.parts:
                     self._unread.popleft()
-                self._running[transfer] = threading.get_native_id()
+                self._running[transfer].add(thread_id)
             with _failing(transfer):
                 self._read(partial(transfer.read_part, part))
             with self._wake:
+                self._running[transfer].discard(thread_id)
                 reading.open -= 1
                 ended = not reading.open
             if ended:

@@ -219,7 +219,7 @@ def show(runs: list[Run]) -> str:
     console.print(table)
     if PROGRAM is None:
         console.print("Another node was not tried: there is no redis-server (`make servers` installs one).\n")
-    console.print(LEGEND, soft_wrap=True)
+    console.print(LEGEND)
     equal = all(run.answers == cold.answers for run in runs)
     found = {
         "ttft_ms": {run.title: round(run.ttft_ms, 1) for run in runs},

@@ -22,7 +22,7 @@ from tests.kit.stub_cuda import StubCuda
 from tests.kit.waiting import wait_until
 
 KIB = 1 << 10
-POOL = 4 * STEP_BYTES
+POOL = 5 * STEP_BYTES
 UNKNOWN = 999  # an error after which the driver goes on
 SIZES = [1, 511, 4 * KIB, 16 * KIB - 8, 64 * KIB, 256 * KIB - 1, 256 * KIB, 300 * KIB, STEP_BYTES + 12345]
 
@@ -37,6 +37,8 @@ class Machine:
         self.memory = PoolMemory.create(POOL, "test")
         self.pool = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * POOL).from_address(self.memory.address))
         self.pins = PinnedPool(self.driver, self.memory.address, POOL, STEP_BYTES)
+        self.first_chunk = -self.memory.address % STEP_BYTES
+        """Where the pool's first whole chunk begins."""
         self.gpu = stub.allocate(POOL)
         self._engine: GpuEngine | None = None
 
@@ -76,7 +78,8 @@ class Job:
         self.outcome: Outcome | None = None
         self.done = threading.Event()
         ends = [np.cumsum(np.array(sizes) + one) for one in (8, gap)]
-        offsets = [np.concatenate(([24], 24 + end[:-1])).astype(np.uint64) for end in ends]
+        begin = machine.first_chunk + 24
+        offsets = [np.concatenate(([begin], begin + end[:-1])).astype(np.uint64) for end in ends]
         assert int(max(offset[-1] for offset in offsets)) + sizes[-1] <= POOL
         views, bases = [machine.pool, machine.gpu.view], [machine.memory.address, machine.gpu.address]
         if direction is Direction.LOAD:
@@ -270,7 +273,7 @@ def test_an_error_fails_the_transfer_after_its_copies_have_ended(machine: Machin
     bad = Job(machine, [2 << 20] * 12)
     assert bad.wait() is Outcome.FAILED
     launched = next(int(line.split()[1]) for line in machine.stub.log() if line.startswith("copy "))
-    first = slice(24, 24 + launched)
+    first = slice(machine.first_chunk + 24, machine.first_chunk + 24 + launched)
     assert np.array_equal(machine.pool[first], bad.expected_to[first]), "a copy was left in the stream"
     assert Job(machine, [4 * KIB] * 10, Direction.LOAD).is_done()
 
