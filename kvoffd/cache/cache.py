@@ -498,8 +498,10 @@ class Cache:
             tokens = max(tokens, asked * namespace.groups[number].tokens_per_block)
             if ready == asked:
                 continue
-            if limited := before.count(READY) - ready:
-                counters.misses[MissReason.LEASE_LIMIT] += limited
+            if before.count(READY) > ready:  # those that a fill has evicted meanwhile come up again
+                of_pool, shown = np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)
+                if limited := int(((of_pool == READY) & (shown == ABSENT)).sum()):
+                    counters.misses[MissReason.LEASE_LIMIT] += limited
             if partial := after.count(WRITING):
                 counters.misses[MissReason.PARTIAL] += partial
             if ABSENT in after:

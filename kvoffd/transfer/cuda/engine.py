@@ -39,7 +39,7 @@ STEP_PIECES = 512
 ROWS_BYTES = {Direction.LOAD: 32 << 10, Direction.STORE: 16 << 10}
 FEWEST_ROWS = {Direction.LOAD: 1, Direction.STORE: 32}
 # A copy engine on PCIe 5 writes 53 GB/s; a thread reads 8 to 10 of what is in memory, not in a cache.
-CHECKSUM_THREADS = min(8, max(2, len(os.sched_getaffinity(0)) // 2))
+CHECKSUM_THREADS = min(8, max(2, (os.cpu_count() or 1) // 2))
 _UNBOUNDED_S = 1e9
 
 _CALLS = (
