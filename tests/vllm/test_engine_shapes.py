@@ -98,8 +98,8 @@ SHAPES = {
 }
 
 
-# Not in CI until this is found out: in one of ten runs both ranks wait for the whole UNREGISTER_TIMEOUT_S at the reset,
-# so that the engine gives its workers up for that prompt and computes it.
+# Not in CI until this is found out: in one of ten runs prompts after the reset were computed, and the sessions of both
+# ranks ended late, as if neither had been told in time that its memory is unregistered.
 @pytest.mark.shapes
 @pytest.mark.usefixtures("early_server")
 def test_tensor_parallel(tmp_path: Path) -> None:
