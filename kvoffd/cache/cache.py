@@ -498,7 +498,7 @@ class Cache:
             tokens = max(tokens, asked * namespace.groups[number].tokens_per_block)
             if ready == asked:
                 continue
-            if before.count(READY) > ready:  # those that a fill has evicted meanwhile come up again
+            if before.count(READY) > ready:  # what a fill of this lookup has evicted comes up again
                 of_pool, shown = np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)
                 if limited := int(((of_pool == READY) & (shown == ABSENT)).sum()):
                     counters.misses[MissReason.LEASE_LIMIT] += limited
