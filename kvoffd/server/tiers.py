@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.memory import Post
 from kvoffd.server.persistence import State
+from kvoffd.system.numa import usable_cpus
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.tiering import Tiering
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 CLOSE_STEP_S = 0.02
 """Time that each shared store has at least to close."""
 STOP_OPENING_S = 1.0
-TRICKLE_BYTES = 4 * 2**20 * (os.cpu_count() or 1)
-"""What is written in a tick while engines copy: the more cores there are, the less of it do copies feel."""
+TRICKLE_BYTES = 4 * 2**20
+"""What is written in a tick while engines copy, for each CPU: the more there are, the less of it do copies feel."""
 HARMLESS_ERRORS = {DiskFault.NOT_DIRECT, DiskFault.STARTED_ANEW, DiskFault.TOO_LARGE, DiskFault.TRUNCATED}
 """Kinds of what a disk tier reports that are no fault of the drive now."""
 OpenStores = Sequence[Callable[[], Store]]
@@ -79,6 +79,7 @@ class Tiers:
         self._post, self._engines_busy, self._state = post, engines_busy, state
         self._disks: list[Disk] = []
         self._stopping = False
+        self._trickle_bytes = TRICKLE_BYTES * len(usable_cpus())
         self.shared: list[SharedTier] = []
         self.tiering: Tiering | None = None
 
@@ -108,7 +109,7 @@ class Tiers:
         """Use the stores that nodes share."""
         config, tiering, self.shared = self._config, self.use(), shared
         mode = WriteMode(config.shared_write)
-        settings = TieringSettings(mode, deadline_s=config.shared_deadline_s, trickle_bytes=TRICKLE_BYTES)
+        settings = TieringSettings(mode, deadline_s=config.shared_deadline_s, trickle_bytes=self._trickle_bytes)
         for tier in shared:
             tiering.share(tier, settings)
 
@@ -121,7 +122,7 @@ class Tiers:
             WriteMode(config.disk_write),
             config.disk_write_bytes_per_day,
             deadline_s=config.disk_deadline_s,
-            trickle_bytes=TRICKLE_BYTES,
+            trickle_bytes=self._trickle_bytes,
         )
         self.tiering = Tiering(self._cache, self._events, self._clock, settings, self._engines_busy)
         spent, at = self._state.known.disk_spent

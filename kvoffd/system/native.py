@@ -11,7 +11,7 @@ from typing import Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 1
+VERSION = 2
 """Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
 changes: an old library would read wrong memory."""
 
@@ -38,6 +38,7 @@ class Native:
             without_gil, with_gil = (partial(_function, library) for library in libraries)
             columns = (address, address, address, number)
             self.host_copy = without_gil("host_copy", number, *columns, *columns, address)
+            self.digests = without_gil("digests", None, *columns)
             self.gpu_copy = without_gil("gpu_copy", None, address, address)
             # These take microseconds, less than to get the GIL back from another thread: they keep it.
             self.recover_records = without_gil("recover_records", None, address, address, number, number)

@@ -146,7 +146,7 @@ class CopyStats(NamedTuple):
     checksum_seconds: float = 0.0
     """CPU seconds that went into checksums which the copy loop has not taken."""
     refused_batches: int = 0
-    """Batches of copies that a CUDA driver refused, so that their pieces were copied one by one."""
+    """Batches and rows of copies that a CUDA driver refused, so that their pieces were copied one by one."""
 
     def plus(self, other: CopyStats) -> CopyStats:
         return CopyStats(*map(add, self, other))

@@ -1,7 +1,8 @@
-/* The copy loop of host memory, and the XXH3 checksums of the slots it fills, in one pass over the bytes.
+/* The copy loop of host memory, and the XXH3 checksums of the slots it fills, in one pass over the bytes; and those of
+ * slots that others have filled.
  *
- * Called by engine.py without the interpreter's lock. Plain C for any little-endian machine; where the compiler can,
- * it makes wider versions of the loop, and the loader picks one.
+ * Called by engine.py without the interpreter's lock. Plain C for any little-endian machine, with the one instruction of
+ * SSE2 that compilers do not find.
  */
 #include <stdint.h>
 #include <string.h>
@@ -13,12 +14,6 @@
 #error "XXH3 reads little-endian words"
 #endif
 
-#if defined(WIDEST) /* by a test, for one version of the loop */
-#elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define WIDEST
-#endif
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 /* Read so far ahead of the copy: a page, so that the walk for its address is over when its bytes are wanted. */
@@ -45,12 +40,17 @@ static const uint8_t KEY[192] = {
     0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-typedef uint64_t stripe __attribute__((vector_size(STRIPE), aligned(1), may_alias));
-#if defined(SWAP_PAIRS) /* wrongly, by a test */
+typedef uint64_t pair __attribute__((vector_size(16), may_alias));
+typedef pair unaligned_pair __attribute__((aligned(1)));
+enum { PAIRS = 4 };
+typedef struct {
+    pair of[PAIRS];
+} stripe;
+#if defined(SWAPPED) /* wrongly, by a test */
 #elif defined(__clang__)
-#define SWAP_PAIRS(v) __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6)
+#define SWAPPED(v) __builtin_shufflevector(v, v, 1, 0)
 #else
-#define SWAP_PAIRS(v) __builtin_shuffle(v, (stripe){1, 0, 3, 2, 5, 4, 7, 6})
+#define SWAPPED(v) __builtin_shuffle(v, (pair){1, 0})
 #endif
 
 /* The slots that a plan fills, in its order. */
@@ -65,40 +65,62 @@ struct filling {
 
 static ALWAYS_INLINE stripe load(const void *from)
 {
-    return *(const stripe *)from;
+    const unaligned_pair *pairs = from;
+
+    return (stripe){{pairs[0], pairs[1], pairs[2], pairs[3]}};
+}
+
+/* The products of the lower halves of two pairs' words. */
+static ALWAYS_INLINE pair products(pair one, pair other)
+{
+#if defined(__SSE2__)
+    return (pair)_mm_mul_epu32((__m128i)one, (__m128i)other); /* for the line below GCC makes three of these */
+#else
+    return (one & 0xffffffff) * (other & 0xffffffff);
+#endif
 }
 
 static ALWAYS_INLINE stripe scrambled(stripe sums)
 {
-    sums ^= sums >> 47;
-    sums ^= load(KEY + SCRAMBLE_KEY);
-    return (sums & 0xffffffff) * PRIME32_1 + (((sums >> 32) * PRIME32_1) << 32);
+    const stripe key = load(KEY + SCRAMBLE_KEY);
+    const pair prime = {PRIME32_1, PRIME32_1};
+
+    for (int i = 0; i < PAIRS; i++) {
+        pair mixed = sums.of[i] ^ (sums.of[i] >> 47) ^ key.of[i];
+        sums.of[i] = products(mixed, prime) + (products(mixed >> 32, prime) << 32);
+    }
+    return sums;
 }
 
 static ALWAYS_INLINE stripe added(stripe sums, stripe data, const uint8_t *key)
 {
-    stripe keyed = data ^ load(key);
-    return sums + SWAP_PAIRS(data) + (keyed & 0xffffffff) * (keyed >> 32);
+    const stripe keys = load(key);
+
+    for (int i = 0; i < PAIRS; i++) {
+        pair keyed = data.of[i] ^ keys.of[i];
+        sums.of[i] += SWAPPED(data.of[i]) + products(keyed, keyed >> 32);
+    }
+    return sums;
 }
 
 /* Past the caches: they would read every line before it is overwritten, which costs half as much again as the copy, and
  * would lose all they hold to bytes that are not read soon. `to` is aligned to a stripe. */
-static ALWAYS_INLINE void put(uint8_t *to, const stripe *data)
+static ALWAYS_INLINE void put(uint8_t *to, stripe data)
 {
+    for (int i = 0; i < PAIRS; i++)
 #if defined(__SSE2__)
-    for (int part = 0; part < 4; part++)
-        _mm_stream_si128((__m128i *)to + part, ((const __m128i *)data)[part]);
+        _mm_stream_si128((__m128i *)to + i, (__m128i)data.of[i]);
 #else
-    *(stripe *)to = *data;
+        ((pair *)to)[i] = data.of[i];
 #endif
 }
 
 /* Copies `count` stripes to `to`, the first of them being number `first` of its slot, and adds them to the slot's sums,
- * if there are any. What will be copied after them lies at `next`. */
+ * if there are any; where `to` is NULL it only reads them. What will be read after them lies at `next`. */
 static ALWAYS_INLINE void stripes(uint8_t *to, const uint8_t *from, uint64_t count, uint64_t first,
                                   uint64_t *slot_sums, const uint8_t *next)
 {
-    stripe sums = {0};
+    stripe sums = {{{0}}};
     uint64_t nbytes = count * STRIPE;
 
     if (slot_sums)
@@ -111,7 +133,8 @@ static ALWAYS_INLINE void stripes(uint8_t *to, const uint8_t *from, uint64_t cou
             stripe data = load(from + at);
             if (slot_sums)
                 sums = added(sums, data, KEY + 8 * (in_block + i));
-            put(to + at, &data);
+            if (to)
+                put(to + at, data);
         }
         first += run;
         if (slot_sums && first % STRIPES_PER_BLOCK == 0)
@@ -121,13 +144,18 @@ static ALWAYS_INLINE void stripes(uint8_t *to, const uint8_t *from, uint64_t cou
         memcpy(slot_sums, &sums, sizeof sums);
 }
 
-WIDEST static void copy_summed(uint8_t *to, const uint8_t *from, uint64_t count, uint64_t first, uint64_t *slot_sums,
-                               const uint8_t *next)
+static void copy_summed(uint8_t *to, const uint8_t *from, uint64_t count, uint64_t first, uint64_t *slot_sums,
+                        const uint8_t *next)
 {
     stripes(to, from, count, first, slot_sums, next);
 }
 
-WIDEST static void copy_stripes(uint8_t *to, const uint8_t *from, uint64_t count, const uint8_t *next)
+static void read_summed(const uint8_t *from, uint64_t count, uint64_t *slot_sums, const uint8_t *next)
+{
+    stripes(NULL, from, count, 0, slot_sums, next);
+}
+
+static void copy_stripes(uint8_t *to, const uint8_t *from, uint64_t count, const uint8_t *next)
 {
     stripes(to, from, count, 0, NULL, next);
 }
@@ -150,23 +178,15 @@ static void begin_slot(struct filling *c)
     c->filled = 0;
 }
 
-static uint64_t word(const uint8_t *from)
-{
-    uint64_t value;
-
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-
 static uint64_t checksum(const struct filling *c)
 {
     uint64_t length = c->slot_bytes[c->at_slot], hash = length * PRIME64_1;
     const uint8_t *end = (const uint8_t *)c->slot[c->at_slot] + length;
     stripe last = added(load(c->sums), load(end - STRIPE), KEY + LAST_KEY);
 
-    for (int i = 0; i < 4; i++) {
-        unsigned __int128 product = (unsigned __int128)(last[2 * i] ^ word(KEY + MERGE_KEY + 16 * i)) *
-                                    (last[2 * i + 1] ^ word(KEY + MERGE_KEY + 16 * i + 8));
+    for (int i = 0; i < PAIRS; i++) {
+        pair keyed = last.of[i] ^ *(const unaligned_pair *)(KEY + MERGE_KEY + 16 * i);
+        unsigned __int128 product = (unsigned __int128)keyed[0] * keyed[1];
         hash += (uint64_t)product ^ (uint64_t)(product >> 64);
     }
     hash ^= hash >> 37;
@@ -261,4 +281,21 @@ uint64_t kvoffd_host_copy(const uint64_t *destination, const uint64_t *source, c
     _mm_sfence(); /* whoever hears of these bytes sees them */
 #endif
     return copied;
+}
+
+/* Takes the checksums of slots; that of less than 241 bytes stays 0. */
+void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *sum, uint64_t slots)
+{
+    struct filling c = {.slot = slot, .slot_bytes = slot_bytes, .sum = sum, .slots = slots};
+
+    for (; c.at_slot < slots; c.at_slot++) {
+        const uint8_t *from = (const uint8_t *)slot[c.at_slot];
+        uint64_t length = slot_bytes[c.at_slot];
+        if (length < SHORTEST)
+            continue;
+        begin_slot(&c);
+        read_summed(from, (length - 1) / STRIPE, c.sums,
+                    c.at_slot + 1 < slots ? (const uint8_t *)slot[c.at_slot + 1] : from + length - STRIPE);
+        sum[c.at_slot] = checksum(&c);
+    }
 }

@@ -286,7 +286,7 @@ class CopyStats(Part, frozen=True):
     running_jobs: Annotated[Count, doc("Copy jobs that run.")] = 0
     checksum_seconds: Annotated[Seconds, doc("CPU seconds spent on the checksums of copy jobs.")] = 0.0
     refused_batches: Annotated[
-        Count, doc("Batches of copies that a CUDA driver refused: they were copied piece by piece.")
+        Count, doc("Batches and rows of copies that a CUDA driver refused: they were copied piece by piece.")
     ] = 0
 
 

@@ -33,6 +33,7 @@ def test_every_case_is_measured_and_nothing_is_left_behind(machine: Machine, mon
         stats = admin.stats()
     assert stats.pool.of("free") == stats.pool.size_bytes
     assert stats.errors == {}
+    assert (stats.store.refused_batches, stats.load.refused_batches) == (0, 0)
 
 
 @pytest.mark.parametrize("machine", ["stub"], indirect=True)

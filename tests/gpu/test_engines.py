@@ -47,7 +47,9 @@ def test_shape(name: str, tmp_path: Path) -> None:
     if shape.workers > real_gpus():
         pytest.skip(f"{shape.workers} GPUs are needed")
     with DaemonProcess("256MiB") as daemon:
-        check_runs(shape, run_shape(shape, shape.make(tmp_path / name), daemon))
+        runs = run_shape(shape, shape.make(tmp_path / name), daemon)
+    check_runs(shape, runs)
+    assert (runs.after.store.refused_batches, runs.after.load.refused_batches) == (0, 0)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -72,4 +74,6 @@ def test_an_engine_that_slept_loads_its_blocks(level: int, tmp_path: Path) -> No
             wait_connected(daemon.directory)
             (warm,) = engine.generate(asked)
         assert (warm.tokens, warm.cached) == (own.tokens, own.cached)
-        assert admin.stats().load.failed_jobs == 0
+        after = admin.stats()
+        assert after.load.failed_jobs == 0
+        assert (after.store.refused_batches, after.load.refused_batches) == (0, 0)

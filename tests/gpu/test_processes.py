@@ -51,6 +51,9 @@ def test_blocks_come_back_byte_for_byte(machine: Machine, kind: str, page_bytes:
         assert [after[block] for block in (1, 2, 3, 6)] == [other[block] for block in (1, 2, 3, 6)], (
             "others were written"
         )
+    with AdminClient(machine.daemon.directory) as admin:
+        stats = admin.stats()
+    assert (stats.store.refused_batches, stats.load.refused_batches) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvoffd.errors import PoolTooLarge
 from kvoffd.pool.backing import MemfdBacking
@@ -128,3 +129,12 @@ def test_no_flipped_bit_makes_a_record_ready_and_its_state_cannot_tear() -> None
     assert all((one ^ other).bit_count() >= 16 for one in states for other in states if one is not other)
     assert (RECORD.fields["state"][1], RECORD.fields["state"][0]) == (0, np.dtype("=u8"))  # type: ignore[index]
     assert RECORD_BYTES % 64 == TableGeometry(64 * MIB, 4 * MIB).records_at % 64 == 0
+
+
+def test_checksums_are_those_of_the_library(pool: Pool) -> None:
+    pool.buffer[: 1 << 18] = np.random.default_rng(1).bytes(1 << 18)
+    places = [(3 * length, length) for length in (*range(1, 300), 1024, 4095, 65537)]
+    assert pool.digests(places) == [xxhash.xxh3_64_intdigest(pool.buffer[at : at + size]) for at, size in places]
+    assert pool.digests([]) == []
+    with pytest.raises(AssertionError):
+        pool.digests([(64 * MIB - 64, 65)])

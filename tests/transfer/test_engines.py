@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvoffd.system.native import native
-from kvoffd.transfer.cuda.engine import CHECKSUM_THREADS, GpuEngine, PinnedChunks
+from kvoffd.transfer.cuda.engine import GpuEngine, PinnedChunks, checksum_threads
 from kvoffd.transfer.engine import (
     MAX_UNREAD_STORES,
     OVERDUE_GRACE_S,
@@ -404,9 +404,9 @@ def test_a_copy_thread_reads_checksums_only_where_readers_are_behind(harness: Ha
     assert sums.at_gate.wait(WAIT_S)
     assert not slow.ends
     assert harness.engine.stats(Direction.STORE)[:2] == (0, 1)
-    jobs = [Job(20, sums=sums) for _ in range(CHECKSUM_THREADS - 1 + MAX_UNREAD_STORES + 2)]
+    jobs = [Job(20, sums=sums) for _ in range(checksum_threads() - 1 + MAX_UNREAD_STORES + 2)]
     harness.submit(*jobs)
-    wait_until(lambda: len(sums.threads) == CHECKSUM_THREADS + 1)
+    wait_until(lambda: len(sums.threads) == checksum_threads() + 1)
     assert not jobs[-1].is_copied()
     assert harness.run(Job(direction=Direction.LOAD)) is Outcome.DONE
     assert not harness.engine.cancel(slow.transfer)

@@ -303,7 +303,9 @@ def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:
     """Failures, most frequent first, each with what it means."""
     meanings = {name.lower(): code.sentence for name, code in ErrorCode.__members__.items()}
     meanings["unread_replies"] = "Replies were dropped, since a client has left too many unread."
-    meanings["refused_batches"] = "A CUDA driver refused batches of copies, which were made one by one, slowly."
+    meanings["refused_batches"] = (
+        "A CUDA driver refused batches or rows of copies: their pieces are copied one by one, slowly."
+    )
     found = Counter(now.errors)
     found["unread_replies"] += now.replies_dropped.get("unread", 0)
     found["refused_batches"] += now.store.refused_batches + now.load.refused_batches

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.system.native import native
-from kvoffd.system.numa import NOWHERE, Locality, run_near
+from kvoffd.system.numa import NOWHERE, Locality, run_near, usable_cpus
 from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyStats, Transfer
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.cuda import Cuda, CudaError
@@ -38,8 +37,6 @@ STEP_PIECES = 512
 # From the GPU rows are faster than a batch where they have 128 KiB together.
 ROWS_BYTES = {Direction.LOAD: 32 << 10, Direction.STORE: 16 << 10}
 FEWEST_ROWS = {Direction.LOAD: 1, Direction.STORE: 32}
-# A copy engine on PCIe 5 writes 53 GB/s; a thread reads 8 to 10 of what is in memory, not in a cache.
-CHECKSUM_THREADS = min(8, max(2, (os.cpu_count() or 1) // 2))
 _UNBOUNDED_S = 1e9
 
 _CALLS = (
@@ -76,15 +73,25 @@ class _GpuCopying(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("step_bytes", "step_pieces", "rows_bytes", "fewest_rows", "most_rows")),
         *((name, ctypes.c_void_p) for name in ("to", "from", "sizes", "destination", "source", "size")),
         *((name, ctypes.c_uint64) for name in ("pieces", "piece", "piece_done", "next_event", "steps")),
-        *((name, ctypes.c_uint64) for name in ("refused", "refused_status", "failed", "status", "lost")),
+        ("refusals", ctypes.c_uint64),
+        *((name, ctypes.c_uint64 * 3) for name in ("refused", "refused_status")),
+        *((name, ctypes.c_uint64) for name in ("failed", "status", "lost")),
     )
+
+
+def checksum_threads() -> int:
+    """Half of the CPUs that the caller may use, 2 to 8.
+
+    A copy engine on PCIe 5 writes 53 GB/s. A thread reads 8 to 10 of what is in memory, not in a cache.
+    """
+    return min(8, max(2, len(usable_cpus()) // 2))
 
 
 class GpuCopier:
     """One direction's stream, with what it needs. Made and closed where the GPU's context is current.
 
     Attributes:
-        refused_batches: calls for many pieces that the driver refused; after one there are no more of its kind.
+        refused_batches: copies of batches and rows that the driver refused; after one there are no more of its kind.
     """
 
     def __init__(
@@ -136,9 +143,9 @@ class GpuCopier:
         native().gpu_copy(ctypes.byref(copying), ctypes.byref(transfer.stop))
         if copying.lost:
             driver.lose(driver.error(_CALLS[-1], copying.lost))
-        if copying.refused:
+        for at in range(copying.refusals):
             self.refused_batches += 1
-            error = driver.error(_CALLS[copying.refused], copying.refused_status)
+            error = driver.error(_CALLS[copying.refused[at]], copying.refused_status[at])
             _log.warning("%s: pieces are not copied together in this way from now on: %s", self._name, error.message)
         if copying.failed:
             raise driver.error(_CALLS[copying.failed], copying.status)
@@ -180,7 +187,7 @@ class GpuEngine(CopyEngine):
                 copier = self._copiers[one] = GpuCopier(driver, one, pinned, name, step_pieces)
                 undo.callback(copier.close)
             for one, copier in self._copiers.items():
-                readers = CHECKSUM_THREADS if one is Direction.STORE else 0
+                readers = checksum_threads() if one is Direction.STORE else 0
                 threads = f"kvoffd-gpu-{one.value}"
                 queues[one] = CopyQueue(threads, clock, [copier.copy], readers, lambda: run_near(locality))
             self._undo = undo.pop_all()

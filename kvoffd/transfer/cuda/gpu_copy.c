@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 enum { ROWS = 1, BATCH, COPY, RECORD, WAIT, SYNC }; /* calls that fail or are refused; engine.py names them */
+enum { WAYS = 3 }; /* that a driver may refuse: rows of several pieces, rows of one, batches */
 
 #if !defined(CUDA_VERSION) /* a test compiles this behind NVIDIA's cuda.h */
 typedef int CUresult;
@@ -72,7 +73,7 @@ struct gpu_copying {
 
     uint64_t piece, piece_done; /* the next piece, and the bytes of it that are given to the driver */
     uint64_t next_event, steps; /* steps in flight, the oldest behind event next_event - steps */
-    uint64_t refused, refused_status; /* the call that single copies could do: there are none of it from then on */
+    uint64_t refusals, refused[WAYS], refused_status[WAYS]; /* the calls that single copies could do: none follow */
     uint64_t failed, status;    /* the call that failed, and its status; then the plan is not copied */
     uint64_t lost;              /* status of the wait for what was in flight then: nobody knows what becomes of it */
 };
@@ -87,6 +88,12 @@ static int fail(struct gpu_copying *c, int call, int status)
 static int copy_one(struct gpu_copying *c, CUdeviceptr to, CUdeviceptr from, size_t size)
 {
     return fail(c, COPY, c->copy(to, from, size, c->stream));
+}
+
+static void note_refusal(struct gpu_copying *c, int call, int status)
+{
+    c->refused[c->refusals] = call;
+    c->refused_status[c->refusals++] = status;
 }
 
 /* Copies what is in `to`, `from` and `sizes`. */
@@ -106,7 +113,8 @@ static int copy_batch(struct gpu_copying *c, uint64_t count)
     for (uint64_t i = 0; i < count; i++)
         if (copy_one(c, c->to[i], c->from[i], c->sizes[i]))
             return 1;
-    c->refused = BATCH, c->refused_status = status, c->batch = NULL; /* single copies do work, so it was the batch */
+    note_refusal(c, BATCH, status); /* single copies do work, so it was the batch */
+    c->batch = NULL;
     return 0;
 }
 
@@ -154,7 +162,7 @@ static int copy_rows(struct gpu_copying *c, uint64_t rows, CUdeviceptr to, CUdev
     for (uint64_t i = 0; i < rows; i++)
         if (copy_one(c, to + i * all.dstPitch, from + i * all.srcPitch, size))
             return 1;
-    c->refused = ROWS, c->refused_status = status;
+    note_refusal(c, ROWS, status);
     if (rows > 1)
         c->most_rows = 1;
     else
@@ -221,7 +229,7 @@ static void wait_oldest(struct gpu_copying *c)
 void kvoffd_gpu_copy(struct gpu_copying *c, const uint32_t *stop)
 {
     c->piece = c->piece_done = c->next_event = c->steps = 0;
-    c->refused = c->refused_status = c->failed = c->status = c->lost = 0;
+    c->refusals = c->failed = c->status = c->lost = 0;
     while (c->piece < c->pieces && !c->failed && !__atomic_load_n(stop, __ATOMIC_RELAXED)) {
         if (c->steps == c->in_flight)
             wait_oldest(c);

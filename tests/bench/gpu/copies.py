@@ -25,8 +25,8 @@ from tests.bench.gpu.driver import BenchDriver
 from tests.kit.waiting import wait_until
 
 KEY_BYTES = 32
-LAYERS = 16
-"""As many as a model of 1 B parameters has: the daemon's work for one key is spread over so many pieces."""
+LAYERS = 64
+"""As a model of 32 B parameters has. Stores of small pieces are rows from 32 on."""
 MAX_BLOCK_BYTES = 4 << 20
 """With large pieces fewer layers make a block, so that every pool has room for it."""
 GRANULARITY = 2 << 20

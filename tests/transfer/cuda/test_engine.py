@@ -197,6 +197,17 @@ def test_what_a_call_is_refused_for_is_copied_one_by_one(
     assert refused == [1, 0]
 
 
+def test_each_refusal_of_a_copy_is_counted_and_logged(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.pin()
+    machine.stub.fail("cuMemcpy2DAsync_v2", 1, 1)
+    machine.stub.fail("cuMemcpyBatchAsync", 1, 2)
+    with caplog.at_level(logging.WARNING):
+        assert Job(machine, [4 * KIB] * 40 + [64 * KIB] * 40, Direction.LOAD).is_done()
+    logged = [record.message.partition(" from now on: ")[2].partition(" failed")[0] for record in caplog.records]
+    assert sorted(logged) == ["cuMemcpy2DAsync_v2", "cuMemcpyBatchAsync"]
+    assert machine.engine.stats(Direction.LOAD).refused_batches == 2
+
+
 def rows(machine: Machine) -> list[str]:
     """The copies in rows that were made: their number and length in bytes."""
     return [line.removeprefix("rows ") for line in machine.stub.log() if line.startswith("rows ")]
