@@ -1,7 +1,10 @@
-"""Which functions a lookup that hits and a store run through, in a real engine and a real daemon.
+"""Which functions a lookup that hits, its load and a store run through, in a real engine and a real daemon.
 
-``python -m tests.tools.ways`` prints each function of kvoffd once, in the order of its first call, by process. What a
-prompt without a full block calls too (each step of an engine, the daemon's turns of the loop) is left out.
+``python -m tests.tools.ways`` prints each function of kvoffd once, in the order of its first call, by way and process.
+
+* A lookup ends where vLLM has its answer and prepares the load. A store begins where vLLM prepares it.
+* What a prompt without a full block calls too is left out: each step of an engine, the daemon's turns of the loop.
+* So is what only counts or reports, and what a lookup leaves to be done when its reply is out (``LEFT_OUT``).
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ ROOTS = tuple(ROOT + name for name in ("kvoffd", "client", "proto"))
 CALLS = "calls.json"
 Call = tuple[float, str, str]  # when (monotonic), file, function
 SHORT, PROMPT = list(range(1, 20)), list(range(3, 303))
+LEFT_OUT = {"Service.tick", "Cache.note_requests", "report_requests", "report_engine"}
+"""With all that these functions call."""
 COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
 
 
@@ -31,8 +36,14 @@ def record(calls: list[Call]) -> None:
 
     def note(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(ROOTS) and code.co_name not in COMPREHENSIONS:
-            calls.append((time.monotonic(), code.co_filename, code.co_qualname))
+        if event != "call" or not code.co_filename.startswith(ROOTS) or code.co_name in COMPREHENSIONS:
+            return
+        now, file, name = time.monotonic(), code.co_filename, code.co_qualname
+        while frame is not None:
+            if frame.f_code.co_qualname in LEFT_OUT:
+                return
+            frame = frame.f_back
+        calls.append((now, file, name))
 
     threading.setprofile(note)
     sys.setprofile(note)
@@ -93,7 +104,13 @@ def main() -> None:
     os.kill(process, signal.SIGTERM)
     os.waitpid(process, 0)
     theirs: list[Call] = [tuple(call) for call in json.loads(Path(directory, CALLS).read_text())]
-    for name, (begin, end) in {"store": (store[0], end_of_store[1]), "lookup and load": hit}.items():
+
+    def prepared(begin: float, name: str) -> float:
+        return next(when for when, _, function in calls if when >= begin and function.endswith(f".{name}"))
+
+    load_at, store_at = prepared(hit[0], "prepare_load"), prepared(store[0], "prepare_store")
+    ways = {"lookup": (hit[0], load_at), "load": (load_at, hit[1]), "store": (store_at, end_of_store[1])}
+    for name, (begin, end) in ways.items():
         everything: list[tuple[str, str]] = []
         for where, all_calls in (("engine", calls), ("daemon", theirs)):
             idle = set(between(all_calls, *nothing))
