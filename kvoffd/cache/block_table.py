@@ -112,14 +112,10 @@ class BlockTable:
         self._make_buffers(512)
 
     def _make_buffers(self, count: int) -> None:
+        """Of so many words, and as many keys."""
         count *= 2  # the next are likely to be as many
         self._words, self._bytes = np.empty(count, np.uint32), np.empty(64 * count, np.uint8)
         self._words_at, self._bytes_at = self._words.ctypes.data, self._bytes.ctypes.data
-
-    def _buffers(self, count: int) -> None:
-        """Have buffers for so many words, and as many keys."""
-        if count > len(self._words):
-            self._make_buffers(count)
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +125,8 @@ class BlockTable:
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
         """By key: the state of its block and the number; FREE and NO_BLOCK where there is none."""
         count = len(keys) // key_bytes
-        self._buffers(count)
+        if count > len(self._words):
+            self._make_buffers(count)
         self._native.blocks_find(self.address, group, keys, count, key_bytes, self._bytes_at, self._words_at)
         return self._bytes[:count].tobytes(), self._words[:count].copy()
 
@@ -147,7 +144,8 @@ class BlockTable:
                 if number < count:
                     firsts[number] = first
             offered = firsts.tobytes()
-        self._buffers(count)
+        if count > len(self._words):
+            self._make_buffers(count)
         if not self._native.blocks_plan(
             *(self.address, group, keys, count, key_bytes, rank, offered, self._bytes_at, self._words_at)
         ):
@@ -194,7 +192,8 @@ class BlockTable:
         firsts = np.asarray(first_blocks, np.uint16).tobytes()
         sums = np.asarray(checksums, np.uint64).tobytes()
         assert 8 * count == 4 * len(firsts) == 8 * len(slots) == len(sums)
-        self._buffers(count)
+        if count > len(self._words):
+            self._make_buffers(count)
         found = self._native.blocks_publish(
             *(self.address, packed(blocks), packed(slots), count, firsts, length, sums),
             *(self.generation, self._words_at),
@@ -217,13 +216,15 @@ class BlockTable:
 
         Slots whose shard is CORRUPT keep that mark, in their records too, and must not be used again.
         """
-        self._buffers(len(blocks) * ranks)
+        if len(blocks) * ranks > len(self._words):
+            self._make_buffers(len(blocks) * ranks)
         found = self._native.blocks_release(self.address, packed(blocks), len(blocks), self._words_at, self._counts_at)
         return self._words[: found * ranks].copy(), self._counts[0], self._counts[1]
 
     def is_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether a store writes a shard of each block."""
-        self._buffers(len(blocks))
+        if len(blocks) > len(self._words):
+            self._make_buffers(len(blocks))
         self._native.blocks_written_now(self.address, packed(blocks), len(blocks), self._bytes_at)
         return self._bytes[: len(blocks)].astype(np.bool_)
 
@@ -232,20 +233,22 @@ class BlockTable:
 
         Returns the bytes of all, the bytes of those that nothing pinned before, and how many these are.
         """
-        self._buffers(len(blocks))
+        if len(blocks) > len(self._words):
+            self._make_buffers(len(blocks))
         some = packed(blocks), len(blocks)
         found = int(self._native.blocks_pin(self.address, *some, 1, self._words_at, self._counts_at))
         return self._counts[0] * PAGE_BYTES, self._counts[1] * PAGE_BYTES, found
 
     def unpin(self, blocks: BlockIds) -> tuple[BlockIds, int]:
         """Undo one pin for each time a block is named. Returns those that nothing pins any more, and their bytes."""
-        self._buffers(len(blocks))
+        if len(blocks) > len(self._words):
+            self._make_buffers(len(blocks))
         some = packed(blocks), len(blocks)
         found = self._native.blocks_pin(self.address, *some, -1, self._words_at, self._counts_at)
         return self._words[:found].copy(), self._counts[1] * PAGE_BYTES
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
-        """[blocks, ranks] the slots of blocks that have so many."""
+        """[blocks, ranks] the slots of blocks that have so many, or more."""
         found = np.empty((len(blocks), ranks), np.uint32)
         found[:, 0] = blocks
         for rank in range(1, ranks):
@@ -271,16 +274,11 @@ class BlockTable:
             slots[inside] = self.next[slots[inside]]
         return slots
 
-    def slots_of_rank(self, blocks: BlockIds, rank: int) -> SlotIds:
-        """The slots of one rank's shards."""
-        for _ in range(rank):
-            blocks = self.next[blocks]
-        return blocks
-
     def keys(self, blocks: BlockIds, key_bytes: int) -> bytes:
         """The keys of blocks of one group, end to end."""
         count = len(blocks)
-        self._buffers(count)
+        if count > len(self._words):
+            self._make_buffers(count)
         self._native.blocks_keys(self.address, packed(blocks), count, key_bytes, self._bytes_at)
         return self._bytes[: count * key_bytes].tobytes()
 

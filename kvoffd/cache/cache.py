@@ -266,7 +266,7 @@ class Cache:
 
     def group(self, namespace: Namespace, group: int) -> Group:
         """The group as it is until the next reset. Raises BadGeometry."""
-        namespace.check_group(group)
+        namespace.check(group)
         return self._current[namespace][group]
 
     def reset(self, namespace: Namespace, *, keep_tiers: bool = False, generation: int | None = None) -> int:
@@ -375,12 +375,9 @@ class Cache:
         self.unannounced[some] = False
         for group, alike in self.by_group(some):
             if not group.dead:
-                self._announce(group, alike)
+                keys = group.namespace.split(group.group, self.blocks.keys(alike[::-1], group.key_bytes))
+                self._events.stored(group.namespace, group.group, keys)
         return bool(self._unannounced.size)
-
-    def _announce(self, group: Group, tail_first: BlockIds, tokens: Mapping[bytes, BlockTokens] = NO_TOKENS) -> None:
-        keys = group.namespace.split(group.group, self.blocks.keys(tail_first[::-1], group.key_bytes))
-        self._events.stored(group.namespace, group.group, keys, tokens=tokens)
 
     # --- lookups and leases ---------------------------------------------------------------------
 
@@ -405,7 +402,7 @@ class Cache:
         current, size = self._current[namespace], namespace.key_bytes
         for index, keys in groups:
             if not 0 <= index < len(current) or len(keys) % size:
-                namespace.check_keys(index, keys)  # which raises
+                namespace.check(index, keys)  # which raises
         known = [current[index] for index, _ in groups]
         found = [self.blocks.find(group.number, keys, size) for group, (_, keys) in zip(known, groups, strict=True)]
         pool = [one for one, _ in found]
@@ -616,8 +613,7 @@ class Cache:
         """
         groups = self._current[namespace]
         for part in parts:
-            namespace.check_keys(part.group, part.keys)
-            namespace.check_rank(rank)
+            namespace.check(part.group, part.keys, rank)
         plans: list[_Plan] = []
         held: list[BlockIds] = []
         try:
@@ -638,11 +634,11 @@ class Cache:
             for present in held:
                 self.unpin(present)
         for plan in plans:
-            stored, size = plan.stored, namespace.key_bytes
+            stored, every = plan.stored, np.frombuffer(plan.part.keys, namespace.key_type)
             for numbers, reason in ((stored.no_space, MissReason.NO_SPACE), (stored.rejected, MissReason.REJECTED)):
                 if numbers:
-                    names = _some(plan.part.keys, np.array(numbers), size)
-                    self.blocks.note_misses(stored.group.number, names, size, reason)
+                    names = every[numbers].tobytes()
+                    self.blocks.note_misses(stored.group.number, names, namespace.key_bytes, reason)
             namespace.counters.dropped_keys += len(stored.no_space)
             namespace.counters.declined_keys += len(stored.rejected)
         return StoreTicket(rank, [plan.stored for plan in plans])
@@ -673,8 +669,8 @@ class Cache:
     def _admit(self, rank: int, plan: _Plan) -> None:
         """Make blocks of the lacking keys that the policy admits; and enter what is to be copied."""
         stored, part, group = plan.stored, plan.part, plan.stored.group
-        size, begin = group.key_bytes, 0
-        names = _some(part.keys, plan.lacking, size)
+        size, begin, every = group.key_bytes, 0, np.frombuffer(part.keys, group.namespace.key_type)
+        names = part.keys if len(plan.lacking) == len(every) else every[plan.lacking].tobytes()
         numbers, blocks = [plan.mine_keys], [plan.mine]
         runs: Sequence[tuple[int, float]] = [(len(plan.lacking), inf)]
         try:
@@ -696,14 +692,14 @@ class Cache:
                         (stored.rejected if kept else stored.no_space).extend(lost)
                 begin = end
             if stored.rejected:
-                self.policy.rejected(group, _some(part.keys, np.array(stored.rejected), size))
+                self.policy.rejected(group, every[stored.rejected].tobytes())
         finally:  # what was taken is the store's, also where it fails
             copied, stored.blocks = np.concatenate(numbers), np.concatenate(blocks)
             if plan.mine.size and len(plan.lacking):
                 order = np.argsort(copied)
                 copied, stored.blocks = copied[order], stored.blocks[order]
             stored.copy = copied.tolist()
-            stored.slots = self.blocks.slots_of_rank(stored.blocks, rank)
+            stored.slots = self.blocks.slots(stored.blocks, rank + 1)[:, rank]
             stored.first_blocks = [part.first_blocks.get(key, 0) for key in stored.copy]
             self.blocks.shard[stored.slots] = WRITING_SHARD
             for block in stored.blocks.tolist() if self._partial else ():
@@ -752,7 +748,8 @@ class Cache:
             group.namespace.counters.stored_blocks += len(ready)
             self._count(group, WRITING, READY, len(ready))
             self.policy.insert(group, ready)
-            self._announce(group, ready, tokens)
+            keys = group.namespace.split(group.group, self.blocks.keys(ready[::-1], group.key_bytes))
+            self._events.stored(group.namespace, group.group, keys, tokens=tokens)
             if self.tiers is not None:
                 self.tiers.stored(ready[::-1])
         return len(ready)
@@ -832,16 +829,15 @@ class Cache:
         Raises UnknownLease; BadGeometry, BadKeys; NotReady with the numbers of keys that are not READY, are corrupt, or
         whose written range begins later.
         """
-        namespace.check_rank(rank)
-        namespace.check_keys(group, keys)
+        namespace.check(group, keys, rank)
         lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
-        known, size = self.group(namespace, group), namespace.key_bytes
+        known, size = self._current[namespace][group], namespace.key_bytes
         states, blocks = self.blocks.find(known.number, keys, size)
         bad = np.frombuffer(states, np.uint8) != READY
         if not bad.any():
-            slots = self.blocks.slots_of_rank(blocks, rank)
+            slots = self.blocks.slots(blocks, rank + 1)[:, rank]
             allowed = np.zeros(len(blocks), np.int64)
             allowed[:1] = first_block
             bad = self.table.records["first_block"][slots] > allowed
@@ -957,7 +953,7 @@ class Cache:
         Raises BadGeometry, BadKeys.
         """
         for number, keys in groups:
-            namespace.check_keys(number, keys)
+            namespace.check(number, keys)
         dropped = 0
         for number, keys in groups:
             states, blocks = self.blocks.find(self.group(namespace, number).number, keys, namespace.key_bytes)
@@ -1203,13 +1199,6 @@ class _Plan:
     """Blocks of which this rank's shard is to be written."""
     mine_keys: npt.NDArray[np.intp]
     """The numbers of their keys."""
-
-
-def _some(keys: bytes, numbers: npt.NDArray[np.intp], key_bytes: int) -> bytes:
-    """The keys of these numbers, end to end."""
-    if len(numbers) * key_bytes == len(keys):
-        return keys
-    return np.frombuffer(keys, np.uint8).reshape(-1, key_bytes)[numbers].tobytes()
 
 
 def _shortened_record(record: NamespaceRecord) -> NamespaceRecord:

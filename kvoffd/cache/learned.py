@@ -125,7 +125,9 @@ class Learned:
         nbytes = keys = 0
         for group, joined, *_ in chains:
             tokens = group.namespace.groups[group.group].tokens_per_block or UNIT_TOKENS
-            count = self._native.learned_note(self._at, *_keys(group, joined), group.block_bytes, tokens)
+            size = group.key_bytes
+            count = len(joined) // size
+            count = self._native.learned_note(self._at, group.number, joined, count, size, group.block_bytes, tokens)
             keys += count
             nbytes += count * group.block_bytes
         if keys:
@@ -134,12 +136,14 @@ class Learned:
     def insert(self, group: Group, blocks: BlockIds) -> None:
         for at in range(0, len(blocks), MAX_SPAN):
             handles = blocks[at : at + MAX_SPAN][::-1] + np.uint32(1)  # root first; C has 0 for none
-            keys = _keys(group, self._blocks.keys(handles - np.uint32(1), group.key_bytes))
-            twice = self._native.learned_insert(self._at, *keys, group.block_bytes, handles.ctypes.data)
+            keys, count = self._blocks.keys(handles - np.uint32(1), group.key_bytes), len(handles)
+            twice = self._native.learned_insert(
+                *(self._at, group.number, keys, count, group.key_bytes, group.block_bytes, handles.ctypes.data)
+            )
             assert not twice, "inserted twice"
 
     def remove(self, group: Group, blocks: BlockIds) -> None:
-        keys = _keys(group, self._blocks.keys(blocks[::-1], group.key_bytes))
+        keys = group.number, self._blocks.keys(blocks[::-1], group.key_bytes), len(blocks), group.key_bytes
         if group.namespace.of_bench:
             known = self._native.learned_forget(self._at, *keys)
             assert known == len(blocks), "removed what is not there"
@@ -162,7 +166,7 @@ class Learned:
         begins, count = np.array(starts, np.uint64), len(keys) // group.key_bytes
         found = np.empty(count * _OFFER.size, np.uint8)
         made = self._native.learned_offers(
-            *(self._at, *_keys(group, keys), group.block_bytes),
+            *(self._at, group.number, keys, count, group.key_bytes, group.block_bytes),
             *(begins.ctypes.data, len(begins), found.ctypes.data),
         )
         learned = self._is_learned_of(group)
@@ -181,7 +185,7 @@ class Learned:
         return True
 
     def rejected(self, group: Group, keys: bytes) -> None:
-        self._native.learned_declined(self._at, *_keys(group, keys))
+        self._native.learned_declined(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)
 
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         size, count = group.key_bytes, len(keys) // group.key_bytes
@@ -241,8 +245,3 @@ class Learned:
         self.known.now, self.known.keys, self.known.requests = time
         ctypes.memmove(ctypes.addressof(self._counts), body[_TIME.size :], _KEPT_BYTES)
         self._native.learned_go_on(self._at)
-
-
-def _keys(group: Group, keys: bytes) -> tuple[int, bytes, int, int]:
-    """Keys as C takes them: the same in another group are others."""
-    return group.number, keys, len(keys) // group.key_bytes, group.key_bytes

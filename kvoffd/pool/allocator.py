@@ -28,6 +28,7 @@ _LEAST_REGIONS = 12
 _MIN_REGION_BYTES = 4 << 20
 _MAX_REGION_BYTES = 256 << 20
 """A region changes its slot size as a whole, so it must not hold more blocks than may be evicted at once."""
+NO_NODE = -1
 SlotIds: TypeAlias = npt.NDArray[np.uint32]
 
 
@@ -91,10 +92,6 @@ class _Slots(ctypes.Structure):
     )
 
 
-def _number(node: int | None) -> int:
-    return -1 if node is None else node
-
-
 class SlotAllocator:
     """Hands out slots. For one thread.
 
@@ -130,9 +127,11 @@ class SlotAllocator:
         """Slots that were asked for on one NUMA node and handed out on another, since the start."""
         self.opened: list[int] = []
         """Regions that took a slot size since somebody emptied this."""
-        self._nodes = [segment.locality.node for segment in self.segments] or [None]
-        nodes_of = [self._node_at(region * region_bytes) for region in range(self.regions)]
-        self._node = np.array([_number(node) for node in nodes_of], np.int32)
+        parts = [(one.end, NO_NODE if one.locality.node is None else one.locality.node) for one in self.segments]
+        self._nodes = [node for _, node in parts] or [NO_NODE]
+        starts = range(0, pool_bytes, region_bytes)
+        self._node = np.array([next((node for end, node in parts if at < end), NO_NODE) for at in starts], np.int32)
+        """By region."""
         self._stack = np.zeros(self.regions * self.slots_per_region, np.uint32)
         """From a region's first slot on, the numbers of its free slots, the next one last."""
         self._free = np.zeros(self.regions, np.uint32)
@@ -144,9 +143,6 @@ class SlotAllocator:
             *(pool_bytes, region_bytes, self.slots_per_region, self.regions), *(one.ctypes.data for one in arrays)
         )
         self._at, self._opened_at = ctypes.addressof(self._slots), self._opened.ctypes.data
-
-    def _node_at(self, offset: int) -> int | None:
-        return next((one.locality.node for one in self.segments if one.begin <= offset < one.end), None)
 
     @property
     def free_bytes(self) -> int:
@@ -173,14 +169,13 @@ class SlotAllocator:
         at, found = slots.ctypes.data, 0
         nearest_first = self._nodes if len(self._nodes) == 1 else sorted(self._nodes, key=lambda other: other != node)
         for other in nearest_first:
-            got = self._native.slots_take(
-                *(self._at, slot_bytes, count - found, _number(other)), *(at + 4 * found, self._opened_at)
-            )
+            got = self._native.slots_take(self._at, slot_bytes, count - found, other, at + 4 * found, self._opened_at)
             if self._opened[0]:
                 self.opened += self._opened[1 : 1 + int(self._opened[0])].tolist()
             found += got
+            if other != node and node in self._nodes:
+                self.slots_on_other_nodes += got
         self.used_bytes += slot_bytes * found
-        self.slots_on_other_nodes += self._elsewhere(slots[:found], node)
         return slots[:found]
 
     def take_blocks(self, sizes: Sequence[int], count: int, nodes: Sequence[int | None]) -> npt.NDArray[np.uint32]:
@@ -199,18 +194,14 @@ class SlotAllocator:
                 least = min(map(len, columns))
             finally:
                 for column, node in zip(columns, nodes, strict=False):
-                    if len(column) > least:
-                        self.slots_on_other_nodes -= self._elsewhere(column[least:], node)
-                        self.free(column[least:])
+                    excess = column[least:]
+                    if node in self._nodes:
+                        nodes_of = self._node[excess // self.slots_per_region]
+                        self.slots_on_other_nodes -= int(np.count_nonzero(nodes_of != node))
+                    self.free(excess)
             if least or count == 1 or not columns[0].size:
                 return np.stack([column[:least] for column in columns], axis=1)
             count //= 2
-
-    def _elsewhere(self, slots: SlotIds, node: int | None) -> int:
-        """How many of the slots lie on another NUMA node, where some lie on this one."""
-        if len(self._nodes) == 1 or node not in self._nodes:
-            return 0
-        return int(np.count_nonzero(self._node[slots // self.slots_per_region] != node))
 
     def _slots_in(self, region: int, slot_bytes: int) -> int:
         begin = region * self.region_bytes

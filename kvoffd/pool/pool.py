@@ -71,14 +71,12 @@ class Pool:
         if mappings is None:
             mappings = backing.make(geometry)
         self._memory, self._table_memory = mappings
+        self.address = self._memory.address
+        """Of its first byte; -1 once it is closed, which is an address of no plan."""
         with OnError(mappings.close):
             self.table = SlotTable(mappings.table.buffer, geometry, new=not self.adopted)
         self._bytes = mappings.pool.buffer
         self._is_file = isinstance(backing, FileBacking)
-
-    @property
-    def address(self) -> int:
-        return self._memory.address
 
     @property
     def buffer(self) -> memoryview:
@@ -127,6 +125,7 @@ class Pool:
 
     def close(self) -> None:
         """Unmaps all memory; a second call does nothing. No copy may be using it."""
+        self.address = -1
         self._table_memory.close()
         self._bytes.release()
         self._memory.close()

@@ -33,7 +33,7 @@ from kvoffd.pool.pool import Pool
 from kvoffd.server.memory import Host
 from kvoffd.server.sessions import Registration, Session, credit_bytes
 from kvoffd.transfer.engine import SlotChecksums, Transfer
-from kvoffd.transfer.plan import Direction, GroupLayout, Outcome, Plan, check_count, check_ids, concatenate, plan_blocks
+from kvoffd.transfer.plan import Direction, GroupLayout, Outcome, Plan, concatenate, plan_blocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
     BLOCK_ID_BYTES,
@@ -48,6 +48,7 @@ from kvoffd_proto.messages import (
 
 logger = logging.getLogger(__name__)
 
+ID_LIMIT = 2**31
 QUIET_S = 0.05
 """Engines that have copied nothing for so long do not copy."""
 MAX_UNACKNOWLEDGED_RESULTS = 16_384
@@ -135,13 +136,18 @@ def checked_parts(
     namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[Part]()
     named: set[tuple[int, int]] = set()
     for part in batch.groups:
-        group = part.group
-        keys = namespace.split(group, part.keys)
+        group, keys = part.group, namespace.split(part.group, part.keys)
         if len(part.block_ids) % BLOCK_ID_BYTES:
             raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
         layout, block_ids = registration.layouts[group], np.frombuffer(part.block_ids, dtype="<i4")
-        key_counts, block_counts = _counts(part.key_counts, jobs, "keys"), _counts(part.block_counts, jobs, "blocks")
-        first_blocks = _counts(part.first_blocks, jobs, "first blocks") if part.first_blocks else [0] * jobs
+        per_key = layout.blocks_per_key
+        firsts = part.first_blocks or bytes(jobs * COUNT_BYTES)
+        for data, what in ((part.key_counts, "keys"), (part.block_counts, "blocks"), (firsts, "first blocks")):
+            if len(data) != jobs * COUNT_BYTES:
+                raise BadKeys(f"{len(data)} bytes are not the uint32 numbers of {what} of {jobs} jobs.")
+        key_counts, block_counts, first_blocks = (
+            struct.unpack(f"<{jobs}I", data) for data in (part.key_counts, part.block_counts, firsts)
+        )
         if sum(key_counts) != len(keys) or sum(block_counts) != block_ids.size:
             raise BadKeys(
                 f"The jobs have {sum(key_counts)} keys and {sum(block_counts)} blocks of group {group}, and "
@@ -152,14 +158,26 @@ def checked_parts(
         for job, (of_keys, of_blocks, first) in enumerate(zip(key_counts, block_counts, first_blocks, strict=True)):
             if not of_keys and not of_blocks:
                 continue
-            check_count(layout, of_blocks, of_keys, first, exact=storing)
+            if first >= per_key:
+                raise BadBlockIds(f"The first block is {first}, but a key covers blocks 0 to {per_key - 1}.")
+            end, most = first + of_blocks, of_keys * per_key  # a store's last block is the end of its last key
+            if not of_keys or not of_blocks or end > most or end <= most - (1 if storing else per_key):
+                raise BadBlockIds(
+                    f"{of_blocks} block ids from block {first} on do not fit {of_keys} keys of {per_key} blocks each."
+                )
             if (group, job) in named:
                 raise BadKeys(f"A job names group {group} twice; put its keys into one part.")
             named.add((group, job))
             spans.append(Span(job, key, key + of_keys, block, block + of_blocks, first))
             key += of_keys
             block += of_blocks
-        check_ids(layout, block_ids)
+        # One comparison: a negative id is a large one without its sign.
+        limit = min(layout.block_limit, ID_LIMIT)
+        if block_ids.size and int(block_ids.view(np.uint32).max()) >= limit:
+            wrong = block_ids[(block_ids < 0) | (block_ids >= limit)][0]
+            raise BadBlockIds(
+                f"Block id {wrong} lies outside the registered tensors, whose ids run to {layout.block_limit - 1}."
+            )
         if len(set(keys)) < len(keys) and any(len(set(keys[at:end])) < end - at for _, at, end, *_ in spans):
             raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
         if not storing:
@@ -189,12 +207,6 @@ def checked_parts(
     if len({job for _, job in named}) < jobs:
         raise BadBlockIds("A job has no keys and no block ids; leave it out.")
     return parts
-
-
-def _counts(data: bytes, jobs: int, what: str) -> list[int]:
-    if len(data) != jobs * COUNT_BYTES:
-        raise BadKeys(f"{len(data)} bytes are not the uint32 numbers of {what} of {jobs} jobs.")
-    return list(struct.unpack(f"<{jobs}I", data))
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -446,7 +458,7 @@ class Jobs:
 
     def submit(self, session: Session, message: Submit) -> None:
         """Accept the jobs of a message, or raise KvoffdError and change nothing."""
-        registration, accepted_at = session.registration(message.registration_id), self._host.now()
+        registration, accepted_at = session.registrations[message.registration_id], self._host.now()
         registration.check_whole(accepted_at)
         loads = checked_parts(registration, message.loads, storing=False)
         stores = checked_parts(registration, message.stores, storing=True, is_offered=not session.operator)
@@ -519,10 +531,10 @@ class Jobs:
             session.store_bytes += job.plan.nbytes
         session.jobs.update(dict.fromkeys(job.ids, job))
         session.in_flight += len(job.ids)
-        session.pieces += job.plan.pieces
+        session.pieces += len(job.plan.size)
         job.registration.count_jobs(1)
         self.running[job] = None
-        if not job.plan.pieces:
+        if not len(job.plan.size):
             self.finished(job, Outcome.DONE)
             return
         job.transfer = Transfer(
@@ -562,7 +574,7 @@ class Jobs:
         del self.running[job]
         self._ended_at = self._host.now()
         session.in_flight -= len(job.ids)
-        session.pieces -= job.plan.pieces
+        session.pieces -= len(job.plan.size)
         job.transfer = None  # they refer to each other
         job.registration.count_jobs(-1)
         if session.ended:

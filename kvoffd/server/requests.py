@@ -78,7 +78,7 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
 
     Takes the attached descriptors over when all of it is sound, none of them otherwise.
     """
-    namespace = session.namespace(message.namespace)
+    namespace = session.namespaces[message.namespace]
     _check_registration(service, session, message, namespace)
     descriptors = _claim(session, message.segments)
     session.registering.add(message.registration_id)
@@ -106,7 +106,7 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
 @answers(m.Unregister)
 def unregister(service: Service, session: Session, message: m.Unregister) -> Pending:
     """Stop the registration's jobs and unmap its memory; the reply follows once that is done."""
-    registration = session.registration(message.registration_id)
+    registration = session.registrations[message.registration_id]
     del session.registrations[message.registration_id]
     answer = Pending()
     service.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
@@ -179,7 +179,9 @@ def _give_back(session: Session, descriptors: dict[int, int]) -> None:
 def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupReply:
     """Tell which keys are ready and pin those."""
     started, limits = service.clock(), service.config.limits
-    namespace, groups = _asked(service, session, message)
+    namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
+    if (keys := sum([len(one) for _, one in groups]) // namespace.key_bytes) > limits.max_keys_per_request:
+        raise _too_many_keys(keys, limits.max_keys_per_request)
     if (held := service.cache.held.get(session.id)) is not None and held.leases >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     again = message.again or session.operator
@@ -193,15 +195,8 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     return m.LookupReply(message.request_id, message.lease_id, states, pinned, ttl_ms, wait_ms)
 
 
-def _asked(
-    service: Service, session: Session, message: m.Lookup | m.Invalidate
-) -> tuple[Namespace, list[tuple[int, bytes]]]:
-    """The namespace, and the keys by group, that a request names. Raises KvoffdError where they are too many."""
-    namespace = session.namespace(message.namespace)
-    keys = sum([len(part.keys) for part in message.groups]) // namespace.key_bytes
-    if keys > (most := service.config.limits.max_keys_per_request):
-        raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
-    return namespace, [(part.group, part.keys) for part in message.groups]
+def _too_many_keys(keys: int, most: int) -> KvoffdError:
+    return KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
 
 
 @answers(m.Release)
@@ -215,7 +210,11 @@ def release(service: Service, session: Session, message: m.Release) -> m.Done:
 @answers(m.Invalidate)
 def invalidate(service: Service, session: Session, message: m.Invalidate) -> Pending:
     """Forget blocks."""
-    namespace, groups = _asked(service, session, message)
+    namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
+    if (keys := sum([len(one) for _, one in groups]) // namespace.key_bytes) > (
+        most := service.config.limits.max_keys_per_request
+    ):
+        raise _too_many_keys(keys, most)
     count = service.cache.invalidate(namespace, groups)
     service.tiers.invalidated(message.namespace)
     return service.removed(message.request_id, count)
@@ -223,7 +222,7 @@ def invalidate(service: Service, session: Session, message: m.Invalidate) -> Pen
 
 @answers(m.ReportEngine)
 def report_engine(service: Service, session: Session, message: m.ReportEngine) -> m.Done:
-    counters = session.namespace(message.namespace).counters
+    counters = session.namespaces[message.namespace].counters
     counters.prefill_tokens_per_second = message.prefill_tokens_per_second
     counters.load_tokens_per_second = message.load_tokens_per_second
     counters.loaded(0)  # what was loaded before the speed was known
@@ -236,9 +235,9 @@ def report_engine(service: Service, session: Session, message: m.ReportEngine) -
 @answers(m.ReportRequests)
 def report_requests(service: Service, session: Session, message: m.ReportRequests) -> m.Done:
     """Keep what became of requests, each with the reason why its first missing key was not there."""
-    namespace = session.namespace(message.namespace)
+    namespace = session.namespaces[message.namespace]
     for one in message.requests:
-        namespace.check_keys(one.missing_group, one.missing_key)
+        namespace.check(one.missing_group, one.missing_key)
         if len(one.missing_key) > namespace.key_bytes:
             raise BadKeys("A request has one first missing key at most.")
     for one in message.requests:
@@ -252,7 +251,7 @@ def report_requests(service: Service, session: Session, message: m.ReportRequest
 @answers(m.Reset)
 def reset(service: Service, session: Session, message: m.Reset) -> Pending:
     """Drop every block of a namespace that the session has opened."""
-    count = service.reset(session.namespace(message.namespace))
+    count = service.reset(session.namespaces[message.namespace])
     service.tiers.namespace_reset(message.namespace)
     return service.removed(message.request_id, count)
 

@@ -8,12 +8,12 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
-from kvoffd.errors import KvoffdError, UnknownNamespace, UnsafeSegment
+from kvoffd.errors import KvoffdError, UnsafeSegment
 from kvoffd.server.memory import EngineMemory, Host
 from kvoffd.transfer.plan import GroupLayout
 from kvoffd_proto import codec, events
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvoffd.server.jobs import Job, Jobs
 
 logger = logging.getLogger(__name__)
+OpenT = TypeVar("OpenT")
 
 WHOLE_EVERY_S = 0.05
 """How often it is looked whether a client's memory is still all allocated: a microsecond a segment."""
@@ -92,7 +93,8 @@ class CompletionLog:
     def add(self, results: Sequence[JobResult]) -> None:
         """Put ``results`` into the batch that the next flush publishes."""
         self._pending += results
-        self._count(results, 1)
+        self.results += len(results)
+        self.key_bytes += sum([len(part.keys) for one in results for part in (*one.failed, *one.declined)])
 
     def flush(self, credit_bytes: int) -> tuple[bytes, bytes, bytes] | None:
         """Close the current batch; return it as the frames to publish, or None when it is empty."""
@@ -105,11 +107,9 @@ class CompletionLog:
 
     def acknowledge(self, sequence: int) -> None:
         while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
-            self._count(self._unacknowledged.popleft().results, -1)
-
-    def _count(self, results: Sequence[JobResult], sign: int) -> None:
-        self.results += sign * len(results)
-        self.key_bytes += sign * sum([len(part.keys) for one in results for part in (*one.failed, *one.declined)])
+            results = self._unacknowledged.popleft().results
+            self.results -= len(results)
+            self.key_bytes -= sum([len(part.keys) for one in results for part in (*one.failed, *one.declined)])
 
     def replay(self) -> list[Completions]:
         """All batches that are not acknowledged, oldest first."""
@@ -160,6 +160,17 @@ class Registration:
             self.memory.close(self._on_closed)
 
 
+class Opened(dict[bytes, OpenT]):
+    """What a session has opened, by id. To ask for another raises KvoffdError with this code."""
+
+    def __init__(self, code: ErrorCode) -> None:
+        super().__init__()
+        self._code = code
+
+    def __missing__(self, name: bytes) -> OpenT:
+        raise KvoffdError.of(self._code)
+
+
 @dataclass(eq=False)
 class Session:
     """State of one client. Ends with its lifeline; ``ended`` stays true while its last copies run out."""
@@ -178,11 +189,11 @@ class Session:
     """See Hello."""
     last_request_at: float = field(init=False)
     ended: bool = False
-    namespaces: dict[bytes, Namespace] = field(default_factory=dict)
-    """Those that it has open, by fingerprint."""
+    namespaces: Opened[Namespace] = field(default_factory=lambda: Opened(ErrorCode.UNKNOWN_NAMESPACE))
+    """By fingerprint."""
     segments: dict[int, int] = field(default_factory=dict)
     """Attached descriptors that no registration has taken over yet: segment id -> fd."""
-    registrations: dict[bytes, Registration] = field(default_factory=dict)
+    registrations: Opened[Registration] = field(default_factory=lambda: Opened(ErrorCode.UNKNOWN_REGISTRATION))
     registering: set[bytes] = field(default_factory=set)
     """Ids of registrations whose memory is being mapped."""
     jobs: dict[int, Job] = field(default_factory=dict)
@@ -202,18 +213,6 @@ class Session:
         self.last_request_at = self.opened_at
         self.route = routing_id(self.token)
         """The routing id of its client's requests."""
-
-    def namespace(self, fingerprint: bytes) -> Namespace:
-        """A namespace that the session has opened. Raises UnknownNamespace."""
-        if (namespace := self.namespaces.get(fingerprint)) is None:
-            raise UnknownNamespace(ErrorCode.UNKNOWN_NAMESPACE.sentence)
-        return namespace
-
-    def registration(self, registration_id: bytes) -> Registration:
-        """A registration of the session. Raises KvoffdError."""
-        if (registration := self.registrations.get(registration_id)) is None:
-            raise KvoffdError.of(ErrorCode.UNKNOWN_REGISTRATION)
-        return registration
 
     def release_if_idle(self) -> None:
         """Where the session is over, its last copy may have ended."""

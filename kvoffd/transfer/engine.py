@@ -421,7 +421,8 @@ def host_copy(
     columns = [array("Q", [slot[at] for slot in slots]) for at in (0, 1)]
     sums = array("Q", bytes(8 * len(slots)))
     addresses = [column.buffer_info()[0] for column in (*columns, sums)]
-    (library or native()).host_copy(*plan.addresses(), plan.pieces, *addresses, len(slots), ctypes.byref(stop))
+    pieces = [column.ctypes.data for column in (plan.destination, plan.source, plan.size)]
+    (library or native()).host_copy(*pieces, len(plan.size), *addresses, len(slots), ctypes.byref(stop))
     return sums.tolist()
 
 

@@ -13,11 +13,10 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.errors import BadBlockIds, BadGeometry, OutOfBounds
+from kvoffd.errors import BadGeometry, OutOfBounds
 from kvoffd_proto.messages import PageRef, TensorLayout
 
 _MAX_SHARD_BYTES = 2**62
-_ID_LIMIT = 2**31
 PIECES_AT_ONCE = 32_768
 """Of a plan: arrays that do not fit the processor's caches cost several times as much for each piece."""
 
@@ -41,22 +40,13 @@ class Outcome(Enum):
 class Plan:
     """Copies ``size[i]`` bytes from ``source[i]`` to ``destination[i]``, in any order.
 
-    Arrays are uint64, [pieces], each in one piece of memory: C reads them.
+    Arrays are uint64, [pieces], each in one piece of memory: C reads them. Pieces that touch on both sides are merged.
     """
 
     destination: UInt64Array
     source: UInt64Array
     size: UInt64Array
     nbytes: int
-
-    @property
-    def pieces(self) -> int:
-        """Number of copies, after merging."""
-        return int(self.size.size)
-
-    def addresses(self) -> list[int]:
-        """Return where destinations, sources and sizes lie, for C."""
-        return [column.ctypes.data for column in (self.destination, self.source, self.size)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,33 +166,6 @@ def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: Tenso
         )
 
 
-def check_count(layout: GroupLayout, block_ids: int, keys: int, first_block: int, exact: bool) -> None:
-    """Raise BadBlockIds where so many block ids do not fit the keys of one group's part of a job.
-
-    ``exact``: the last block is the end of the last key, as stores need.
-    """
-    per_key = layout.blocks_per_key
-    if not 0 <= first_block < per_key:
-        raise BadBlockIds(f"The first block is {first_block}, but a key covers blocks 0 to {per_key - 1}.")
-    end = first_block + block_ids
-    fits = end == keys * per_key if exact else (keys - 1) * per_key < end <= keys * per_key
-    if keys < 1 or block_ids < 1 or not fits:
-        raise BadBlockIds(
-            f"{block_ids} block ids from block {first_block} on do not fit {keys} keys of {per_key} blocks each."
-        )
-
-
-def check_ids(layout: GroupLayout, block_ids: npt.NDArray[np.int32]) -> None:
-    """Raise BadBlockIds where one of them lies outside the registered tensors."""
-    limit = min(layout.block_limit, _ID_LIMIT)
-    # One comparison: a negative id is a large one without its sign.
-    if block_ids.size and int(block_ids.view(np.uint32).max()) >= limit:
-        outside = block_ids[(block_ids < 0) | (block_ids >= limit)]
-        raise BadBlockIds(
-            f"Block id {outside[0]} lies outside the registered tensors, whose ids run to {layout.block_limit - 1}."
-        )
-
-
 def plan_blocks(
     layout: GroupLayout,
     direction: Direction,
@@ -211,7 +174,7 @@ def plan_blocks(
     slot_address: UInt64Array,
     chosen: npt.NDArray[np.bool_] | None = None,
 ) -> Plan:
-    """Plan what ``check_count`` and ``check_ids`` have passed of one group, of one job or of several.
+    """Plan the copies of one group, of one job or of several, whose block ids were checked.
 
     Args:
         block_ids: [m] engine blocks.

@@ -30,7 +30,7 @@ def copies_with_faults(file: Path) -> None:
 
     def copy(plan: Plan, slots: Sequence[tuple[int, int]], stop: ctypes.c_uint32) -> list[int]:
         begin, sums = 0, [0] * len(slots)
-        while begin < plan.pieces and not stop.value:
+        while begin < len(plan.size) and not stop.value:
             words = file.read_text().split() if file.exists() else []
             if not words or words[0] != threading.current_thread().name.split("-")[1]:  # kvoffd-store-0
                 words = ["", ""]
@@ -40,7 +40,7 @@ def copies_with_faults(file: Path) -> None:
                 time.sleep(float(words[2]))
             if begin == 0 and words[1] != "slow":
                 sums = host_copy(plan, slots, stop)  # all of it
-                begin = plan.pieces
+                begin = len(plan.size)
             else:
                 end = begin + max(1, int(plan.size[begin:].cumsum().searchsorted(STEP_BYTES)))
                 some = slice(begin, end)

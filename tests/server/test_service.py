@@ -5,27 +5,33 @@ from __future__ import annotations
 import gc
 import os
 import random
+import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 
+from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
-from kvoffd.errors import KvoffdError
+from kvoffd.errors import BadBlockIds, KvoffdError
+from kvoffd.server.jobs import checked_parts
 from kvoffd.server.memory import EngineMemory, OnMapped
 from kvoffd.server.persistence import State
 from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import CopyEngine, Transfer
-from kvoffd.transfer.plan import Outcome
+from kvoffd.transfer.plan import Outcome, build_layouts
 from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from tests.kit.cases import case
 from tests.sim.parts import NoStateFile, make_pool, make_service
 
 NAMESPACE, REGISTRATION, KEY = b"n" * 32, b"r" * 16, b"12345678"
@@ -161,6 +167,54 @@ def test_register_of_a_session_that_ends_meanwhile(bench: Bench, monkeypatch: py
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
     assert service.outgoing()[1] == []
+
+
+# --- what a job names ------------------------------------------------------------------------------
+
+
+def check_job(keys: int, block_ids: Sequence[int], first_block: int, storing: bool, blocks_per_key: int) -> None:
+    """Of a worker that has 16 blocks in one tensor and 4 in another."""
+    namespace = Namespace(NAMESPACE, "test", 1, len(KEY), [m.GroupSpec("full", 16)], "")
+    tensors = [m.TensorLayout(0, 0, 1024, 16), m.TensorLayout(0, 0, 4096, 4)]
+    pages = [m.PageRef(0, 1024)] if blocks_per_key > 1 else [m.PageRef(0, 1024), m.PageRef(1, 1024)]
+    registration: Any = SimpleNamespace(
+        namespace=namespace, layouts=build_layouts([(ADDRESS, 16384)], tensors, [pages], blocks_per_key)
+    )
+    counts = [struct.pack("<I", number) for number in (keys, len(block_ids), first_block)]
+    names = b"".join([KEY[:-1] + bytes([number]) for number in range(keys)])
+    group = m.GroupBlocks(0, *counts, names, np.array(block_ids, "<i4").tobytes())
+    batch = m.Stores([1], [group]) if storing else m.Loads([1], [1], [False], [group])
+    checked_parts(registration, batch, storing=storing)
+
+
+def test_block_ids_must_fit_the_keys() -> None:
+    for count, keys, first_block, store, load in (
+        (8, 2, 0, True, True),
+        (7, 2, 0, False, True),
+        (7, 2, 1, True, True),
+        (5, 2, 0, False, True),
+        (4, 2, 0, False, False),
+        (9, 2, 0, False, False),
+        (8, 2, 1, False, False),
+        (1, 1, 3, True, True),
+        (4, 2, 4, False, False),
+        (9, 2, 2**32 - 1, False, False),
+        (0, 1, 0, False, False),
+        (0, 1, 3, False, False),
+        (0, 0, 0, False, False),
+    ):
+        for storing, good in ((True, store), (False, load)):
+            with case(count, keys, first_block, storing), nullcontext() if good else pytest.raises(BadBlockIds):
+                check_job(keys, range(count), first_block, storing, blocks_per_key=4)
+
+
+def test_one_block_id_out_of_range_refuses_the_job() -> None:
+    """The shortest tensor of a group counts."""
+    for storing in (False, True):
+        check_job(3, [0, 3, 1], 0, storing, blocks_per_key=1)
+        for wrong in (-1, 4, 2**31 - 1, -(2**31)):
+            with case(wrong, storing), pytest.raises(BadBlockIds, match=f"Block id {wrong} .* run to 3"):
+                check_job(3, [0, wrong, 1], 0, storing, blocks_per_key=1)
 
 
 # --- credit, and who may connect -------------------------------------------------------------------

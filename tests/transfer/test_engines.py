@@ -513,7 +513,8 @@ def test_a_host_copy_stops_in_the_middle_of_a_piece() -> None:
     plan = Plan(*columns, nbytes=4096 * source.size)
 
     def copy() -> None:
-        copied.append(native().host_copy(*plan.addresses(), plan.pieces, 0, 0, 0, 0, ctypes.byref(stop)))
+        pieces = [column.ctypes.data for column in (plan.destination, plan.source, plan.size)]
+        copied.append(native().host_copy(*pieces, len(plan.size), 0, 0, 0, 0, ctypes.byref(stop)))
 
     thread = threading.Thread(target=copy)
     thread.start()

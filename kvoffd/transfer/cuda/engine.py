@@ -138,8 +138,10 @@ class GpuCopier:
         """Raises CudaError; a context whose work could not be waited for is lost, and its work with it."""
         copying, plan, driver = self._copying, transfer.plan, self._driver
         driver.set_context(self._context)  # it is the thread's own
-        copying.destination, copying.source, copying.size = plan.addresses()
-        copying.pieces = plan.pieces
+        copying.destination, copying.source, copying.size = (
+            column.ctypes.data for column in (plan.destination, plan.source, plan.size)
+        )
+        copying.pieces = len(plan.size)
         native().gpu_copy(ctypes.byref(copying), ctypes.byref(transfer.stop))
         if copying.lost:
             driver.lose(driver.error(_CALLS[-1], copying.lost))
