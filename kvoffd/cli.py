@@ -21,7 +21,6 @@ from kvoffd.config import (
     Config,
     ConfigError,
     Limits,
-    LoadedConfig,
     did_you_mean,
     given_log_format,
     load_config,
@@ -77,10 +76,10 @@ def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -
         return 0
     flags = {setting.name: getattr(given, setting.name) for setting in SETTINGS}
     try:
-        loaded = load_config(flags, os.environ, given.config, limits)
+        config = load_config(flags, os.environ, given.config, limits)
     except ConfigError as error:
         return _refuse(str(error), given_log_format(flags, os.environ, given.config))
-    return serve(loaded.config) if given.command == "serve" else show(loaded, as_json=given.json)
+    return serve(config) if given.command == "serve" else show(config, as_json=given.json)
 
 
 def open_standard_streams() -> None:
@@ -123,41 +122,41 @@ def _refuse(sentence: str, log_format: str) -> int:
     return EXIT_REFUSED
 
 
-def show(loaded: LoadedConfig, *, as_json: bool) -> int:
+def show(config: Config, *, as_json: bool) -> int:
     """Print what is in force and where it came from."""
     try:
-        print(config_as_json(loaded) if as_json else config_as_toml(loaded), end="", flush=True)
+        print(config_as_json(config) if as_json else config_as_toml(config), end="", flush=True)
     except BrokenPipeError:
         # The reader, such as head, has seen enough. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def config_as_toml(loaded: LoadedConfig) -> str:
+def config_as_toml(config: Config) -> str:
     """A TOML file that gives the same configuration, with each value's source, and the memory it needs, as comments."""
     from kvoffd.memory_estimate import memory_summary
 
     pairs: list[tuple[str, str]] = []
     for setting in SETTINGS:
-        value = getattr(loaded.config, setting.field_name)
+        value = getattr(config, setting.field_name)
         # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
         quoted = json.dumps(setting.show(value), ensure_ascii=False).replace("\x7f", "\\u007f")
         text = str(value) if setting.metavar == "N" else quoted
-        pairs.append((f"{setting.name} = {text}", loaded.sources[setting.field_name]))
+        pairs.append((f"{setting.name} = {text}", config.sources.get(setting.name, "default")))
     width = max(len(left) for left, _ in pairs)
     lines = [f"{left:<{width}}  # {source}" for left, source in pairs]
-    return "\n".join([*lines, "", *(f"# {line}" for line in wrap(memory_summary(loaded.config), 78))]) + "\n"
+    return "\n".join([*lines, "", *(f"# {line}" for line in wrap(memory_summary(config), 78))]) + "\n"
 
 
-def config_as_json(loaded: LoadedConfig) -> str:
+def config_as_json(config: Config) -> str:
     """One JSON object: by setting, the value (bytes and seconds as numbers), the text that gives it and its source."""
     shown = {}
     for setting in SETTINGS:
-        value = getattr(loaded.config, setting.field_name)
+        value = getattr(config, setting.field_name)
         shown[setting.name] = {
             "value": value if isinstance(value, (int, float, str, tuple)) else str(value),
             "text": setting.show(value),
-            "source": loaded.sources[setting.field_name],
+            "source": config.sources.get(setting.name, "default"),
         }
     return json.dumps(shown, indent=2) + "\n"
 

@@ -72,7 +72,9 @@ class Kind(NamedTuple):
 def _at_least(kind: Kind, little: str, minimum: float) -> Kind:
     def parse(value: object) -> Any:
         if (found := kind.parse(value)) < minimum:
-            raise ValueError(f"{quoted(value)} is too {little}; at least {kind.show(minimum)} is needed")
+            digits = str(value).strip()
+            meant = f". A number alone is bytes: write {digits}GiB" * (little == "small" and digits.isdecimal())
+            raise ValueError(f"{quoted(value)} is too {little}; at least {kind.show(minimum)} is needed{meant}")
         return found
 
     return kind._replace(parse=parse)
@@ -404,6 +406,8 @@ class Config:
     )
     limits: Limits = field(default_factory=Limits)
     """Not a setting: what tests replace."""
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By setting, where its value came from, such as ``flag --pool-size``; defaults are left out."""
 
 
 _REMOVED = {
@@ -440,23 +444,17 @@ class Setting:
 
 
 SETTINGS = tuple(Setting(one.name, **one.metadata) for one in dataclasses.fields(Config) if one.metadata)
-_DEFAULTS = Config()
 
 
-def settings_in_force(config: Config) -> list[tuple[str, str, bool]]:
-    """Of each setting its name, its value as text, and whether that is the default."""
-    found = ((one, getattr(config, one.field_name), getattr(_DEFAULTS, one.field_name)) for one in SETTINGS)
-    return [(one.name, one.show(value), value == default) for one, value, default in found]
+def settings_in_force(config: Config) -> list[tuple[str, str, str]]:
+    """Of each setting its name, its value as text, and where that came from."""
+    return [
+        (one.name, one.show(getattr(config, one.field_name)), config.sources.get(one.name, "default"))
+        for one in SETTINGS
+    ]
 
 
 # --- loading --------------------------------------------------------------------------------------
-
-
-class LoadedConfig(NamedTuple):
-    """A configuration and, per field, where its value came from (``default``, ``flag --pool-size``, ...)."""
-
-    config: Config
-    sources: dict[str, str]
 
 
 def load_config(
@@ -464,7 +462,7 @@ def load_config(
     environ: Mapping[str, str],
     config_path: str | Path | None = None,
     limits: Limits | None = None,
-) -> LoadedConfig:
+) -> Config:
     """Put the configuration together.
 
     Args:
@@ -481,7 +479,7 @@ def load_config(
     by_flag = {one.name: (flags[one.name], f"flag {one.flag}") for one in SETTINGS if flags.get(one.name) is not None}
     layers = [_from_file(Path(path)) if path is not None else {}, _from_environ(environ), by_flag]
     values: dict[str, Any] = {}
-    sources = {one.field_name: "default" for one in SETTINGS}
+    sources: dict[str, str] = {}
     for layer in layers:
         for one in SETTINGS:
             if one.name in layer:
@@ -492,8 +490,8 @@ def load_config(
                     values[one.field_name] = one.parse(given)
                 except ValueError as error:
                     raise ConfigError(f"{one.name} ({source}): {error}.") from error
-                sources[one.field_name] = source
-    return LoadedConfig(Config(**values, limits=limits or Limits()), sources)
+                sources[one.name] = source
+    return Config(**values, limits=limits or Limits(), sources=sources)
 
 
 def given_log_format(

@@ -45,25 +45,25 @@ _MAX_COUNT, _MAX_SUM = 1 << 62, 1e30
 """Of a successor's bytes, keys and requests, and of its sums of bytes."""
 
 _SEEN = "never", "once", "2 times", "3 times", "4 to 7 times", "8 times or more"
-_PAUSES = "a short pause", "a pause of a pool lifetime", "a pause of 2 to 8 lifetimes", "a longer pause"
+_PAUSES = "a short pause", "about a lifetime", "2 to 8 lifetimes", "a longer pause"
 _TURNS = "turn 2 or 3", "a later turn"
-_OLD = "up to 512", "up to 1,536", "more"
-_NEW = *_OLD[:2], "up to 7,680", "more"
-_TEXT = "up to 512", "up to 1,536", "up to 3,584", "up to 7,680", "up to 15,872", "more"
+_OLD = "up to 512", "up to 1,536", "over 1,536"
+_NEW = *_OLD[:2], "up to 7,680", "over 7,680"
+_TEXT = "up to 512", "up to 1,536", "up to 3,584", "up to 7,680", "up to 15,872", "over 15,872"
 CLASSES = (
-    "left by an earlier daemon",
+    "of an earlier daemon",
     "stored without a lookup",
     "the end of a prompt",
     *(f"shared, seen {seen} before" for seen in _SEEN),
     *(
-        f"{kind} conversation, {turn} after {pause}, {tokens}{unit} tokens"
-        for kind, unit, texts in (("of a", " new", _OLD), ("new in a", "", _NEW))
+        f"{kind} text of {turn}, after {pause}, {tokens}{unit} tokens"
+        for kind, unit, texts in (("old", " new", _OLD), ("new", "", _NEW))
         for pause in _PAUSES
         for turn in _TURNS
         for tokens in texts
     ),
-    *(f"new behind what others continued otherwise, {tokens} tokens" for tokens in _TEXT),
-    *(f"new, {tokens} tokens" for tokens in _TEXT),
+    *(f"new text behind a shared prefix, {tokens} tokens" for tokens in _TEXT),
+    *(f"first turn, {tokens} tokens" for tokens in _TEXT),
 )
 """What tells the keys of each class from others, by the class's number in learned.c."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from weakref import WeakSet
 
 # These fill the table of handlers.
@@ -43,7 +42,6 @@ from kvoffd_proto import admin as a
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.stats import Lifetime
 
 logger = logging.getLogger(__name__)
 _refused = RareWarnings(logger, logging.INFO)
@@ -208,14 +206,9 @@ class Service:
         for fingerprint in self.tiers.take_voided():
             self._void(fingerprint)
 
-    def lifetime(self, total: Mapping[str, float]) -> Lifetime:
-        """Totals of this daemon, ``TrafficCounts.total``, and those before it."""
-        tiering = self.tiers.tiering
-        return self.traffic.lifetime(total, 0 if tiering is None else tiering.disks.writer.written_bytes)
-
     def save_totals(self) -> None:
         self._totals_due = self.clock() + self.config.limits.totals_every_s
-        self.state.save_lifetime(self.lifetime(self.traffic.total()))
+        self.state.save_lifetime(self.traffic.lifetime(self.traffic.total()))
 
     # --- replies -----------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         since_start=traffic.since_start(total),
         last_hour=traffic.in_last(HOUR_S, total),
         last_minute=recent,
-        lifetime=service.lifetime(total),
+        lifetime=traffic.lifetime(total),
         namespaces=[*map(partial(_namespace_stats, service), largest, curve.of_namespaces(largest)), *others],
         other_namespaces=len(cache.namespaces) - len(largest),
         integrity=filled(s.IntegrityStats, cache),

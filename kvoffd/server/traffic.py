@@ -112,14 +112,13 @@ class TrafficCounts:
         seconds, gained = self._windows.gained(window_s, total)
         return Window(seconds=seconds, **figures(gained))
 
-    def lifetime(self, total: Mapping[str, float], disk_written_bytes: int) -> Lifetime:
-        """Totals of this daemon and those before; ``disk_written_bytes`` since the start."""
+    def lifetime(self, total: Mapping[str, float]) -> Lifetime:
+        """Totals of this daemon and those before."""
         earlier = self._earlier
         return Lifetime(
             earlier.since or self._began,
             earlier.loaded_tokens + int(total.get("loaded_tokens", 0)),
             earlier.saved_seconds + total.get("saved_seconds", 0.0),
-            earlier.disk_written_bytes + disk_written_bytes,
         )
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvoffd.errors import KvoffdError, PoolTooLarge
 from kvoffd.system.files import text_of
 from kvoffd_proto.cuda import descriptor_limits
-from kvoffd_proto.units import format_size
+from kvoffd_proto.units import exact_size, format_size
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +51,12 @@ def memory_limit(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/c
 def check_fits(wanted_bytes: int, limit: MemoryLimit) -> None:
     """Raises PoolTooLarge when ``wanted_bytes`` are more than the limit."""
     if wanted_bytes > limit.bytes:
+        unit = 1 << (30 if limit.bytes >= 8 << 30 else 20)
+        fits = exact_size(max(1, limit.bytes * 3 // 4 // unit) * unit)
         raise PoolTooLarge(
             f"The pool with its table needs at least {wanted_bytes} bytes ({format_size(wanted_bytes)}), and "
             f"{limit.bytes} bytes ({format_size(limit.bytes)}) are available: {limit.source}. "
-            "Choose a smaller pool or give the daemon more memory."
+            f"Choose a smaller pool_size, such as {fits}, or give the daemon more memory."
         )
 
 

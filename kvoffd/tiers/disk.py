@@ -453,7 +453,7 @@ class DiskTier(Tier):
         if end.result is Result.DONE:
             region.found[place] = 0
             self._counts["read_blocks"] += 1
-            self._counts["read_bytes"] += job.space.nbytes
+            self._counts["read_bytes"] += job.nbytes
         self._reads_under_way -= 1
         self._unpin([job.slot])
         job.on_end(end.result, end.block)
@@ -617,7 +617,7 @@ class DiskTier(Tier):
             self._pause_s = 0.0
             self._may_differ = True
             self._counts["written_blocks"] += 1
-            self._counts["written_bytes"] += job.space.nbytes
+            self._counts["written_bytes"] += job.nbytes
             self._noted_bytes += job.nbytes
         elif result is Result.FAILED:
             self._pause_s = min(_MOST_PAUSE_S, 2 * self._pause_s) or _LEAST_PAUSE_S

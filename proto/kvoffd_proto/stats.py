@@ -235,9 +235,6 @@ class Lifetime(Part, frozen=True):
     saved_seconds: Annotated[
         Seconds, counter("Seconds of prefill that loads saved, earlier runs of the daemon included.")
     ] = 0.0
-    disk_written_bytes: Annotated[
-        ByteCount, counter("Bytes written to the disk tier, earlier runs of the daemon included.")
-    ] = 0
 
 
 # --- the pool and copies -----------------------------------------------------------------------------
@@ -406,11 +403,11 @@ class DiskStats(Part, frozen=True):
     blocks: Annotated[Count, doc("Blocks on the disk that can be promoted.")] = 0
     oldest_seconds: Annotated[Seconds, doc("Age of the oldest block, to the hour.")] = 0.0
     read_blocks: Annotated[Count, doc("Blocks read.")] = 0
-    read_bytes: Annotated[ByteCount, counter("Bytes read from the disk.")] = 0
+    read_bytes: Annotated[ByteCount, counter("Bytes read from the disk, headers of blocks included.")] = 0
     written_blocks: Annotated[Count, doc("Blocks written.")] = 0
-    written_bytes: Annotated[ByteCount, counter("Bytes written to the disk.")] = 0
+    written_bytes: Annotated[ByteCount, counter("Bytes written to the disk, headers of blocks included.")] = 0
     lifetime_written_bytes: Annotated[
-        ByteCount, doc("Bytes written to the disk since the file was made, by all daemons.")
+        ByteCount, counter("Bytes written to the disk since its file was made, earlier runs of the daemon included.")
     ] = 0
     evicted_blocks: Annotated[Count, doc("Blocks evicted to make space for others.")] = 0
     refused_writes: Annotated[Count, doc("Writes to the disk that were refused: too many were under way.")] = 0
@@ -501,7 +498,9 @@ class SettingInfo(Part, frozen=True):
 
     name: Annotated[str, doc("Its name, as in the configuration file.")]
     value: Annotated[str, doc("Its value, as a flag would give it.")]
-    default: Annotated[bool, doc("Whether that is the default.")]
+    source: Annotated[
+        str, doc("Where that came from: ``default``, or as ``flag --numa``, ``variable KVOFFD_NUMA``, ``file PATH``.")
+    ] = "default"
 
 
 class DaemonStats(Part, frozen=True):

@@ -132,8 +132,8 @@ def format_size(size_bytes: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """As ``format_size``, for each second: ``12.3 GiB/s``."""
-    return f"{format_size(bytes_per_second)}/s"
+    """Three significant digits and a decimal unit, as links and memories are rated: ``12.3 GB/s``."""
+    return _scaled(bytes_per_second, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
 def plural(count: int) -> str:

@@ -14,6 +14,7 @@ import kvoffd
 from kvoffd_client.cli.doctor import report_of
 from kvoffd_client.cli.findings import KINDS, Engine, Facts, find, value_of
 from kvoffd_client.cli.machine import FileSystem, Machine
+from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import GroupSpec, Role
 from kvoffd_proto.stats import (
@@ -87,6 +88,7 @@ ENGINE = Engine(
     },
     frozenset({"llama"}),
 )  # fmt: skip
+SETTINGS = {"pin_pool": "start", "pool_file": "", "pool_size": "20GiB", "disk": "", "disk_deadline": "5s"}
 STATS = DaemonStats(
     version="0.2.0",
     policy="learned",
@@ -105,7 +107,7 @@ STATS = DaemonStats(
     curve=curve(),
     curve_seen_bytes=16 * GIB,
     loop_blocked_seconds=Histogram({"0.001": 9900, "0.01": 10_000, "+Inf": 10_000}, 5.0),
-    settings=[SettingInfo("pin_pool", "start", True), SettingInfo("pool_file", "", True)],
+    settings=[SettingInfo(name, value) for name, value in SETTINGS.items()],
 )
 MACHINE = Machine(
     pid=7, unit="kvoffd.service",
@@ -181,7 +183,7 @@ CASES: dict[str, Facts] = {
         {"pool": structs.replace(STATS.pool, numa_remote_slots=4000)}
     ),
     "shm_full": facts(
-        {"settings": [SettingInfo("pool_file", "/dev/shm/kvoffd.pool", False)]},
+        {"settings": [SettingInfo("pool_file", "/dev/shm/kvoffd.pool")]},
         machine=Machine(shm=FileSystem(20 * GIB, GIB // 4)),
     ),
     "cuda": machine(driver="570.86", cuda_problem="libcuda.so.1: cannot open shared object file"),
@@ -293,22 +295,30 @@ def test_the_verdict_on_what_it_brought() -> None:
     assert (
         report_of(unknown)
         .verdict[1]
-        .endswith("How long computing takes, no engine has reported yet. Since 1970-01-01: 10.0 M tokens and 1 h.")
+        .endswith(f" that saved is not known: {UNTIMED}. Since 1970-01-01: 10.0 M tokens and 1 h.")
     )
 
 
 def test_sizes() -> None:
     (found,) = find(CASES["pool_too_small"])
     assert found.evidence == (
-        "Requests find 26.0 % of their tokens in 20.0 GiB, and with lru 36.0 % in 100 GiB (estimated, without quotas)."
+        "Requests find 26.0 % of their tokens in a pool of 20.0 GiB, and with lru 36.0 % in 100 GiB (estimated, "
+        "without quotas)."
     )
     assert found.fix.startswith('pool_size = "100GiB", or disk = ["/mnt/nvme=80GiB"] in kvoffd.toml')
     assert found.level == "warning"
+    with_tier = {"disks": [DISK], "since_start": Window(**traffic(found_keys={"pool": 5000, "disk": 1000}))}
+    (found,) = find(facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB, **with_tier}))
+    assert found.evidence.endswith(" Tiers below it had 10.0 % of the keys asked for.")
+    assert found.fix.startswith('pool_size = "100GiB" in kvoffd.toml, then: ')
+    assert found.level == "info", "a disk has the rest"
     little = facts({"curve": curve(RISING, 34), "curve_seen_bytes": 200 * GIB})
     assert find(little)[0].level == "info", "two points are worth a sentence"
     worse = find(facts({"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB, "last_hour": DECLINED}))
     assert [(one.check, one.weight) for one in worse] == [("pool_too_small", 0.1), ("lru_is_better", 0.07)]
-    assert worse[0].evidence.startswith("With lru requests would find 26.0 % of their tokens in 20.0 GiB, and 36.0 %")
+    assert worse[0].evidence.startswith(
+        "With lru requests would find 26.0 % of their tokens in a pool of 20.0 GiB, and 36.0 %"
+    )
     assert worse[1].evidence == (
         "Requests found 19.0 % of their tokens in the pool with the policy learned. With lru it would have been 26.0 % "
         "(estimated)."
@@ -338,6 +348,23 @@ def test_a_daemon_that_was_started_by_hand_is_not_restarted_by_systemd() -> None
         assert not [fix for fix in fixes if re.search("systemctl|journalctl|kvoffd.service", fix)], (check, fixes)
     (found,) = find(machine(unit="", driver="570.86"))
     assert found.fix == "ulimit -l unlimited, then: start the daemon again"
+
+
+def test_what_mends_it_is_said_as_the_daemon_was_started() -> None:
+    small = {"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}
+    unit, by_hand = "systemctl restart kvoffd", "start the daemon again"
+    toml = 'pool_size = "100GiB", or disk = ["/mnt/nvme=80GiB"] in'
+    for source, name, expected in (
+        ("default", "", f"--pool-size 100GiB, or --disk /mnt/nvme=80GiB, then: {by_hand}"),
+        ("flag --pool-size", "", f"--pool-size 100GiB, or --disk /mnt/nvme=80GiB, then: {by_hand}"),
+        ("variable KVOFFD_X", "", f"KVOFFD_POOL_SIZE=100GiB, or KVOFFD_DISK=/mnt/nvme=80GiB, then: {by_hand}"),
+        ("file /etc/k.toml", "", f"{toml} /etc/k.toml, then: {by_hand}"),
+        ("file /etc/k.toml", "kvoffd.service", f"{toml} /etc/k.toml, then: {unit}"),
+        ("default", "kvoffd.service", f"{toml} kvoffd.toml, then: {unit}"),
+    ):
+        settings = [structs.replace(one, source=source) for one in STATS.settings]
+        (found,) = find(facts({**small, "settings": settings}, machine=replace(MACHINE, unit=name)))
+        assert found.fix == expected
 
 
 def test_a_warning_is_something_to_improve_and_no_illness() -> None:

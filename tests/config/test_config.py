@@ -43,11 +43,16 @@ def test_values_that_each_kind_of_setting_refuses(tmp_path: Path) -> None:
         assert sentence.startswith(f"{line.split()[0]} (file {file})"), line
 
 
+def test_a_size_without_its_unit_is_told_from_one_that_is_too_small() -> None:
+    assert refusal({"pool_size": "64"}).endswith("at least 1MiB is needed. A number alone is bytes: write 64GiB.")
+    assert refusal({"pool_size": "64KiB"}).endswith("at least 1MiB is needed.")
+
+
 def test_a_relative_path_becomes_absolute_and_nothing_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/tmp")
-    assert load_config({"directory": "sockets"}, {}).config.directory == Path("/tmp/sockets")
-    assert load_config({"pool_file": "here"}, {}).config.pool_file == "/tmp/here"
-    assert load_config({"pool_file": ""}, {"KVOFFD_POOL_FILE": "/dev/shm/x"}).config.pool_file == ""
+    assert load_config({"directory": "sockets"}, {}).directory == Path("/tmp/sockets")
+    assert load_config({"pool_file": "here"}, {}).pool_file == "/tmp/here"
+    assert load_config({"pool_file": ""}, {"KVOFFD_POOL_FILE": "/dev/shm/x"}).pool_file == ""
 
 
 def test_addresses_are_read() -> None:
@@ -57,4 +62,4 @@ def test_addresses_are_read() -> None:
 
 def test_limits_are_constants_that_tests_may_replace() -> None:
     assert "is unknown" in refusal(environ={"KVOFFD_LIMITS": "1"})
-    assert load_config({}, {}, limits=Limits(max_leases=7)).config.limits.max_leases == 7
+    assert load_config({}, {}, limits=Limits(max_leases=7)).limits.max_leases == 7

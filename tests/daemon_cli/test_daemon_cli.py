@@ -61,7 +61,7 @@ def test_serve_runs_the_daemon_with_the_configuration(stand_in: Callable[..., No
 
     stand_in(run)
     assert main(["serve", "--pool-size", "64MiB", "--http-address", "", "--log-level", "debug"]) == 7
-    assert given == [load_config({"pool_size": "64MiB", "http_address": "", "log_level": "debug"}, {}).config]
+    assert given == [load_config({"pool_size": "64MiB", "http_address": "", "log_level": "debug"}, {})]
     assert logging.getLogger().level == logging.DEBUG
 
 

@@ -14,8 +14,8 @@ SETTING_LINE = re.compile(r"^# ([a-z_]+ = .*)$", re.MULTILINE)
 
 
 def test_it_is_accepted_as_it_is() -> None:
-    loaded = load_config({}, {}, EXAMPLE)
-    assert loaded.sources["pool_bytes"] == f"file {EXAMPLE}"
+    config = load_config({}, {}, EXAMPLE)
+    assert config.sources["pool_size"] == f"file {EXAMPLE}"
 
 
 def test_it_names_every_setting_once_and_no_other() -> None:
@@ -27,7 +27,7 @@ def test_every_value_it_shows_is_the_default(tmp_path: Path) -> None:
     everything = tmp_path / "kvoffd.toml"
     everything.write_text(SETTING_LINE.sub(r"\1", EXAMPLE.read_text()))
     assert len(tomllib.loads(everything.read_text())) == len(SETTINGS)
-    config = load_config({}, {}, everything).config
+    config = load_config({}, {}, everything)
     # The directory's default is another for users who are not root.
     assert config == dataclasses.replace(Config(), directory=Path("/run/kvoffd"))
 

@@ -120,7 +120,7 @@ def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container()
     for _, container in daemons():
         variables = {name: text for name, text in environment(container).items() if name.startswith("KVOFFD_")}
         variables["KVOFFD_HTTP_ADDRESS"] = variables["KVOFFD_HTTP_ADDRESS"].replace("$(POD_IP)", "10.0.0.1")
-        config = load_config({}, variables).config
+        config = load_config({}, variables)
         memory = container["resources"]["limits"]["memory"]
         assert container["resources"]["requests"]["memory"] == memory
         needed = sum(memory_estimate(config).values())
@@ -130,7 +130,7 @@ def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container()
 
 def test_the_memory_formula_of_the_readme_gives_what_the_daemon_needs() -> None:
     for pool_mib, said in ((256, "526 MiB for a pool of 256 MiB"), (4096, "4.47 GiB for 4 GiB"), (65536, "67.7 GiB")):
-        config = load_config({"pool_size": f"{pool_mib}MiB"}, {}).config
+        config = load_config({"pool_size": f"{pool_mib}MiB"}, {})
         needed_mib = sum(memory_estimate(config).values()) / MIB
         assert pool_mib * 1.055 + 256 == pytest.approx(needed_mib, rel=0.001)
         assert said in (KUBERNETES.parent / "README.md").read_text()
@@ -164,7 +164,7 @@ def test_engines_may_connect_and_find_their_blocks_again() -> None:
     engines = [(pod, container) for pod in pods() for container in containers(pod) if container["name"] == "vllm"]
     assert len(engines) == 2
     for _, daemon in daemons():
-        allowed = load_config({}, {"KVOFFD_ALLOWED_UIDS": environment(daemon)["KVOFFD_ALLOWED_UIDS"]}).config
+        allowed = load_config({}, {"KVOFFD_ALLOWED_UIDS": environment(daemon)["KVOFFD_ALLOWED_UIDS"]})
         assert {user_of(*engine) for engine in engines} <= set(allowed.allowed_uids)
     for pod, engine in engines:
         security = pod["securityContext"]

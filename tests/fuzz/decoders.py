@@ -125,10 +125,10 @@ def config_values(data: bytes) -> None:
 def _load(file: bytes, environ: dict[str, str], flags: dict[str, str]) -> None:
     path = _file_of(file)
     try:
-        loaded = load_config(flags, environ, path)
+        config = load_config(flags, environ, path)
     except ConfigError:
         return
-    assert loaded.config.pool_bytes > 0
+    assert config.pool_bytes > 0
 
 
 def _file_of(data: bytes) -> str:

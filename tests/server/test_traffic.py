@@ -88,11 +88,9 @@ def test_no_counter_falls_whichever_namespaces_have_a_row() -> None:
 
 def test_totals_go_on_from_those_of_earlier_daemons() -> None:
     clock, space = Clock(), namespace(1)
-    traffic = counts(clock, open_all(space), Lifetime(5.0, 100, 2.5, 4096))
+    traffic = counts(clock, open_all(space), Lifetime(5.0, 100, 2.5))
     space.counters.lookups, space.counters.prefill_tokens_per_second = 1, 100.0
     space.counters.loaded(50)
-    assert traffic.lifetime(traffic.total(), 1) == Lifetime(5.0, 150, 3.0, 4097)
+    assert traffic.lifetime(traffic.total()) == Lifetime(5.0, 150, 3.0)
     traffic.namespace_forgotten(space)
-    assert traffic.lifetime(traffic.total(), 1) == Lifetime(5.0, 200, 3.5, 4097), (
-        "it is still there, and counted once more"
-    )
+    assert traffic.lifetime(traffic.total()) == Lifetime(5.0, 200, 3.5), "it is still there, and counted once more"

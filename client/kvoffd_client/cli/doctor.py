@@ -21,6 +21,7 @@ from kvoffd_client.admin_client import AdminClient, open_url, read_stats
 from kvoffd_client.cli.findings import FEWEST_LOOKUPS, Engine, Facts, Finding, Value, find, value_of
 from kvoffd_client.cli.format import TEXT_CELLS, Line, percent, print_json, print_line, print_lines, print_status
 from kvoffd_client.cli.machine import Machine, look_at
+from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, local_directory, open_admin
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.messages import BENCH_LABEL
@@ -228,7 +229,7 @@ def _worth(stats: DaemonStats, value: Value) -> str:
     if value.saved_seconds:
         text += f" That saved {format_duration(value.saved_seconds)} of prefill."
     elif value.loaded_tokens:
-        text += " How long computing takes, no engine has reported yet."
+        text += f" How much prefill that saved is not known: {UNTIMED}."
     life = stats.lifetime
     if life.loaded_tokens > value.loaded_tokens and life.since:
         since = datetime.fromtimestamp(life.since, UTC).date().isoformat()

@@ -67,7 +67,8 @@ class Kind(NamedTuple):
 
 
 _RESTART = "systemctl restart kvoffd"
-_TOML = " in kvoffd.toml, then: " + _RESTART
+_FILE = " in kvoffd.toml"
+_TOML = _FILE + ", then: " + _RESTART
 _UNIT = " in kvoffd.service, then: " + _RESTART
 _LOG = "journalctl -u kvoffd"
 _NEEDS = "kvoffd config (its last lines say what the daemon needs)"
@@ -117,7 +118,7 @@ KINDS = {
     "memlock": Kind("warning", "GPUs copy the rest slowly.", "LimitMEMLOCK=infinity" + _UNIT),
     # Tiers.
     "disk_space": Kind("warning", "Writes will fail when the file system is full.", "df -h"),
-    "disk_too_small": Kind("info", "Blocks leave it before they come back.", "a larger size for it" + _TOML),
+    "disk_too_small": Kind("info", "Blocks leave it before they come back.", "{}" + _TOML),
     "tier_late": Kind("warning", "Engines computed these: tiers are slow, or have too much to do.", "{}" + _TOML),
     "disk_writes": Kind("warning", "The drives wear out for little.", "{}" + _TOML),
     # Namespaces.
@@ -128,7 +129,7 @@ KINDS = {
         "kvoffd-cli clear {}",
     ),
     # Value.
-    "pool_too_small": Kind("info", "More memory, or a disk, would save more prefill.", "{}" + _TOML),
+    "pool_too_small": Kind("info", "More memory would save more prefill.", "{}" + _TOML),
     "lru_is_better": Kind("info", "What it learned does not fit this traffic.", 'eviction_policy = "lru"' + _TOML),
     "thrash": Kind("warning", "Blocks leave before they come back.", "{}"),
     "pool_too_large": Kind("info", "The rest of the memory brings nothing now.", "a smaller pool_size" + _TOML),
@@ -349,7 +350,7 @@ def disks(facts: Facts) -> Iterator[Finding]:
             yield finding("disk_space", evidence, _share(missing, disk.size_bytes))
         if 0 < disk.oldest_seconds < SHORT_LIFE_S and disk.used_bytes >= FULL_DISK * disk.size_bytes:
             evidence = f"{name} is full, and its oldest block is at most {format_duration(disk.oldest_seconds)} old."
-            yield finding("disk_too_small", evidence, 0.3)
+            yield finding("disk_too_small", evidence, 0.3, f'disk = ["{name}={exact_size(2 * disk.size_bytes)}"]')
 
 
 def late_tiers(facts: Facts) -> Iterator[Finding]:
@@ -492,16 +493,17 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
     if stats.curve_seen_bytes >= pool_bytes and gain >= POINTS:
         more = exact_size(max(1 << 20, round((size - 1) * pool_bytes) >> 20 << 20))
         here, there = (format_size(nbytes) for nbytes in (pool_bytes, size * pool_bytes))
-        if found >= lru:
-            evidence = f"Requests find {found:.1f} % of their tokens in {here}, and with lru {best:.1f} % in {there}"
-        else:
-            evidence = (
-                f"With lru requests would find {lru:.1f} % of their tokens in {here}, and {best:.1f} % in {there}"
-            )
-        evidence += " (estimated, without quotas)."
+        own = f"Requests find {found:.1f}" if found >= lru else f"With lru requests would find {lru:.1f}"
+        other = f"{'with lru ' if found >= lru else ''}{best:.1f}"
+        evidence = f"{own} % of their tokens in a pool of {here}, and {other} % in {there} (estimated, without quotas)."
+        total = stats.since_start
+        below = sum(keys for source, keys in total.found_keys.items() if source != "pool")
         evidence += f" {gone}." * (evicted >= POINTS / 100)
+        if stats.disks or stats.shared:
+            evidence += f" Tiers below it had {percent(below, total.asked_keys)} of the keys asked for."
         fix = f'pool_size = "{exact_size(round(size * pool_bytes))}"'
         fix += "" if stats.disks else f', or disk = ["/mnt/nvme={more}"]'
+        gain -= 100 * _share(below, total.asked_keys)
         yield finding("pool_too_small", evidence, gain / 100, fix, "warning" if gain >= MANY_POINTS else "info")
     elif evicted >= THRASH_SHARE:
         limited = max(
@@ -633,7 +635,26 @@ BY_HAND = (
 def find(facts: Facts) -> list[Finding]:
     """All findings, the heaviest first."""
     found = [one for check in CHECKS for one in check(facts)]
-    if not facts.machine.unit:
-        for systemd, otherwise in BY_HAND:
-            found = [msgspec.structs.replace(one, fix=re.sub(systemd, otherwise, one.fix)) for one in found]
+    found = [msgspec.structs.replace(one, fix=_as_started(one.fix, facts)) for one in found]
     return sorted(found, key=lambda one: (LEVELS.index(one.level), -one.weight))
+
+
+def _as_started(fix: str, facts: Facts) -> str:
+    """What mends it in the words of how this daemon was started: by systemd or by hand, by a file, variables, flags."""
+    sources = [one.source for one in facts.stats.settings]
+    file = next((one.removeprefix("file ") for one in sources if one.startswith("file ")), "")
+    if _FILE in fix and file:
+        fix = fix.replace(_FILE, f" in {printable(file)}")
+    elif _FILE in fix and not facts.machine.unit:
+        names = "|".join(one.name for one in facts.stats.settings)
+        by_variable = any(one.startswith("variable ") for one in sources)
+
+        def written(found: re.Match[str]) -> str:
+            name, _, value = found.groups()
+            words = (f"KVOFFD_{name.upper()}", "=") if by_variable else (f"--{name.replace('_', '-')}", " ")
+            return (words[1] * bool(value)).join(filter(None, (words[0], value)))
+
+        fix = re.sub(rf'\b({names})\b(?: = (\["|")([^"]*)"\]?)?', written, fix.replace(_FILE, ""))
+    for systemd, otherwise in () if facts.machine.unit else BY_HAND:
+        fix = re.sub(systemd, otherwise, fix)
+    return fix

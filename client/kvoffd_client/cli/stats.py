@@ -46,6 +46,9 @@ RARE_CLASS = 0.03
 FEW_REQUESTS, FEW_LIFETIMES = 1000, 10.0
 """Of fewer requests, and in fewer pool lifetimes, a policy has learned little."""
 
+UNTIMED = "an engine knows how fast it computes after 1,024 prompt tokens in a row, twice"
+"""Why nobody knows what loads have saved; see LEAST_TOKENS of ``vllm/do_no_harm.py``."""
+
 RARE = {
     "blocks evicted": "evicted_blocks",
     "keys without space": "no_space_keys",
@@ -117,8 +120,8 @@ def stats(
     elif section is Section.POLICY:
         print_lines(policy_lines(now))
     elif section is Section.SETTINGS:
-        settings = [(one.name, printable(one.value) or "-", "" if one.default else "set") for one in now.settings]
-        print_table(("setting", "value", ""), settings)
+        settings = [(one.name, printable(one.value) or "-", printable(one.source)) for one in now.settings]
+        print_table(("setting", "value", "from"), settings)
     else:
         print_stats(now)
     return int(section is Section.TIERS and _tier_fails(now))
@@ -150,6 +153,8 @@ def print_stats(now: DaemonStats) -> None:
     if now.namespaces:
         print_line("")
         _namespaces(now, MOST_NAMESPACES)
+    if any(map(is_untimed, (now.since_start, *now.namespaces))):
+        print_lines([(f"unknown: {UNTIMED}", "dim")])
     tiers = tier_lines(now) if now.disks or now.shared else ()
     if lines := [*tiers, *_errors(now)]:
         print_lines(["", *lines])
@@ -201,8 +206,13 @@ def _traffic(now: DaemonStats) -> None:
 
 
 def saved_time(one: Traffic) -> str:
-    """Seconds of prefill; nobody knows them before the engine has reported how fast it computes."""
-    return "unknown" if one.loaded_tokens and not one.saved_seconds else format_duration(one.saved_seconds)
+    """Seconds of prefill, where they are known."""
+    return "unknown" if is_untimed(one) else format_duration(one.saved_seconds)
+
+
+def is_untimed(one: Traffic) -> bool:
+    """Whether the engine has not reported how fast it computes."""
+    return one.loaded_tokens > 0 and not one.saved_seconds
 
 
 def _misses(now: DaemonStats) -> None:
@@ -268,8 +278,12 @@ def _pool(pool: PoolStats) -> None:
     _pool_bar(pool)
     print_line("")
     sizes = {name: getattr(pool, name) for name in pool.__struct_fields__ if name.endswith("_bytes")}
-    rows = [(name.removesuffix("_bytes").replace("_", " "), format_size(size)) for name, size in sizes.items()]
-    print_table(("", ">bytes"), rows)
+    rows = [
+        (name.removesuffix("_bytes").replace("_", " ").replace("gpu", "GPU"), format_size(size))
+        for name, size in sizes.items()
+        if size or not ("gpu" in name or "unpinnable" in name)
+    ]
+    print_table(("", ">size"), rows)
 
 
 def _namespaces(now: DaemonStats, most: int) -> None:
@@ -321,16 +335,17 @@ def tier_lines(now: DaemonStats) -> Iterator[Line]:
     if not now.disks and not now.shared:
         yield "There is no disk and no shared store; see --disk and --shared of `kvoffd serve`."
     for disk in now.disks:
-        yield from _disk(disk)
+        yield from _disk(disk, now.uptime_seconds)
     if now.tiers is not None and now.disks:
         yield from _disk_traffic(now.tiers)
     for one in now.shared:
         yield from _shared(one)
 
 
-def _disk(disk: DiskStats) -> Iterator[Line]:
-    next_hour_s = 3600.0 * (disk.oldest_seconds // 3600 + 1)  # it is known to the hour only
-    oldest = f", the oldest < {format_duration(next_hour_s)}" if disk.blocks else ""
+def _disk(disk: DiskStats, uptime_s: float) -> Iterator[Line]:
+    is_new = disk.lifetime_written_bytes <= disk.written_bytes
+    oldest_s = min(disk.oldest_seconds, uptime_s if is_new else disk.oldest_seconds)  # it is known to the hour only
+    oldest = f", the oldest at most {format_duration(oldest_s)} old" if disk.blocks else ""
     yield f"{disk.directory}: {disk.state}", "bold" if disk.up else "bold yellow"
     if disk.problem:
         yield f"  {disk.problem}", "red"
@@ -339,8 +354,8 @@ def _disk(disk: DiskStats) -> Iterator[Line]:
         f"{format_count(disk.blocks)} blocks{oldest}"
     )
     yield (
-        f"  read {format_size(disk.read_bytes)}, written {format_size(disk.written_bytes)} since the start and "
-        f"{format_size(disk.lifetime_written_bytes)} ever"
+        f"  read {format_size(disk.read_bytes)}, written {format_size(disk.written_bytes)} since the start, "
+        f"{format_size(disk.lifetime_written_bytes)} since its file was made"
     )
     for kind, count in sorted(disk.errors.items()):
         meaning = DiskFault(kind).meaning if kind in set(DiskFault) else "see the daemon's log"
@@ -410,8 +425,8 @@ def policy_lines(now: DaemonStats) -> Iterator[Line]:
     block_bytes = total.stored_bytes / max(1, total.stored_blocks)
     lifetimes = requests * total.asked_keys / max(1, total.lookups) * block_bytes / max(1, now.pool.size_bytes)
     yield (
-        f"It rests on {format_count(requests)} request{plural(requests)}, about {_few(lifetimes)} pool lifetimes: a "
-        f"lifetime is the time in which as much is asked for as the pool holds."
+        f"It rests on {format_count(requests)} request{plural(requests)}, about {_few(lifetimes)} lifetimes. In a "
+        "lifetime as much is asked for as the pool holds."
     )
     if requests < FEW_REQUESTS or lifetimes < FEW_LIFETIMES:
         yield "That is little: what follows are first estimates, and will change.", "yellow"
@@ -420,13 +435,13 @@ def policy_lines(now: DaemonStats) -> Iterator[Line]:
     yield "Of the keys asked for:"
     for one in found.classes:
         if one.accessed_share >= RARE_CLASS:
-            known = one.return_age <= lifetimes
             age = _few(one.return_age)
-            half = f"half of them within {age} lifetime{'s' * (age != '1')}"
+            half = f"half within {age} lifetime{'s' * (age != '1')}"
+            yield f"{percent(one.accessed_share, 1.0):>6} {printable(one.name)}"
             yield (
-                f"  {percent(one.accessed_share, 1.0)} {printable(one.name)}: about {percent(one.return_chance, 1.0)} "
-                f"come back, {half if known else 'most later than was seen so far'}; {format_size(one.kept_bytes)} in "
-                "the pool"
+                f"       about {percent(one.return_chance, 1.0)} come back, "
+                f"{half if one.return_age <= lifetimes else 'most later than was seen so far'}; "
+                f"{format_size(one.kept_bytes)} in the pool"
             )
 
 

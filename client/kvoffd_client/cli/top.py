@@ -61,11 +61,11 @@ HELP = (
     "key         the hash of one block; percentages are of the keys asked for",
     "loaded      what an engine got from kvoffd and did not compute",
     "not needed  what was found and the engine had itself",
-    "missed      what it did not get; `kvoffd-cli stats --misses` explains the reasons",
+    "missed      what it did not get; `kvoffd-cli stats --misses` has the reasons",
     "tokens/s    tokens loaded",
     "now         the last 3 seconds",
-    "Found       of the prompts' tokens, those in the pool up to the first that was not",
-    "lru         what pools of other sizes would have found, if empty at this daemon's start",
+    "In pool     tokens of prompts that the pool had, without disks and stores, up to",
+    "            the first that it lacked; lru: in pools of other sizes, empty at the start",
     "pinned      under a lease or a copy: it cannot be evicted",
 )
 SORTS = ("TOK/S", "SIZE", "MISSED")
@@ -175,7 +175,9 @@ class Screen:
             body = _page(HELP, pen)
         else:
             body = self._all(stats, pen)
-        body = body[:room]
+        if len(body) > room > 0:
+            more = len(body) - room + 1
+            body = [*body[: room - 1], pen.text(f"{more} more lines: make the terminal higher", "dim")]
         return [*head, *body, *[Text()] * (room - len(body)), self._keys(pen)][:height]
 
     def _header(self, stats: DaemonStats, pen: Pen) -> Text:
@@ -224,10 +226,10 @@ class Screen:
     def _sparks(self, pen: Pen) -> list[Text]:
         cells = pen.width - 40
         tokens, stored = (self.history.series(name, cells) for name in ("loaded_tokens", "stored_bytes"))
-        last = [series[-1] if series else 0.0 for series in (tokens, stored)]
+        most = [max(series, default=0.0) for series in (tokens, stored)]
         return [
-            pen.text(f"Loaded  {pen.spark(tokens, cells)}  {format_count(round(last[0]))} tokens/s not computed"),
-            pen.text(f"Stored  {pen.spark(stored, cells)}  {format_rate(last[1])}"),
+            pen.text(f"Loaded  {pen.spark(tokens, cells)}  at most {format_count(round(most[0]))} tokens/s"),
+            pen.text(f"Stored  {pen.spark(stored, cells)}  at most {format_rate(most[1])}"),
         ]
 
 
@@ -274,9 +276,9 @@ def _saved(stats: DaemonStats, pen: Pen) -> Text:
 RATES: tuple[tuple[str, int, Callable[[Window], str]], ...] = (
     ("tokens/s", 8, lambda one: _rate(one.loaded_tokens, one)),
     ("keys/s", 7, lambda one: _rate(one.asked_keys, one)),
-    ("loaded", 7, lambda one: _part(one.loaded_keys, one.asked_keys)),
-    ("not needed", 10, lambda one: _part(one.not_needed_keys, one.asked_keys)),
-    ("missed", 7, lambda one: _part(sum(one.misses.values()), one.asked_keys)),
+    ("loaded", 7, lambda one: percent(one.loaded_keys, one.asked_keys)),
+    ("not needed", 10, lambda one: percent(one.not_needed_keys, one.asked_keys)),
+    ("missed", 7, lambda one: percent(sum(one.misses.values()), one.asked_keys)),
     ("loaded/s", 10, lambda one: _bytes(one.loaded_bytes, one)),
     ("stored/s", 10, lambda one: _bytes(one.stored_bytes, one)),
 )
@@ -302,10 +304,6 @@ def _bytes(count: float, window: Window) -> str:
     return format_rate(count / window.seconds).removesuffix("/s") if window.seconds else "-"
 
 
-def _part(part: float, whole: float) -> str:
-    return percent(part, whole).replace(" %", "%")
-
-
 def _lookups(stats: DaemonStats, now: Window, pen: Pen) -> Text:
     times = [format_duration(stats.lookup_seconds.quantile(share)) for share in (0.5, 0.99)]
     queued, failed = (getattr(stats.store, name) + getattr(stats.load, name) for name in ("queued_jobs", "failed_jobs"))
@@ -318,7 +316,7 @@ def _misses(stats: DaemonStats, pen: Pen) -> Text:
     """Of the keys asked for in the last hour; of all where none was missed then."""
     window = stats.last_hour if stats.last_hour.misses else stats.since_start
     largest = sorted(window.misses.items(), key=lambda item: -item[1])
-    words = "  ".join(f"{reason_name(reason)} {_part(keys, window.asked_keys)}" for reason, keys in largest if keys)
+    words = "  ".join(f"{reason_name(reason)} {percent(keys, window.asked_keys)}" for reason, keys in largest if keys)
     return pen.text(f"Missed  {words or 'nothing'}{' in the last hour' * (window is stats.last_hour)}")
 
 
@@ -327,9 +325,9 @@ def _curve(stats: DaemonStats, pen: Pen) -> list[Text]:
     if curve is None or not curve.asked_tokens:
         return []
     ratios = [(size, curve.lru_hit_ratio[size]) for size in SHOWN_SIZES if size in curve.lru_hit_ratio]
-    words = "  ".join(f"{size}x {100 * ratio:.0f}%" for size, ratio in ratios)
-    own = 100 * curve.found_tokens / curve.asked_tokens
-    return [pen.text(f"Found   {own:.0f}% of tokens; lru by pool size: {words}")]
+    words = "  ".join(f"{size}x {100 * ratio:.0f} %" for size, ratio in ratios)
+    own = percent(curve.found_tokens, curve.asked_tokens)
+    return [pen.text(f"In pool {own} of tokens; lru by size: {words}")]
 
 
 COLUMNS = ("NAMESPACE", "SIZE", "TOK/S", "KEYS/S", "LOADED", "MISSED", "MOST MISSED")
@@ -353,8 +351,8 @@ def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pe
             format_size(one.ready_bytes),
             _rate(now.loaded_tokens, now),
             _rate(now.asked_keys, now),
-            _part(now.loaded_keys, now.asked_keys),
-            _part(missed, now.asked_keys),
+            percent(now.loaded_keys, now.asked_keys),
+            percent(missed, now.asked_keys),
             reason_name(max(now.misses, key=now.misses.__getitem__)) if missed else "-",
         )
         lines.append(pen.cells(cells, widths, "dim" if one.of_bench else ""))
