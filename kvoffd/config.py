@@ -383,8 +383,8 @@ class Config:
     )
     http_address: str = Kind(_address, "HOST:PORT").setting(
         "127.0.0.1:9464",
-        "Address of /metrics, /healthz, /readyz, /stats.json and the page; nothing switches it off. Change it so that"
-        " your monitoring reaches it; there is no password.",
+        "Address of /metrics, /healthz, /readyz, /stats.json and the page; an empty one serves no HTTP. Change it so "
+        "that your monitoring reaches it; there is no password.",
     )
     log_level: str = choice("debug", "info", "warning", "error").setting(
         "info",
@@ -396,7 +396,7 @@ class Config:
     )
     cuda_library: str = file("/usr/lib/libcuda.so.1").setting(
         "",
-        "Path of the CUDA driver's library; nothing for the system's. Set it where the system does not find the "
+        "Path of the CUDA driver's library; an empty one is the system's. Set it where the system does not find the "
         "library.",
     )
     pin_pool: str = choice("start", "use").setting(

@@ -64,12 +64,17 @@ def running_daemon(pool_size: str = "64MiB", **settings: str) -> Iterator[Path]:
                 time.sleep(START_PAUSE_S)
             yield directory
         finally:
-            daemon.terminate()
-            try:
-                daemon.wait(STOP_DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            end_process(daemon)
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, and kill it where it does not within 15 seconds."""
+    process.terminate()
+    try:
+        process.wait(STOP_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 @dataclass(frozen=True)

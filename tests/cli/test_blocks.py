@@ -12,7 +12,7 @@ import pytest
 
 from kvoffd_client import Block, BlockClient
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import BLOCK_BYTES, EXPORT, IMPORT, KEYS, LABEL, LIST_BLOCKS, SHOW_BLOCK, Cli
+from tests.kit.command import BLOCK_BYTES, EXPORT, IMPORT, KEYS, LABEL, LIST_BLOCKS, SHOW_BLOCK, Cli, Terminal
 from tests.kit.daemon import DaemonProcess
 from tests.kit.open_files import files_of_at_most
 from tests.kit.wire import books, keys
@@ -50,6 +50,15 @@ def test_a_listing_ends_at_its_limit_and_takes_several_prefixes(engine: FakeEngi
     assert cli(*LIST_BLOCKS, *NAMED, "--prefix", "ff") == (0, "There is no such block.\n", "")
 
 
+def test_keys_that_a_terminal_cuts_are_said_to_be_cut(shared_daemon: DaemonProcess, engine: FakeEngine) -> None:
+    cut = "Keys are cut to fit here, not in a pipe; `blocks show` takes their first digits."
+    for columns, is_cut in ((80, True), (120, False)):
+        command = (*LIST_BLOCKS, *NAMED, "--directory", str(shared_daemon.directory))
+        with Terminal(*command, columns=columns) as terminal:
+            assert terminal.end() == 0
+        assert (cut in terminal.seen, KEYS[0].hex() in terminal.seen) == (is_cut, not is_cut)
+
+
 def test_reading_and_writing_blocks_is_in_no_count_of_traffic(shared_daemon: DaemonProcess, engine: FakeEngine) -> None:
     with BlockClient(shared_daemon.directory) as client:
         before = client.stats().since_start
@@ -63,7 +72,8 @@ def test_reading_and_writing_blocks_is_in_no_count_of_traffic(shared_daemon: Dae
 
 def test_what_cannot_be_done_is_one_sentence(engine: FakeEngine, cli: Cli, tmp_path: Path) -> None:
     for arguments, sentence in (
-        ((*LIST_BLOCKS, "--namespace", "nobody"), "namespaces"),
+        ((*LIST_BLOCKS, "--namespace", "nobody"), "`kvoffd-cli namespaces` lists them."),
+        (LIST_BLOCKS, "Missing option '--namespace'; `kvoffd-cli namespaces` lists them."),
         ((*SHOW_BLOCK, "ffff", *NAMED), "No key begins with 'ffff'"),
         ((*SHOW_BLOCK, "00", *NAMED), "Several keys begin"),
         ((*SHOW_BLOCK, "zz", *NAMED), "hex digits"),
@@ -103,6 +113,22 @@ def test_a_namespace_moves_to_another_daemon(engine: FakeEngine, cli: Cli, tmp_p
         status, out, err = cli(*IMPORT, str(file), on=fresh)
         assert (status, out, file.name in err) == (2, "", True)
         assert books(fresh.directory).ready_blocks <= 7, "nothing that is damaged is put"
+
+
+def test_an_import_beside_a_namespace_of_the_same_label_is_asked_for(
+    engine: FakeEngine, cli: Cli, tmp_path: Path
+) -> None:
+    file = tmp_path / "all.safetensors"
+    assert cli(*EXPORT, str(file), *NAMED).status == 0
+    with DaemonProcess("32MiB") as fresh, FakeEngine(fresh.directory, LABEL, page_bytes=4096) as other:
+        assert other.store(KEYS[:1], [0]).ok
+        status, out, err = cli(*IMPORT, str(file), on=fresh)
+        assert (status, out, "Add --beside to import them all the same." in err) == (2, "", True)
+        assert books(fresh.directory).ready_blocks == 1
+        status, out, err = cli(*IMPORT, str(file), "--beside", on=fresh)
+        assert (status, err, out.startswith("8 blocks (512 KiB) were put into the pool.")) == (0, "", True)
+        spaces = json.loads(cli("namespaces", "--json", on=fresh).out)["namespaces"]
+        assert [(one["label"], one["ready_blocks"]) for one in spaces] == [(LABEL, 1), (LABEL, 8)]
 
 
 def test_an_export_onto_a_full_disk_is_one_sentence(engine: FakeEngine, cli: Cli, tmp_path: Path) -> None:

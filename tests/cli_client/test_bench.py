@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 
 import pytest
@@ -58,6 +59,26 @@ def test_a_bench_teaches_nothing_and_is_in_no_sum(run: Run) -> None:
             with FakeEngine(daemon.directory, "model") as engine:  # an engine's requests do
                 engine.lookup([bytes(32)])
                 wait_until(lambda: admin.stats().learned.requests == 1)
+
+
+def test_a_policy_that_knows_better_blocks_does_not_evict_those_of_a_bench(run: Run) -> None:
+    """Leases hold them: without, this fails at the first lookup."""
+    chance, documents = random.Random(3), [[bytes([number, at]) * 16 for at in range(32)] for number in range(80)]
+    with (
+        DaemonProcess("256MiB", eviction_policy="learned") as daemon,
+        FakeEngine(daemon.directory, "model", layers=4, blocks=32, page_bytes=64 << 10) as engine,
+        AdminClient(daemon.directory) as admin,
+    ):
+        for _ in range(400):
+            keys = documents[min(chance.randrange(80) for _ in range(3))]
+            found = engine.lookup(keys)
+            engine.release()
+            if found < len(keys):
+                engine.store(keys[found:], range(found, len(keys)))
+        stats = admin.stats()
+        assert (stats.pool.of("free"), stats.since_start.rejected_keys > 0) == (0, True)
+        for name, cases in (("lookup", 12), ("copy", 4)):
+            assert len(json.loads(run(daemon, name, "--json"))["results"]) == cases
 
 
 def test_a_bench_of_a_daemon_that_ends_is_a_sentence(

@@ -52,7 +52,8 @@ LEGEND = f"""Every run after the cold one has to get the prompts from kvoffd.
   engine restarted: a new process
   another node: an engine of a second kvoffd, whose pool was empty, through a shared store
 TTFT: time to first token as vLLM measures it, from a request's arrival to its first token; the mean.
-Tokens loaded: from kvoffd, of {LOADABLE:,} in whole blocks; the engine computes the rest.
+Tokens loaded: from kvoffd, of {LOADABLE:,} in whole blocks; the engine computes the rest. `kvoffd-cli stats` above is
+  of the first node, and has more: engines that start later load the prompt that warms them up, too.
 Same tokens: whether the answers are those of the cold run.
 """
 

@@ -14,7 +14,7 @@ TRACE_LINES = 2000
 
 
 class Broken(AssertionError):
-    """A promise of DESIGN.md does not hold, or the simulation got stuck. The text says which and how."""
+    """A promise of RELIABILITY.md does not hold, or the simulation got stuck. The text says which and how."""
 
 
 class Injected(Exception):

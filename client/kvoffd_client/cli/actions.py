@@ -48,7 +48,7 @@ def clear(
     Exit status: 0 done, 1 no, 2 an error, 3 done, but a kill may undo it.
     """
     if (name is None) is not everything:
-        raise CliError("Choose what to clear: either the label or fingerprint of one namespace, or --all.")
+        raise CliError("Name one namespace, or --all; `kvoffd-cli namespaces` lists them.")
     with open_admin(directory) as admin:
         one = None if everything else admin.namespace(name or "")
         chosen = admin.namespaces().namespaces if one is None else [one]

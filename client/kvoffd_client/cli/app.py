@@ -78,6 +78,7 @@ def make_command(names: Iterable[str] = COMMANDS) -> TyperGroup:
             app.command(epilog=epilog)(command)
     made = typer.main.get_command(app)
     assert isinstance(made, TyperGroup)
+    made.commands = {name: made.commands[name] for name in names}
     return made
 
 
@@ -119,7 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if option in given and name is not None and given.index(option) < given.index(name):
             return _refuse(f"{option} is no option of all commands; write it behind one: kvoffd-cli {name} {option}.")
         said = str(words()).replace("Value error, ", "").rstrip(".")
-        return _refuse(f"{said}{'' if said.endswith('?') else ';'} --help shows what can be given.")
+        hint = "`kvoffd-cli namespaces` lists them" if "'--namespace'" in said else "--help shows what can be given"
+        return _refuse(f"{said}{'' if said.endswith('?') else ';'} {hint}.")
 
 
 def _refuse(sentence: str) -> int:

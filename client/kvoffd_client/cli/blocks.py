@@ -58,12 +58,14 @@ def ls(
     elif not found:
         say("There is no such block.")
     else:
-        digits = max(12, make_console(pipe_cells=PIPE_TABLE_CELLS).width - 25)  # show takes the first ones
+        digits = max(12, make_console(pipe_cells=PIPE_TABLE_CELLS).width - 25)
         rows = [
             (info.key.hex()[:digits], info.state.name.lower(), format_size(info.slot_bytes), format_count(info.pins))
             for info in found
         ]
         print_table(("key", "state", ">size", ">pins"), rows)
+        if len(rows[0][0]) < len(found[0].key.hex()):
+            say("Keys are cut to fit here, not in a pipe; `blocks show` takes their first digits.")
         if more:
             say(f"There are more blocks; --limit {10 * limit} shows more of them.")
     return 0

@@ -113,11 +113,11 @@ def clients(
         return _show_requests(directory, request, as_json=json)
     with open_admin(directory) as admin:
         found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
-        labels = {} if json else _labels(admin)
+        labels = {} if json or every else _labels(admin)
     if json:
         print_json({"sessions": found} if every else {"engines": [vars(one) for one in engines_of(found)]})
     elif every:
-        _show_sessions(found, labels)
+        _show_sessions(found)
     else:
         _show_engines(engines_of(found), labels)
     return 0
@@ -174,18 +174,18 @@ def _show_engines(rows: Sequence[Engine], labels: Mapping[str, str]) -> None:
         say(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
 
 
-def _show_sessions(found: Sequence[SessionInfo], labels: Mapping[str, str]) -> None:
+def _show_sessions(found: Sequence[SessionInfo]) -> None:
     if not found:
         say("No session is open.")
         return
     print_table(
-        (">id", "<role", "name", "namespace", ">pid", ">idle", ">pinned", ">registered"),
+        (">id", "<role", "name", "<namespace", ">pid", ">idle", ">pinned", ">registered"),
         [
             (
                 str(one.session_id),
                 one.role or "new",
                 " ".join(map(printable, filter(None, (one.name, one.software)))) or "-",
-                _names(one.namespaces, labels),
+                ", ".join(map(namespace_id, one.namespaces)) or "-",
                 str(one.pid or "-"),
                 format_duration(one.idle_seconds),
                 format_size(one.pinned_bytes),

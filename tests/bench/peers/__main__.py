@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from kvoffd_client.cli.bench import echo_process, memcpy_of
+from kvoffd_client.testing import end_process
 from tests.bench.report_file import ROOT, add_report_options, markdown_table, number, publish_report, run_facts
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
@@ -105,12 +106,7 @@ def lmcache(python: Path, chunk_tokens: int, layout: str) -> Iterator[Player]:
             ) as call:
                 yield call
         finally:
-            server.terminate()
-            try:
-                server.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait(STOP_S)
+            end_process(server)
             Path("/dev/shm", memory).unlink(missing_ok=True)
 
 
