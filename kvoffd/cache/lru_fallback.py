@@ -5,11 +5,8 @@ Loads that no class of keys tells apart are served worse by what was learned of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.learned import Learned
-from kvoffd.cache.policy import Chain
 
 LEAST_LEAD = 0.02
 """Of an LRU, as a part of what was asked for: the curve is an estimate, and to change costs hits."""
@@ -35,8 +32,8 @@ class LruFallback:
         self._next_at = self._known.now + self._known.lifetime
         self._change_at = self._known.now + JUDGED_AFTER * self._known.lifetime
 
-    def requested(self, _: Sequence[Chain]) -> None:
-        """Judge, if it is time. The curve and the policy have noted the request."""
+    def judge(self) -> None:
+        """Judge, if it is time. The curve and the policy have noted the same requests."""
         known = self._known
         if known.now < self._next_at:
             return

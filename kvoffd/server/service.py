@@ -112,8 +112,7 @@ class Service:
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         state.is_there = lambda fingerprint: fingerprint in cache.namespaces
         cache.watchers.append(self.curve.requested)
-        if isinstance(cache.policy, Learned):
-            cache.watchers.append(LruFallback(self.curve, cache.policy).requested)
+        self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
 
     # --- called by the sockets ---------------------------------------------------------------------
 
@@ -201,6 +200,8 @@ class Service:
         if self.clock() >= self._totals_due:
             self.save_totals()
         self.curve.tick()
+        if self._lru_fallback is not None:
+            self._lru_fallback.judge()
         forget_idle(self, FORGET_AFTER_S)
         self.tiers.tick()
         for fingerprint in self.tiers.take_voided():

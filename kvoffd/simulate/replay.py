@@ -75,7 +75,8 @@ def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.
     cache = Cache(slots, table, known, made, Silence(), clock, leased_share=1.0)
     if isinstance(made, Learned):
         curve = HitRatioCurve(slots.pool_bytes, clock)
-        cache.watchers += [curve.requested, LruFallback(curve, made).requested]
+        fallback = LruFallback(curve, made)
+        cache.watchers += [curve.requested, lambda _: fallback.judge()]
     return cache
 
 

@@ -16,8 +16,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import add
@@ -273,12 +272,14 @@ class CopyQueue:
         started, storing = time.perf_counter(), transfer.direction is Direction.STORE
         if self._clock() >= transfer.deadline:
             transfer.must_end(Outcome.DEADLINE)
-        with _failing(transfer):
-            if not storing:
+        checksums = transfer.checksums
+        try:
+            if not storing and checksums is not None:
                 self._read(transfer.read_slots)
             if transfer.ending is None:
                 copy(transfer)
-        checksums = transfer.checksums
+        except Exception:
+            _failed(transfer)
         with self._wake:
             self._busy_seconds += time.perf_counter() - started
             # Never after ``stop``, when nobody would read it.
@@ -290,8 +291,10 @@ class CopyQueue:
                 self._to_read.notify(len(parts))
                 return
         if unread:
-            with _failing(transfer):
+            try:
                 self._read(transfer.read_slots)
+            except Exception:
+                _failed(transfer)
         self._end(transfer)
 
     def _read_all(self) -> None:
@@ -307,8 +310,10 @@ class CopyQueue:
                 if not reading.parts:
                     self._unread.popleft()
                 self._running[transfer].add(thread_id)
-            with _failing(transfer):
+            try:
                 self._read(partial(transfer.read_part, part))
+            except Exception:
+                _failed(transfer)
             with self._wake:
                 self._running[transfer].discard(thread_id)
                 reading.open -= 1
@@ -331,14 +336,10 @@ class CopyQueue:
         _call(transfer.on_done, transfer, transfer.ending or Outcome.DONE)
 
 
-@contextmanager
-def _failing(transfer: Transfer) -> Iterator[None]:
-    """Have the transfer fail, and the thread go on, where its copy raises."""
-    try:
-        yield
-    except Exception:
-        _log.exception("A copy of %d bytes failed; its job fails, the thread goes on.", transfer.plan.nbytes)
-        transfer.must_end(Outcome.FAILED)
+def _failed(transfer: Transfer) -> None:
+    """Have the transfer fail, whose copy raised."""
+    _log.exception("A copy of %d bytes failed; its job fails, the thread goes on.", transfer.plan.nbytes)
+    transfer.must_end(Outcome.FAILED)
 
 
 def _call(owner: Callable[..., None], *end: object) -> None:

@@ -155,7 +155,7 @@ def test_an_lru_that_the_curve_overrates_is_tried_once() -> None:
     seen = []
     for _ in range(1000):
         policy.known.now += policy.known.lifetime
-        fallback.requested(())
+        fallback.judge()
         seen.append(policy.known.as_lru)
     assert seen.count(1) == FIRST_STAY
     assert seen[JUDGED_AFTER]
