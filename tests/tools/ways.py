@@ -26,7 +26,7 @@ ROOTS = tuple(ROOT + name for name in ("kvoffd", "client", "proto"))
 CALLS = "calls.json"
 Call = tuple[float, str, str]  # when (monotonic), file, function
 SHORT, PROMPT = list(range(1, 20)), list(range(3, 303))
-LEFT_OUT = {"Service.tick", "Cache.note_requests", "report_requests", "report_engine"}
+LEFT_OUT = {"Service.tick", "Sockets.wake", "Cache.note_requests", "report_requests", "report_engine"}
 """With all that these functions call."""
 COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
 
