@@ -37,8 +37,6 @@ class Lookup(Struct, eq=False):
         wait_s: the daemon's guess of how long until all pending keys are ready, in seconds; 0.0 where it has none.
         pinned: blocks pinned under the lease; 0 means that there is no lease.
         answered_at: time.monotonic() of the answer, 0.0 before.
-        alive: the answer's pins still hold as far as is known: not released, same connection, and the lease has lived
-            for less than half of its time: look up again after that.
     """
 
     lease_id: int
@@ -48,13 +46,19 @@ class Lookup(Struct, eq=False):
     wait_s: float = 0.0
     pinned: int = 0
     answered_at: float = 0.0
-    alive: bool = False
     transport: Transport | None = None
     unwanted: bool = False
+    stale_at: float = 0.0
     # While some of its requests are not answered: how many, and what the others said.
     missing: int = 1
     ttl_ms: int = 0
     partial: list[bytes] = []
+
+    @property
+    def alive(self) -> bool:
+        """Whether the answer's pins still hold as far as is known: not released, same connection, and the lease has
+        lived for less than half of its time. Look up again after that."""
+        return self.transport is not None and self.transport.now() < self.stale_at
 
     @property
     def pending(self) -> bool:
@@ -103,8 +107,8 @@ class SchedulerClient(Session):
         self._namespace = namespace
         self._fingerprint = namespace.fingerprint
         self._events = EventStream(kv_topic(self._fingerprint)) if subscribe_events else None
-        self._leases: dict[int, tuple[Lookup, float]] = {}
-        """By id, leases whose blocks are pinned: their lookups, and when to look up again."""
+        self._leases: dict[int, Lookup] = {}
+        """By id, oldest first: lookups whose blocks are pinned."""
         self._unanswered: dict[int, Lookup] = {}
         self._reports: deque[m.RequestReport] = deque(maxlen=m.MAX_REQUEST_REPORTS)
         self._report_at = NEVER
@@ -207,9 +211,8 @@ class SchedulerClient(Session):
     # --- with the lock held ----------------------------------------------------------------------
 
     def _release(self, lease_id: int, unused: str = "") -> None:
-        found = self._leases.pop(lease_id, None)
-        if found is not None:
-            found[0].alive = False
+        if (found := self._leases.pop(lease_id, None)) is not None:
+            found.stale_at = 0.0
         if lease_id in self._unanswered:
             self._unanswered[lease_id].unwanted = True
         if self.ready and lease_id:  # messages keep their order: it comes after its lookup
@@ -245,8 +248,11 @@ class SchedulerClient(Session):
             self._release(found.lease_id)
         elif found.pinned:
             # The lease's life began at the daemon between sending and now: count from the earlier.
-            self._leases[found.lease_id] = found, sent_at + found.ttl_ms / 2000
-        found.states, found.answered_at, found.alive = found.partial, now, found.pinned > 0
+            found.stale_at = sent_at + found.ttl_ms / 2000
+            while self._leases and (oldest := next(iter(self._leases.values()))).stale_at <= now:
+                del self._leases[oldest.lease_id]  # nobody has released it, and the daemon ends it
+            self._leases[found.lease_id] = found
+        found.states, found.answered_at = found.partial, now
         found.done = True  # last, since readers hold no lock
 
     def _on_failed(self, found: Lookup, reply: ReplyOrError, now: float) -> None:
@@ -280,18 +286,12 @@ class SchedulerClient(Session):
     def _role_disconnected(self, now: float) -> None:
         self._report_at = NEVER
         leases, self._leases = self._leases, {}
-        for found, _ in leases.values():
-            found.alive = False
+        for found in leases.values():
+            found.stale_at = 0.0
         if self._events is not None:
             self._events.disconnected()
 
     def _role_tick(self, now: float) -> None:
-        """Leases past half of their life count as over, before the daemon ends them: their users look up again."""
-        for lease_id, (found, stale_at) in list(self._leases.items()):
-            if stale_at > now:  # all live as long, so that those behind it end later
-                break
-            found.alive = False
-            del self._leases[lease_id]
         if now >= self._report_at:
             self._report_at = NEVER
             if self.ready:
@@ -299,8 +299,6 @@ class SchedulerClient(Session):
             self._reports.clear()
 
     def _role_wake_at(self) -> float:
-        for _, stale_at in self._leases.values():
-            return min(stale_at, self._report_at)
         return self._report_at
 
     # --- KV events -------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ class SocketTransport:
         """Readable when a message wakes the transport's own thread."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeping_until = 0.0
+        self._idle_fds: list[int] = []
+        """Descriptors that woke threads which wait no more, for the next ones."""
         self._waiting: list[int] = []
         """By waiting thread, a descriptor that wakes it."""
         self._reading: int | None = None
@@ -124,7 +126,7 @@ class SocketTransport:
                     if (done := ready()) or self._closed or now >= deadline:
                         return done
                     if wake_fd < 0:
-                        wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+                        wake_fd = self._idle_fds.pop() if self._idle_fds else os.eventfd(0, os.EFD_CLOEXEC)
                         self._waiting.append(wake_fd)
                         self._wake_thread_by_messages()
                     poller = poller_of(wake_fd, *self._sockets)
@@ -135,7 +137,10 @@ class SocketTransport:
                 with self.lock:
                     self._waiting.remove(wake_fd)
                     self._wake_thread_by_messages()
-                    os.close(wake_fd)
+                    if self._closed:
+                        os.close(wake_fd)
+                    else:
+                        self._idle_fds.append(wake_fd)
 
     def _wake_thread_by_messages(self) -> None:
         """Or not, while a thread waits, which reads them itself."""
@@ -344,7 +349,8 @@ class SocketTransport:
         self.disconnect(drain=False)
         self._context.term()
         self._messages.close()
-        os.close(self._wake_fd)
+        for fd in (self._wake_fd, *self._idle_fds):
+            os.close(fd)
 
     def leave(self) -> None:
         """Have the end of the process that follows count as meant."""
