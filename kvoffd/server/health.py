@@ -68,10 +68,11 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
             "pool, or end the sessions that hold blocks and do not load them.",
         )
     if dropped := recent.no_space_keys:
+        quota = ", a quota is too low (`kvoffd-cli namespaces`)" if service.cache.quotas else ""
         yield (
             "stores_without_space",
             f"In the last {over} the pool had no space for {format_count(dropped)} block{plural(dropped)} that engines "
-            "offered. It is too small, or too much is pinned.",
+            f"offered. It is too small{quota}, or too much is pinned.",
         )
     late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
     if late >= LEAST_LATE and late > LATE_SHARE * lookups:

@@ -242,6 +242,12 @@ def test_each_finding_is_brought_about_and_alone() -> None:
         assert report_of(given).status == {"error": 2, "warning": 1, "info": 0}[one.level]
 
 
+def test_stores_that_failed_for_want_of_space_are_told_from_others() -> None:
+    lost = Window(**traffic(no_space_keys=120))
+    (found,) = find(facts({"store": CopyStats(jobs=1000, failed_jobs=50), "since_start": lost}))
+    assert found.evidence == "50 of 1,000 store jobs failed. The pool, or a quota, had no space for 120 blocks."
+
+
 def test_every_reason_of_health_has_its_meaning_and_what_mends_it() -> None:
     code = "".join((SERVER / name).read_text() for name in ("health.py", "tiers.py"))
     reasons = set(re.findall(r'(?:HealthProblem\(|yield \()\s*"(\w+)"', code))

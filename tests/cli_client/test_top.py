@@ -15,6 +15,7 @@ from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.stats import (
     DaemonStats,
     DiskStats,
+    Histogram,
     HitCurve,
     LearnedStats,
     Lifetime,
@@ -63,6 +64,7 @@ def stats(at: int, names: tuple[str, ...] = ("llama", "qwen"), uptime_s: float |
         curve=HitCurve(1000, 600, {"0.5": 0.5, "1": 0.6, "2": 0.7, "10": 1.0}),
         health=HealthLevel.DEGRADED,
         health_problems=[Problem("disk_hangs", "A call to the disk does not return.")],
+        lookup_seconds=Histogram({"0.001": 100, "+Inf": 100}, 0.05),
         disks=[DiskStats("/mnt/nvme0", True, "serving", size_bytes=GIB, used_bytes=GIB // 4, errors={"corrupt": 2})],
         tiers=TieringStats(promoted_bytes=GIB),
         shared=[SharedStats("redis://valkey", True, servers=[SharedServer("valkey-1", False, "Refused.")])],
@@ -110,7 +112,9 @@ def test_the_screen(screen: Screen) -> None:
     assert whole.split()[2:4] == ["218", "27"], "in 110 seconds"
     assert "Missed  evicted 30.0 %  never stored 10.0 % in the last hour" in lines
     assert "In pool 60.0 % of tokens; lru by size: 0.5x 50 %  1x 60 %  2x 70 %  10x 100 %" in lines
+    assert "Lookups 30/s  queued copies 0  since start: p50 500 µs  p99 990 µs" in lines
     assert "at most 2,400 tokens/s" in text
+    assert not [line for line in lines if "copy jobs failed" in line]
     names = [line for line in lines if "0000000000" in line]
     assert [line.split()[0] for line in names] == ["qwen", "llama"], "by tokens, the most first"
     assert names[0].split()[4:] == ["1,600", "200", "50.0", "%", "40.0", "%", "evicted"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvoffd_client.cli.format import namespace_name, percent
+from kvoffd_client.cli.format import count_blocks, namespace_name, percent
 from kvoffd_client.cli.machine import Machine
 from kvoffd_client.namespace import LABEL_IN_NAME
 from kvoffd_client.namespace_differences import explain, fields_of_description
@@ -261,6 +261,8 @@ def growing_errors(facts: Facts) -> Iterator[Finding]:
     for name, copies in (("store", stats.store), ("load", stats.load)):
         if copies.failed_jobs >= FEWEST_ERRORS and copies.failed_jobs > ERROR_SHARE * copies.jobs:
             evidence = f"{format_count(copies.failed_jobs)} of {format_count(copies.jobs)} {name} jobs failed."
+            if name == "store" and (lost := stats.since_start.no_space_keys):
+                evidence += f" The pool, or a quota, had no space for {count_blocks(lost)}."
             yield finding(f"failed_{name}s", evidence, _share(copies.failed_jobs, copies.jobs))
 
 

@@ -368,8 +368,10 @@ def quota(
         print_json(now)
         return 0
     words = "no quota" if now.quota_bytes is None else f"at most {format_size(now.quota_bytes)}"
-    hint = ""
-    if now.quota_bytes is not None and now.quota_bytes >= pool_bytes:
+    hint, block_bytes = "", max(map(sum, now.shard_bytes), default=0)
+    if now.quota_bytes is not None and now.quota_bytes < block_bytes:
+        hint = f" That is less than a block of {format_size(block_bytes)}: it can store nothing."
+    elif now.quota_bytes is not None and now.quota_bytes >= pool_bytes:
         hint = f" That limits nothing: the whole pool has {format_size(pool_bytes)}."
     elif now.quota_bytes is not None and now.ready_bytes > now.quota_bytes:
         hint = f" It has {format_size(now.ready_bytes)} now; its next stores evict that down to the quota."

@@ -64,8 +64,8 @@ HELP = (
     "missed      what it did not get; `kvoffd-cli stats --misses` has the reasons",
     "tokens/s    tokens loaded",
     "now         the last 3 seconds",
-    "In pool     tokens of prompts that the pool had, without disks and stores, up to",
-    "            the first that it lacked; lru: in pools of other sizes, empty at the start",
+    "In pool     each prompt's tokens up to the first that the pool lacked, disks and",
+    "            stores left out; lru: in pools of other sizes, empty at the start",
     "pinned      under a lease or a copy: it cannot be evicted",
 )
 SORTS = ("TOK/S", "SIZE", "MISSED")
@@ -208,7 +208,7 @@ class Screen:
             *_rates(stats, now, pen),
             _misses(stats, pen),
             *_curve(stats, pen),
-            _lookups(stats, now, pen),
+            *_lookups(stats, now, pen),
             *self._sparks(pen),
             *_tier_lines(stats, pen),
             *_namespaces(self._sorted(stats), self.history, self.sort, pen),
@@ -304,12 +304,13 @@ def _bytes(count: float, window: Window) -> str:
     return format_rate(count / window.seconds).removesuffix("/s") if window.seconds else "-"
 
 
-def _lookups(stats: DaemonStats, now: Window, pen: Pen) -> Text:
+def _lookups(stats: DaemonStats, now: Window, pen: Pen) -> list[Text]:
     times = [format_duration(stats.lookup_seconds.quantile(share)) for share in (0.5, 0.99)]
     queued, failed = (getattr(stats.store, name) + getattr(stats.load, name) for name in ("queued_jobs", "failed_jobs"))
-    longest = format_duration(stats.loop_blocked_max_seconds)
-    words = f"Lookups {_rate(now.lookups, now)}/s  p50 {times[0]}  p99 {times[1]}  loop max {longest}"
-    return pen.text(f"{words}  queued {format_count(queued)}  failed {format_count(failed)}")
+    words = f"Lookups {_rate(now.lookups, now)}/s  queued copies {format_count(queued)}  since start:"
+    line = f"{words} p50 {times[0]}  p99 {times[1]}"
+    failures = f"! {format_count(failed)} copy jobs failed since the start: see `kvoffd-cli doctor --all`"
+    return [pen.text(line), *([pen.text(failures, "yellow")] if failed else [])]
 
 
 def _misses(stats: DaemonStats, pen: Pen) -> Text:
@@ -413,7 +414,7 @@ def top(
 
         def read(view: str, timeout_s: float) -> Reading:
             if url:
-                return Reading(read_stats(url, timeout_s), far=True)
+                return Reading(read_stats(url), far=True)
             admin.timeout_s = timeout_s
             return Reading(admin.stats(), engines_of(admin.sessions().sessions) if view == "clients" else None)
 
