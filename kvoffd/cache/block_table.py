@@ -89,6 +89,7 @@ class BlockTable:
         self.shard = np.zeros(slots, np.uint8)
         self.pins = np.zeros(slots, np.uint32)
         """Of a block: leases, running loads and writes to a tier that need its bytes."""
+        self.pinned_bytes = self.pinned_blocks = 0
         self.missing = np.zeros(slots, np.uint8)
         """Of a block: shards that are not written."""
         self.group = np.zeros(slots, np.uint32)
@@ -228,24 +229,28 @@ class BlockTable:
         self._native.blocks_written_now(self.address, packed(blocks), len(blocks), self._bytes_at)
         return self._bytes[: len(blocks)].astype(np.bool_)
 
-    def pin(self, blocks: BlockIds) -> tuple[int, int, int]:
-        """Keep the bytes of blocks, once more for each time one is named.
+    def pin(self, blocks: BlockIds) -> tuple[int, int]:
+        """Keep the bytes of blocks, once more for each time one is named, until ``Cache.unpin``.
 
-        Returns the bytes of all, the bytes of those that nothing pinned before, and how many these are.
+        Returns the bytes of all, and of those that nothing pinned before.
         """
         if len(blocks) > len(self._words):
             self._make_buffers(len(blocks))
         some = packed(blocks), len(blocks)
-        found = int(self._native.blocks_pin(self.address, *some, 1, self._words_at, self._counts_at))
-        return self._counts[0] * PAGE_BYTES, self._counts[1] * PAGE_BYTES, found
+        self.pinned_blocks += self._native.blocks_pin(self.address, *some, 1, self._words_at, self._counts_at)
+        nbytes, fresh_bytes = self._counts[0] * PAGE_BYTES, self._counts[1] * PAGE_BYTES
+        self.pinned_bytes += fresh_bytes
+        return nbytes, fresh_bytes
 
-    def unpin(self, blocks: BlockIds) -> tuple[BlockIds, int]:
-        """Undo one pin for each time a block is named. Returns those that nothing pins any more, and their bytes."""
+    def unpin(self, blocks: BlockIds) -> BlockIds:
+        """Undo one pin for each time a block is named. Returns those that nothing pins any more."""
         if len(blocks) > len(self._words):
             self._make_buffers(len(blocks))
         some = packed(blocks), len(blocks)
         found = self._native.blocks_pin(self.address, *some, -1, self._words_at, self._counts_at)
-        return self._words[:found].copy(), self._counts[1] * PAGE_BYTES
+        self.pinned_blocks -= found
+        self.pinned_bytes -= self._counts[1] * PAGE_BYTES
+        return self._words[:found].copy()
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] the slots of blocks that have so many, or more."""

@@ -125,7 +125,6 @@ class Cache:
         self.quotas = Quotas()
         self.leases: dict[int, Lease] = {}
         """The one that ends first comes first."""
-        self.pinned_bytes = self.pinned_blocks = 0
         self.checked_slots = self.checked_bytes = self.mismatches = 0
         """Slots that were compared with their checksum, and those of them that were wrong."""
         self.quarantined_slots = self.quarantined_bytes = 0
@@ -440,8 +439,8 @@ class Cache:
             fresh = every[~np.isin(every, lease.blocks)] if lease.blocks.size else every
             if not fresh.size:
                 return states, ready
-            nbytes, loose_bytes, loose = self.blocks.pin(fresh)
-            roomy = self.pinned_bytes + loose_bytes <= self._max_leased_bytes // 2
+            nbytes, loose_bytes = self.blocks.pin(fresh)
+            roomy = self.blocks.pinned_bytes <= self._max_leased_bytes // 2
             if shortened or (roomy and held.keys + len(fresh) <= self._max_leased_keys):
                 break
             if (part := self._leasable(lease.session, len(fresh), loose_bytes)) >= 1.0:
@@ -449,8 +448,6 @@ class Cache:
             self.blocks.unpin(fresh)
             self.shortened_lookups += 1
             states = [_shortened(one, found, lease.blocks, part) for one, found in zip(states, blocks, strict=True)]
-        self.pinned_bytes += loose_bytes
-        self.pinned_blocks += loose
         if not lease.blocks.size:
             self.leases[lease.lease_id], self.held[lease.session] = lease, held
             held.leases += 1
@@ -463,12 +460,14 @@ class Cache:
         return states, ready
 
     def _leasable(self, session: int, keys: int, loose: int) -> float:
-        """The part of so many keys, with so many bytes that nothing pins yet, that a session may lease besides what it
-        has: 1.0 for all. Only such bytes are taken from others."""
+        """The part of so many keys that a session may lease besides what it has: 1.0 for all.
+
+        ``loose``: of their bytes, those that nothing else pins. Only such bytes are taken from others.
+        """
         held = self.held.get(session)
         most = self._max_leased_bytes
         part = (self._max_leased_keys - (0 if held is None else held.keys)) / max(1, keys)
-        if loose and self.pinned_bytes + loose > most // 2:
+        if loose and self.blocks.pinned_bytes > most // 2:
             share = most // (len(self.held) + 1) if held is None else most // len(self.held) - held.charged_bytes
             part = min(part, share / loose)
         return max(0.0, min(1.0, part))
@@ -591,16 +590,9 @@ class Cache:
         self._drop_partial(partial)
         return self._end(overdue) + len(partial)
 
-    def pin(self, blocks: BlockIds) -> None:
-        """Keep the bytes of blocks until as many calls of ``unpin``: for a write to a tier, say."""
-        _, nbytes, fresh = self.blocks.pin(blocks)
-        self.pinned_bytes += nbytes
-        self.pinned_blocks += fresh
-
     def unpin(self, blocks: BlockIds) -> None:
-        loose, nbytes = self.blocks.unpin(blocks)
-        self.pinned_bytes -= nbytes
-        self.pinned_blocks -= len(loose)
+        """Undo a ``BlockTable.pin``."""
+        loose = self.blocks.unpin(blocks)
         if self._bytes_in[DROPPED]:
             self._free_dropped(loose[self.blocks.state[loose] == DROPPED])
 
@@ -620,7 +612,7 @@ class Cache:
             for part in parts:
                 plans.append(plan := self._plan(rank, groups[part.group], part))
                 if plan.present.size:
-                    self.pin(plan.present)
+                    self.blocks.pin(plan.present)
                     held.append(plan.present)
             for number, plan in enumerate(plans):
                 before = [one.stored.blocks for one in plans[:number] if one.stored.group is plan.stored.group]
@@ -844,7 +836,7 @@ class Cache:
             bad |= self.blocks.shard[slots] & (SHARD_STATE | CORRUPT) != WRITTEN
         if bad.any():
             raise NotReady(group, np.flatnonzero(bad).tolist())
-        self.pin(blocks)
+        self.blocks.pin(blocks)
         return LoadTicket(rank, lease, known, keys[:size], blocks, slots, self.slots.offsets(slots))
 
     def count_load(self, tickets: Sequence[LoadTicket]) -> None:
@@ -1182,7 +1174,7 @@ class Cache:
     def usage(self) -> PoolUsage:
         """Bytes of the pool by use."""
         writing, ready, dropped = (self._bytes_in[state] for state in (WRITING, READY, DROPPED))
-        pinned = self.pinned_bytes, self.pinned_blocks
+        pinned = self.blocks.pinned_bytes, self.blocks.pinned_blocks
         return PoolUsage(self.slots.free_bytes, writing, ready, dropped, self.quarantined_bytes, *pinned)
 
 

@@ -68,7 +68,8 @@ def results(service: Service, session: Session, message: m.Results) -> m.Results
     """Give out the completions that were not acknowledged, and the jobs that have none yet."""
     session.completions.acknowledge(message.acknowledged)
     # A job that ended but whose batch is still open must be in one of the two lists.
-    service.flush_completions(session)
+    if frames := session.completions.flush(service.sessions.credit_of(session)):
+        service.publications.append(frames)
     return m.ResultsReply(message.request_id, session.completions.replay(), list(session.jobs))
 
 

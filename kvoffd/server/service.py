@@ -165,7 +165,8 @@ class Service:
             self.pending = [pending for pending in self.pending if not self._poll(pending)]
         if self.jobs.with_results:
             for session in self.jobs.with_results.values():
-                self.flush_completions(session)
+                if frames := session.completions.flush(self.sessions.credit_of(session)):
+                    self.publications.append(frames)
             self.jobs.with_results.clear()
         if self.events.pending:
             self.publications += self.events.take()
@@ -251,11 +252,6 @@ class Service:
         self.errors[code.name.lower()] += 1
 
     # --- for handlers ------------------------------------------------------------------------------
-
-    def flush_completions(self, session: Session) -> None:
-        """Close the session's open batch of completions and put it out for publication."""
-        if frames := session.completions.flush(self.sessions.credit_of(session)):
-            self.publications.append(frames)
 
     def reset(self, namespace: Namespace) -> int:
         """Forget all blocks of a namespace, of its tiers too, for a successor as well. Returns how many there were."""

@@ -54,7 +54,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         sessions=service.sessions.of_engines,
         ended_sessions=dict(service.sessions.ended),
         leases=len(cache.leases),
-        pinned_blocks=cache.pinned_blocks,
+        pinned_blocks=cache.blocks.pinned_blocks,
         requests=service.requests,
         errors=dict(service.errors),
         replies_dropped=dict(service.replies_dropped),

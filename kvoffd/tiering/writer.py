@@ -248,7 +248,7 @@ class Writer:
             self._begin_some(begun, self._engines_busy())
         finally:
             if begun:
-                self._cache.pin(np.concatenate(begun))
+                self._cache.blocks.pin(np.concatenate(begun))
 
     def _begin_some(self, begun: list[BlockIds], busy: bool) -> None:
         targets = self._targets()

@@ -380,7 +380,7 @@ class CacheMachine(RuleBasedStateMachine):
         keys = keys_of(*(model.name[2] for model in models))
         known = self.cache.group(self.spaces[space], group)
         _, blocks = self.cache.blocks.find(known.number, keys, 8)
-        self.cache.pin(blocks)
+        self.cache.blocks.pin(blocks)
         for model in models:
             model.pins += 1
         self.writes.append((blocks, models, [self.rig.table.records[block].tobytes()[8:96] for block in blocks]))
@@ -598,7 +598,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.unpin(blocks)
         for session in (1, 2, 3):
             self.cache.end_session(session)
-        assert not self.cache.pinned_bytes
+        assert not self.cache.blocks.pinned_bytes
         for namespace in self.spaces:
             self.cache.reset(namespace)
         while self.cache.background():

@@ -262,7 +262,7 @@ def check_invariants(cache: Cache) -> None:
     quarantined = {int(slot) for slot in np.flatnonzero(slots.in_use) if int(slot) not in seen}
     assert all(blocks.shard[slot] == CORRUPT for slot in quarantined), "a slot in use is of no block"
     assert seen <= set(np.flatnonzero(slots.in_use).tolist()), "a block's slot is free"
-    assert (cache.pinned_bytes, cache.pinned_blocks) == (pinned, pinned_blocks)
+    assert (cache.blocks.pinned_bytes, cache.blocks.pinned_blocks) == (pinned, pinned_blocks)
     assert cache.quarantined_slots == len(quarantined)
     assert cache.unverified_slots == unverified
     for number, known in cache._groups.items():

@@ -68,7 +68,7 @@ def test_pinned_blocks_are_never_evicted_for_what_comes_up(rig: TieringHarness) 
     rig.put_in_tier(space, keys_of(1))
     rig.put(space, keys_of(11, 12, 13, 14))
     pinned = rig.blocks(space, keys_of(11, 12, 13, 14))
-    rig.cache.pin(pinned)
+    rig.cache.blocks.pin(pinned)
     rig.states(space, keys_of(1))
     rig.finish_promotions()
     assert rig.tiering.disks.promoter.failures["no_space"] == 1
