@@ -23,6 +23,7 @@ SOURCES = [
     "kvoffd/cache/recover.c",
     "kvoffd/cache/learned.c",
     "kvoffd/pool/slots.c",
+    "kvoffd/tiers/disk_index.c",
     "kvoffd/transfer/host_copy.c",
     "kvoffd/transfer/cuda/gpu_copy.c",
 ]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.pool.allocator import PAGE_BYTES, SlotIds
-from kvoffd.system.native import native
+from kvoffd.system.native import SlotIndex, native
 from kvoffd_proto import messages
 
 BlockIds: TypeAlias = npt.NDArray[np.uint32]
@@ -47,10 +47,7 @@ class _Blocks(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("records", "state", "shard", "pins", "missing", "group", "next", "pages")
         ),
-        ("entries", ctypes.c_void_p),
-        ("used", ctypes.c_uint64),
-        ("bits", ctypes.c_uint32),
-        ("seed", ctypes.c_uint64 * 2),
+        ("index", SlotIndex),
         ("crc", ctypes.c_uint32 * 256 * 8),
     )
 
@@ -121,7 +118,7 @@ class BlockTable:
     @property
     def nbytes(self) -> int:
         """Memory of the index and the arrays, untouched pages among it."""
-        return int(8 << self._blocks.bits) + self._misses.nbytes + sum(one.nbytes for one in self._arrays)
+        return int(8 << self._blocks.index.bits) + self._misses.nbytes + sum(one.nbytes for one in self._arrays)
 
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
         """By key: the state of its block and the number; FREE and NO_BLOCK where there is none."""

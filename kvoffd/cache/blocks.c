@@ -1,10 +1,6 @@
 /* The blocks of the pool: what is known of each by the number of its first slot, and one hash table for all namespaces that
  * finds it by the number of its group and its key. block_table.py owns the memory; the keys are in the slot table.
  *
- * The index: open addressing with linear probing. An entry is the upper half of a key's hash and, below it, the slot's
- * number plus 1; 0 is an empty place. The place where a key belongs is the upper bits of its hash, so the entries are nearly
- * in the order of their hashes, and a table of another size is made in one pass without reading a key.
- *
  * The order of writes to a record matters, since the process may be killed between any two: pool/slot_table.py has it. The
  * compiler must keep to it, hence the fences; the CPU does as far as another process can see.
  */
@@ -14,9 +10,6 @@
 
 /* Of everything that C and Python share: system/native.py has it too, and refuses another one. */
 const uint32_t kvoffd_version = 2;
-
-enum { FEWEST_BITS = 10, TOGETHER = 32 };
-static const uint32_t NONE = UINT32_MAX;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
@@ -30,8 +23,6 @@ static void set_record(uint8_t *record, uint64_t state)
 /* Completes a table whose first fields are set; returns whether there was the memory. */
 int kvoffd_blocks_open(struct blocks *x, const uint64_t seed[2])
 {
-    x->bits = FEWEST_BITS;
-    memcpy(x->seed, seed, sizeof x->seed);
     for (uint32_t byte = 0; byte < 256; byte++) {
         uint32_t crc = byte;
         for (int bit = 0; bit < 8; bit++)
@@ -41,14 +32,12 @@ int kvoffd_blocks_open(struct blocks *x, const uint64_t seed[2])
     for (int zeros = 1; zeros < 8; zeros++)
         for (int byte = 0; byte < 256; byte++)
             x->crc[zeros][byte] = x->crc[zeros - 1][byte] >> 8 ^ x->crc[0][x->crc[zeros - 1][byte] & 255];
-    x->entries = calloc(places(x), sizeof *x->entries);
-    return x->entries != NULL;
+    return open_index(&x->index, seed);
 }
 
 void kvoffd_blocks_close(struct blocks *x)
 {
-    free(x->entries);
-    x->entries = NULL;
+    close_index(&x->index);
 }
 
 /* Writes the block of each of `count` keys, which lie end to end, NONE for those that are not there; and its state. */
@@ -61,10 +50,10 @@ void kvoffd_blocks_find(const struct blocks *x, uint32_t group, const uint8_t *k
         uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
         for (uint64_t i = 0; i < together; i++) {
             hashed[i] = hash(x, group, keys + (begin + i) * key_bytes, key_bytes);
-            __builtin_prefetch(&x->entries[home(x, hashed[i])]);
+            __builtin_prefetch(&x->index.entries[home(&x->index, hashed[i])]);
         }
         for (uint64_t i = 0; i < together; i++) {
-            uint64_t entry = x->entries[home(x, hashed[i])];
+            uint64_t entry = x->index.entries[home(&x->index, hashed[i])];
             if (!entry)
                 continue;
             __builtin_prefetch(key_of(x, slot_of(entry)));
@@ -73,7 +62,7 @@ void kvoffd_blocks_find(const struct blocks *x, uint32_t group, const uint8_t *k
         }
         for (uint64_t i = 0; i < together; i++) {
             const uint8_t *key = keys + (begin + i) * key_bytes;
-            uint64_t entry = x->entries[find(x, hashed[i], group, key, key_bytes)];
+            uint64_t entry = x->index.entries[find(x, hashed[i], group, key, key_bytes)];
             blocks[begin + i] = entry ? slot_of(entry) : NONE;
             states[begin + i] = entry ? x->state[slot_of(entry)] : FREE;
         }
@@ -90,7 +79,7 @@ uint64_t kvoffd_blocks_enter(struct blocks *x, const uint32_t *slots, uint64_t c
         const uint8_t *key = keys + i * key_bytes;
         const uint32_t *of_block = slots + i * ranks;
         uint64_t hashed = hash(x, group, key, key_bytes), place;
-        if (!make_room(x) || x->entries[place = find(x, hashed, group, key, key_bytes)])
+        if (!make_room(&x->index) || x->index.entries[place = find(x, hashed, group, key, key_bytes)])
             return i;
         for (uint64_t rank = 0; rank < ranks; rank++) {
             uint32_t slot = of_block[rank];
@@ -109,8 +98,8 @@ uint64_t kvoffd_blocks_enter(struct blocks *x, const uint32_t *slots, uint64_t c
         }
         x->missing[of_block[0]] = ranks;
         x->pages[of_block[0]] = pages;
-        x->entries[place] = entry_of(hashed, of_block[0]);
-        x->used++;
+        x->index.entries[place] = entry_of(hashed, of_block[0]);
+        x->index.used++;
     }
     return count;
 }
@@ -166,9 +155,9 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t c
     for (uint64_t i = 0; i < count; i++) {
         uint64_t place = place_of(x, blocks[i]);
         uint32_t at = blocks[i];
-        if (!x->entries[place] || slot_of(x->entries[place]) != blocks[i])
+        if (!x->index.entries[place] || slot_of(x->index.entries[place]) != blocks[i])
             return i;
-        remove_at(x, place);
+        remove_at(&x->index, place);
         x->state[blocks[i]] = DROPPED;
         do {
             set_record(record_of(x, at), FREE_RECORD);
@@ -288,7 +277,7 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
             verdicts[i] = AGAIN;
             continue;
         }
-        uint64_t entry = x->entries[find(x, hashed, group, key, key_bytes)];
+        uint64_t entry = x->index.entries[find(x, hashed, group, key, key_bytes)];
         verdicts[i] = LACKING;
         if (entry) {
             uint32_t block = blocks[i] = slot_of(entry), slot = shard_slot(x, block, rank);

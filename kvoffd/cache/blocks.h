@@ -4,11 +4,7 @@
 #ifndef KVOFFD_BLOCKS_H
 #define KVOFFD_BLOCKS_H
 
-#include "../system/key_hash.h"
-
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "../system/slot_index.h"
 
 enum { RECORD = 128, KEY = 32, MOST_RANKS = 64 /* MAX_WORLD_SIZE of messages.py */ };
 enum { GENERATION = 8, NAMESPACE = 16, GROUP = 20, RANK = 22, FIRST_BLOCK = 24, KEY_BYTES = 26, LENGTH = 28 };
@@ -28,27 +24,9 @@ struct blocks {
     uint32_t *pins;
     uint8_t *missing;
     uint32_t *group, *next, *pages;
-    uint64_t *entries; /* of the index */
-    uint64_t used;
-    uint32_t bits; /* of a hash that say where a key belongs */
-    uint64_t seed[2]; /* so that nobody can choose keys that fall together */
+    struct slot_index index;
     uint32_t crc[8][256]; /* what a byte, and so many zeros behind it, make of a CRC-32 */
 };
-
-static inline uint64_t places(const struct blocks *x)
-{
-    return 1ULL << x->bits;
-}
-
-static inline uint64_t home(const struct blocks *x, uint64_t entry)
-{
-    return entry >> (64 - x->bits);
-}
-
-static inline uint32_t slot_of(uint64_t entry)
-{
-    return (uint32_t)entry - 1;
-}
 
 static inline uint8_t *record_of(const struct blocks *x, uint32_t slot)
 {
@@ -62,20 +40,15 @@ static inline const uint8_t *key_of(const struct blocks *x, uint32_t slot)
 
 static inline uint64_t hash(const struct blocks *x, uint32_t group, const uint8_t *key, uint64_t key_bytes)
 {
-    return key_hash(x->seed[0] ^ ((uint64_t)group << 32), x->seed[1], key, key_bytes);
-}
-
-static inline uint64_t entry_of(uint64_t hashed, uint32_t slot)
-{
-    return (hashed >> 32 << 32) | (slot + 1ULL);
+    return hash_of(&x->index, group, key, key_bytes);
 }
 
 /* The place of the key's entry, or the empty one where it belongs. */
 static inline uint64_t find(const struct blocks *x, uint64_t hashed, uint32_t group, const uint8_t *key,
                             uint64_t key_bytes)
 {
-    for (uint64_t place = home(x, hashed);; place = (place + 1) & (places(x) - 1)) {
-        uint64_t entry = x->entries[place];
+    for (uint64_t place = home(&x->index, hashed);; place = next_place(&x->index, place)) {
+        uint64_t entry = x->index.entries[place];
         if (!entry)
             return place;
         if (entry >> 32 == hashed >> 32 && x->group[slot_of(entry)] == group &&
@@ -91,45 +64,6 @@ static inline uint64_t place_of(const struct blocks *x, uint32_t block)
     uint64_t key_bytes = record[KEY_BYTES];
 
     return find(x, hash(x, x->group[block], record + KEY, key_bytes), x->group[block], record + KEY, key_bytes);
-}
-
-/* Makes the table twice as large if it is nearly full; returns whether there is room for one more. */
-static inline int make_room(struct blocks *x)
-{
-    struct blocks old = *x;
-
-    if (4 * (x->used + 1) <= 3 * places(x))
-        return 1;
-    uint64_t *entries = calloc(2 * places(x), sizeof *entries);
-    if (!entries)
-        return 0;
-    x->entries = entries;
-    x->bits++;
-    for (uint64_t place = 0; place < places(&old); place++) {
-        uint64_t entry = old.entries[place], at;
-        if (!entry)
-            continue;
-        for (at = home(x, entry); entries[at]; at = (at + 1) & (places(x) - 1))
-            ;
-        entries[at] = entry;
-    }
-    free(old.entries);
-    return 1;
-}
-
-/* Empties a place; what follows moves up. */
-static inline void remove_at(struct blocks *x, uint64_t hole)
-{
-    uint64_t mask = places(x) - 1;
-
-    for (uint64_t place = (hole + 1) & mask; x->entries[place]; place = (place + 1) & mask)
-        /* It may move up to the hole if its home is not behind the hole. */
-        if (((place - home(x, x->entries[place])) & mask) >= ((place - hole) & mask)) {
-            x->entries[hole] = x->entries[place];
-            hole = place;
-        }
-    x->entries[hole] = 0;
-    x->used--;
 }
 
 /* zlib's CRC-32 of what a record's own is of: of several at once, as each step waits for the one before. */

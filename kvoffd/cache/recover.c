@@ -95,21 +95,21 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
     if (!length || length != r->lengths[group->lengths_at + rank] || size != (pages < LEAST_SLOT ? LEAST_SLOT : pages))
         return 0;
     const uint8_t *key = record + KEY;
-    if (!make_room(x))
+    if (!make_room(&x->index))
         return 0;
     uint64_t hashed = hash(x, group->number, key, group->key_bytes);
     uint64_t place = find(x, hashed, group->number, key, group->key_bytes);
     x->group[slot] = group->number;
     x->state[slot] = NOT_FIRST;
-    if (!x->entries[place]) {
-        x->entries[place] = entry_of(hashed, slot);
-        x->used++;
+    if (!x->index.entries[place]) {
+        x->index.entries[place] = entry_of(hashed, slot);
+        x->index.used++;
         x->next[slot] = slot;
         x->missing[slot] = group->ranks;
         r->heads[r->heads_found++] = slot;
         return 1;
     }
-    uint32_t head = slot_of(x->entries[place]), before = head;
+    uint32_t head = slot_of(x->index.entries[place]), before = head;
     do { /* a rank that is there twice keeps what is newer; one slot takes the other's place in the ring */
         uint32_t there = x->next[before];
         if (rank_of(x, there) == rank) {
@@ -119,7 +119,7 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
             if (there != before)
                 x->next[before] = slot;
             if (there == head) {
-                x->entries[place] = entry_of(hashed, slot);
+                x->index.entries[place] = entry_of(hashed, slot);
                 x->missing[slot] = x->missing[there];
                 r->heads[r->heads_found++] = slot;
             }
@@ -140,7 +140,7 @@ static void prefetch(const struct recovery *r, const uint8_t *record)
     const struct group *group = group_of(r, record);
 
     if (group && record[KEY_BYTES] == group->key_bytes)
-        __builtin_prefetch(&r->blocks->entries[home(r->blocks, hash(r->blocks, group->number, record + KEY, group->key_bytes))]);
+        __builtin_prefetch(&r->blocks->index.entries[home(&r->blocks->index, hash(r->blocks, group->number, record + KEY, group->key_bytes))]);
 }
 
 /* Judges `count` records, the first of which is of slot `first`. */
@@ -188,7 +188,7 @@ void kvoffd_recover_blocks(struct recovery *r)
         } while (at != head);
         x->missing[head] = 0;
         if (found < ranks) {
-            remove_at(x, place_of(x, head));
+            remove_at(&x->index, place_of(x, head));
             for (at = head; found; found--) {
                 x->state[at] = 0;
                 r->discarded[r->discarded_found++] = at;
@@ -203,7 +203,7 @@ void kvoffd_recover_blocks(struct recovery *r)
             r->used[r->used_found++] = slots[rank];
         }
         if (slots[0] != head) {
-            uint64_t *entry = &x->entries[place_of(x, head)];
+            uint64_t *entry = &x->index.entries[place_of(x, head)];
             *entry = entry_of(*entry, slots[0]);
         }
         x->state[slots[0]] = READY;

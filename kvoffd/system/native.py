@@ -20,8 +20,19 @@ class NotCompiled(KvoffdError):
     """The library is missing or cannot be loaded. The message says what to do."""
 
 
+class SlotIndex(ctypes.Structure):
+    """``struct slot_index`` of slot_index.h."""
+
+    _fields_ = (
+        ("entries", ctypes.c_void_p),
+        ("used", ctypes.c_uint64),
+        ("bits", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64 * 2),
+    )
+
+
 class Native:
-    """The library's functions, which the C files of ``cache``, ``pool`` and ``transfer`` describe.
+    """The library's functions, which the C files of ``cache``, ``pool``, ``tiers`` and ``transfer`` describe.
 
     Raises:
         NotCompiled: there is no such library at ``path``.
@@ -36,14 +47,14 @@ class Native:
             if found != VERSION:
                 raise OSError(f"it has version {found}, and {VERSION} is needed")
             without_gil, with_gil = (partial(_function, library) for library in libraries)
-            columns = (address, address, address, number)
+            columns, some, slot = (address, address, address, number), (address, number), ctypes.c_uint32
             self.host_copy = without_gil("host_copy", number, *columns, *columns, address)
             self.digests = without_gil("digests", None, *columns)
             self.gpu_copy = without_gil("gpu_copy", None, address, address)
+            self.disk_enter = without_gil("disk_enter", number, address, *some, address)
             # These take microseconds, less than to get the GIL back from another thread: they keep it.
             self.recover_records = without_gil("recover_records", None, address, address, number, number)
             self.recover_blocks = without_gil("recover_blocks", None, address)
-            some, slot = (address, number), ctypes.c_uint32
             self.blocks_open = with_gil("blocks_open", ctypes.c_int, address, text)
             self.blocks_close = with_gil("blocks_close", None, address)
             self.blocks_find = with_gil("blocks_find", None, address, slot, text, number, number, address, address)
@@ -64,6 +75,10 @@ class Native:
             )
             self.slots_take = with_gil("slots_take", number, address, number, number, ctypes.c_int32, address, address)
             self.slots_free = with_gil("slots_free", ctypes.c_int64, address, *some)
+            self.disk_open = with_gil("disk_open", ctypes.c_int, address, text)
+            self.disk_close = with_gil("disk_close", None, address)
+            self.disk_find = with_gil("disk_find", None, address, slot, text, number, number, address)
+            self.disk_remove = with_gil("disk_remove", None, address, *some)
             self.blocks_note = with_gil("blocks_note", None, address, *some, slot, text, number, number, number)
             self.blocks_count = with_gil(
                 "blocks_count", None, address, *some, slot, text, number, number, text, address

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
+import os
 import time
+import weakref
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffd.errors import ShardTooLarge
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, page_up
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import FileCalls, OnError, ShortRead, aligned_buffer, read_all, write_all
+from kvoffd.system.native import SlotIndex, native
 from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header, fits_header, parse_header
 from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
 from kvoffd.tiers.tier import ABSENT, PRESENT, Block, Result, Space, Tier, TierListener, TierStats
@@ -29,10 +33,13 @@ from kvoffd_proto.units import format_size
 
 logger = logging.getLogger(__name__)
 
-BLOCK_MEMORY_BYTES = 256
+BLOCK_MEMORY_BYTES = 128
 """Memory for what is known of a block, at most."""
 _LEAST_BLOCKS, _BLOCKS_SHIFT = 1 << 17, 16
 """A tier has a block for each 64 KiB, and so many at least."""
+NO_SLOT = 2**32 - 1
+REGIONS_AT_ONCE = 64
+"""In which blocks of a removed namespace are looked for before the daemon's thread does other work."""
 REMOVED_AT_ONCE = 2048
 """Blocks of a namespace that is removed as a whole, whose slots are freed before the daemon's thread does other work:
 a few milliseconds."""
@@ -58,7 +65,6 @@ FULL_PART = 15 / 16
 _HOUR_S = 3600
 _NEVER = 2**32 - 1
 _NO_HEADER = aligned_buffer(HEADER_BYTES)
-NOTHING: Mapping[int, dict[bytes, int]] = MappingProxyType({})
 
 
 class DiskOptions(NamedTuple):
@@ -122,14 +128,54 @@ class End(NamedTuple):
     sentence: str = ""
 
 
+@dataclass(slots=True, eq=False)
+class _Known:
+    """A space of which there are blocks, from its first one to its removal as a whole. ``number``: in ``_Region``."""
+
+    space: Space
+    number: int
+    blocks: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Leaving:
+    """A space that was removed as a whole and has slots still.
+
+    Attributes:
+        regions: those that may have some of them.
+        removal: the number of the removal.
+        wiped: whether headers go too.
+    """
+
+    known: _Known
+    regions: list[int]
+    removal: int
+    wiped: bool
+
+
+class _RegionAddresses(ctypes.Structure):
+    """``struct disk_region`` of disk_index.c."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "key_bytes", "space"))
+
+
+class _Index(ctypes.Structure):
+    """``struct disk_index`` of disk_index.c."""
+
+    _fields_ = (("index", SlotIndex), ("regions", ctypes.c_void_p), ("slots_per_region", ctypes.c_uint64))
+
+
 class _Region:
     """What is known of the slots of a region, by their places in it. A slot is free in the allocator, or one of: there
-    (it has a key), pinned by what reads, writes or notes it, or put aside."""
+    (it has a space), pinned by what reads, writes or notes it, or put aside."""
 
     def __init__(self, slot_bytes: int, slots: int) -> None:
         self.slot_bytes = slot_bytes
-        self.keys: list[bytes | None] = [None] * slots
-        self.tags = array("Q", bytes(8 * slots))
+        self.slots = slots
+        self.keys = np.zeros((slots, MAX_KEY_BYTES), np.uint8)
+        self.key_bytes = np.zeros(slots, np.uint8)
+        self.spaces = array("I", bytes(4 * slots))
+        """Numbers of the spaces of the blocks that are there; 0 where none is."""
         self.pins = array("H", bytes(2 * slots))
         self.used = bytearray(slots)
         """Whether it was of use since the hand last came by."""
@@ -138,6 +184,16 @@ class _Region:
         self.hours = array("I", [_NEVER]) * slots
         """When the block that is there was written, since 1970."""
         self.hand = 0
+
+    def addresses(self) -> _RegionAddresses:
+        return _RegionAddresses(self.keys.ctypes.data, self.key_bytes.ctypes.data, self.spaces.buffer_info()[0])
+
+    @property
+    def space_numbers(self) -> npt.NDArray[np.uint32]:
+        return np.frombuffer(self.spaces, np.uint32)
+
+    def key(self, place: int) -> bytes:
+        return self.keys[place, : self.key_bytes[place]].tobytes()
 
 
 class DiskTier(Tier):
@@ -190,9 +246,21 @@ class DiskTier(Tier):
         self._most_blocks = most_blocks(file.size_bytes)
         self._regions: dict[int, _Region] = {}
         """By number, the one that the hand left first comes first."""
-        self._spaces: dict[int, Space] = {}
-        self._there: dict[int, dict[bytes, int]] = {}
-        """By tag and key: the slots of blocks that can be read."""
+        self._spaces: dict[int, _Known] = {}
+        """By tag, those whose blocks can be read."""
+        self._numbered: dict[int, _Known] = {}
+        """By number, those and what is leaving."""
+        self._last_space = 0
+        self._addresses = (_RegionAddresses * head.regions)()
+        """Of the regions' arrays, by number."""
+        self._native = native()
+        regions_at = ctypes.addressof(self._addresses)
+        self._index = _Index(regions=regions_at, slots_per_region=self._slots.slots_per_region)
+        """Finds slots of blocks that are there by their space and key."""
+        self._index_at = ctypes.addressof(self._index)
+        if not self._native.disk_open(self._index_at, os.urandom(16)):
+            raise MemoryError
+        self._close_index = weakref.finalize(self, self._native.disk_close, ctypes.pointer(self._index))
         self._blocks = self._bytes = 0
         self._writing: dict[tuple[int, bytes], Job] = {}
         self._put_aside: set[int] = set()
@@ -206,9 +274,7 @@ class DiskTier(Tier):
         """``_region_note``: the number of the note of a region that goes."""
         self._may_differ = False
         """Whether blocks were written over since the files were synced: a power cut may bring them back."""
-        self._leaving: deque[tuple[int, dict[bytes, int], int, bool]] = deque()
-        """What was removed as a whole and has slots still: tag, slots by key, the number of the removal, and whether
-        headers go too."""
+        self._leaving: deque[_Leaving] = deque()
         self._failed_notes: list[Note] = []
         self._pause_s = 0.0
         self._write_at = float("-inf")
@@ -235,48 +301,65 @@ class DiskTier(Tier):
 
     def _find_blocks(self, generation: Callable[[bytes], int], should_stop: Callable[[], bool]) -> dict[bytes, int]:
         """Take over the blocks of the index that may be there, and of no generation that is over."""
-        slots, records = self._read_index(should_stop)
-        tags, of_tag = np.unique(records["tag"], return_inverse=True)
-        by_tag = np.split(np.argsort(of_tag, kind="stable"), np.flatnonzero(np.diff(np.sort(of_tag))) + 1)
+        samples = self._read_index(should_stop)
         newest: dict[bytes, int] = {}
-        for tag, some in zip(tags.tolist(), by_tag, strict=False):
-            if (space := self._space_of(tag, slots[some][:HEADERS_TRIED].tolist())) is not None:
-                self._spaces[tag] = space
+        for tag, (number, slots) in samples.items():
+            if (space := self._space_of(tag, slots[:HEADERS_TRIED])) is not None:
+                self._spaces[tag] = _Known(space, number)
                 newest[space.fingerprint] = max(space.generation, newest.get(space.fingerprint, 0))
-        kept, names = np.zeros(len(slots), np.bool_), np.full(len(slots), None, object)
-        for tag, some in zip(tags.tolist(), by_tag, strict=False):
-            space = self._spaces.get(tag)
-            if space is None or space.generation < max(generation(space.fingerprint), newest[space.fingerprint]):
-                self._spaces.pop(tag, None)
-                continue
-            names[some] = keys = np.fromiter(_keys(records[some]), object, len(some))
-            there = self._there[tag] = dict(zip(keys.tolist(), slots[some].tolist(), strict=True))
-            kept[some] = True
-            if len(there) < len(some):  # of two of one key the later one counts
-                kept[some] = np.isin(slots[some], np.fromiter(there.values(), np.int64, len(there)))
-        for first, count in runs_of(slots[~kept].tolist()):  # whatever is known later, these do not come back
-            self._file.write_records(first, np.zeros(count, RECORD))
-        self._take_over(slots[kept], records[kept], names[kept])
+        for known in list(self._spaces.values()):
+            space = known.space
+            if space.generation < max(generation(space.fingerprint), newest[space.fingerprint]):
+                del self._spaces[space.tag]
+        self._last_space = len(samples)
+        self._numbered = {known.number: known for known in self._spaces.values()}
+        is_known = np.zeros(self._last_space + 1, np.bool_)
+        is_known[list(self._numbered)] = True
+        gone: list[int] = []
+        for number, region in self._regions.items():
+            first, numbers = number * self._slots.slots_per_region, region.space_numbers
+            gone += (np.flatnonzero(numbers * ~is_known[numbers]) + first).tolist()
+            there = (np.flatnonzero(is_known[numbers]) + first).astype(np.uint32)
+            gone += self._enter(there.tobytes(), len(there))  # of two of one key the later one counts
+        for slot in gone:
+            region, place = self._at(slot)
+            region.spaces[place], region.hours[place] = 0, _NEVER
+        for begin, count in runs_of(gone):  # whatever is known later, these do not come back
+            self._file.write_records(begin, np.zeros(count, RECORD))
+        self._take_over()
         return newest
 
-    def _read_index(self, should_stop: Callable[[], bool]) -> tuple[Any, Any]:
-        """Slots and records of blocks that could be there."""
-        file, found = self._file, [(np.empty(0, np.int64), np.empty(0, RECORD))]
-        for region, pages in enumerate(file.read_slot_pages().tolist()):
+    def _read_index(self, should_stop: Callable[[], bool]) -> dict[int, tuple[int, list[int]]]:
+        """Fill the regions with blocks that could be there. By tag: the number of its space, and some slots of it."""
+        file, samples = self._file, dict[int, tuple[int, list[int]]]()
+        for number, pages in enumerate(file.read_slot_pages().tolist()):
             if should_stop():
                 raise OpeningStopped(f"{file.path} was not opened: that was stopped.")
-            size = pages * PAGE_BYTES
+            first, size = number * file.slots_per_region, pages * PAGE_BYTES
             if not self._slots.slot_size(1) <= size <= self._slots.region_bytes:
                 # Lest they count once the region is used again: its size was not on the device yet.
-                file.clear_records(region * file.slots_per_region, file.slots_per_region)
+                file.clear_records(first, file.slots_per_region)
                 continue
-            first = region * file.slots_per_region
-            records = file.read_records(first, self._slots._slots_in(region, size))
+            slots = self._slots._slots_in(number, size)
+            records = file.read_records(first, slots)
             sound = (records["tag"] != 0) & (records["key_bytes"] > 0) & (records["key_bytes"] <= MAX_KEY_BYTES)
-            at = np.flatnonzero(sound & (records["nbytes"] <= size - HEADER_BYTES))
-            found.append((at + first, records[at]))
-            self._regions[region] = _Region(size, len(records))
-        return np.concatenate([slots for slots, _ in found]), np.concatenate([records for _, records in found])
+            places = np.flatnonzero(sound & (records["nbytes"] <= size - HEADER_BYTES))
+            if not len(places):
+                continue
+            region, records = self._open_region(number, size), records[places]
+            region.keys[places] = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(-1, MAX_KEY_BYTES)
+            region.key_bytes[places] = records["key_bytes"]
+            np.frombuffer(region.hours, np.uint32)[places] = records["written_at"]
+            np.frombuffer(region.found, np.uint8)[places] = 1
+            tags, of_tag, counts = np.unique(records["tag"], return_inverse=True, return_counts=True)
+            by_tag, end, numbers = (places + first)[np.argsort(of_tag, kind="stable")], 0, list[int]()
+            for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
+                space, found = samples.setdefault(tag, (len(samples) + 1, []))
+                found += by_tag[end : end + min(count, HEADERS_TRIED)].tolist()
+                numbers.append(space)
+                end += count
+            region.space_numbers[places] = np.array(numbers, np.uint32)[of_tag]
+        return samples
 
     def _space_of(self, tag: int, slots: Iterable[int]) -> Space | None:
         """What space a tag is of, by the headers of some slots; None where none of them has it."""
@@ -290,25 +373,23 @@ class DiskTier(Tier):
                 return block.space
         return None
 
-    def _take_over(self, slots: Any, records: Any, names: Any) -> None:
-        sizes = np.zeros(self._slots.regions, np.int64)
-        for number, region in self._regions.items():
-            sizes[number] = region.slot_bytes
-        self._slots.restore(slots.astype(np.uint32), sizes)
-        self._blocks, self._bytes = len(slots), int(records["nbytes"].sum(dtype=np.int64))
+    def _take_over(self) -> None:
+        """Count the blocks that are there, and hand out their slots."""
+        slots, sizes = [np.empty(0, np.uint32)], np.zeros(self._slots.regions, np.int64)
+        counts = np.zeros(self._last_space + 1, np.int64)
         for number, region in list(self._regions.items()):
-            first = number * self._slots.slots_per_region
-            begin, end = np.searchsorted(slots, (first, first + len(region.keys)))
-            if begin == end:
+            there = np.flatnonzero(region.space_numbers)
+            if not len(there):
                 del self._regions[number]
                 continue
-            places = slots[begin:end] - first
-            np.frombuffer(region.tags, np.uint64)[places] = records["tag"][begin:end]
-            np.frombuffer(region.hours, np.uint32)[places] = records["written_at"][begin:end]
-            np.frombuffer(region.found, np.uint8)[places] = 1
-            keys = np.full(len(region.keys), None, object)
-            keys[places] = names[begin:end]
-            region.keys = keys.tolist()
+            slots.append((there + number * self._slots.slots_per_region).astype(np.uint32))
+            sizes[number] = region.slot_bytes
+            counts += np.bincount(region.space_numbers[there], minlength=len(counts))
+        self._slots.restore(np.concatenate(slots), sizes)
+        for known in self._numbered.values():
+            known.blocks = int(counts[known.number])
+            self._blocks += known.blocks
+            self._bytes += known.blocks * known.space.nbytes
 
     # --- what is there ---------------------------------------------------------------------------
 
@@ -316,21 +397,56 @@ class DiskTier(Tier):
         return not (self.hangs or self._closed)
 
     def find(self, space: Space, keys: Sequence[bytes], *, prefix: bool) -> bytes:
-        there = self._there.get(space.tag)
-        if not there or self.hangs or self._spaces[space.tag] != space:
+        if self.hangs or not self._knows(space):
             return bytes(len(keys))
-        return bytes([PRESENT if key in there else ABSENT for key in keys])
+        return np.where(self._find(space.tag, keys) == NO_SLOT, np.uint8(ABSENT), np.uint8(PRESENT)).tobytes()
 
     def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        tag, known = space.tag, self._spaces.get(space.tag) == space
-        there = self._there.get(tag, {}) if known else {}
-        return [key not in there and (tag, key) not in self._writing for key in keys]
+        found = self._find(space.tag, keys).tolist() if self._knows(space) else [NO_SLOT] * len(keys)
+        pairs = zip(keys, found, strict=True)
+        return [slot == NO_SLOT and (space.tag, key) not in self._writing for key, slot in pairs]
 
     def used(self, space: Space, keys: Sequence[bytes]) -> None:
-        there = self._there.get(space.tag, {})
-        for slot in [there[key] for key in keys if key in there]:
+        for slot in self._slots_of(space.tag, keys):
             region, place = self._at(slot)
             region.used[place] = 1
+
+    def _knows(self, space: Space) -> bool:
+        known = self._spaces.get(space.tag)
+        return known is not None and known.space == space
+
+    def _find(self, tag: int, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
+        """The slots of blocks that can be read, by key; NO_SLOT where there is none. All keys have one length."""
+        if (known := self._spaces.get(tag)) is None or not keys:
+            return np.full(len(keys), NO_SLOT, np.uint32)
+        joined, found = b"".join(keys), np.empty(len(keys), np.uint32)
+        assert len(joined) == len(keys) * len(keys[0])
+        self._native.disk_find(self._index_at, known.number, joined, len(keys), len(keys[0]), found.ctypes.data)
+        return found
+
+    def _slots_of(self, tag: int, keys: Sequence[bytes]) -> list[int]:
+        """The slots of those of the keys that have one."""
+        return [slot for slot in self._find(tag, keys).tolist() if slot != NO_SLOT]
+
+    def _enter(self, slots: bytes, count: int) -> list[int]:
+        """Have the blocks of slots found; returns slots of blocks of the same names, which are not found any more."""
+        replaced = np.empty(count, np.uint32)
+        found = self._native.disk_enter(self._index_at, slots, count, replaced.ctypes.data)
+        if found == NO_SLOT:
+            raise MemoryError
+        return cast(list[int], replaced[:found].tolist())
+
+    def _keys_of(self, known: _Known) -> list[bytes]:
+        return [
+            region.key(place)
+            for region in self._regions.values()
+            for place in np.flatnonzero(region.space_numbers == known.number).tolist()
+        ]
+
+    def _open_region(self, number: int, slot_bytes: int) -> _Region:
+        region = self._regions[number] = _Region(slot_bytes, self._slots._slots_in(number, slot_bytes))
+        self._addresses[number] = region.addresses()
+        return region
 
     def _at(self, slot: int) -> tuple[_Region, int]:
         number, place = divmod(slot, self._slots.slots_per_region)
@@ -350,10 +466,12 @@ class DiskTier(Tier):
         deadline: float,
         on_end: Callable[[Result, Block | None], None],
     ) -> bool:
-        slot = self._there.get(space.tag, {}).get(key)
         too_many = self._reads_under_way >= self._options.most_reads
-        if slot is None or not self.available() or too_many or self._spaces[space.tag] != space:
+        if too_many or not self.available() or not self._knows(space):
             return False
+        if not (slots := self._slots_of(space.tag, [key])):
+            return False
+        (slot,) = slots
         self._pin(slot)
         self._reads_under_way += 1
         self._reads.put(self._job(space, key, slot, offsets, on_end, deadline))
@@ -440,7 +558,7 @@ class DiskTier(Tier):
         if isinstance(end, Exception):
             end = self._bug(end)
         region, place = self._at(job.slot)
-        is_there = self._there.get(job.space.tag, {}).get(job.key) == job.slot
+        is_there = self._slots_of(job.space.tag, [job.key]) == [job.slot]
         if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and region.found[place]:
             end = end._replace(fault=DiskFault.TORN)
         if end.fault is not None:
@@ -473,10 +591,13 @@ class DiskTier(Tier):
             self._counts["refused_writes"] += 1
             return False
         slot, replaces = taken
-        if (before := self._spaces.get(space.tag, space)) != space:  # its namespace has another geometry now
-            written = [name for tag, name in self._writing if tag == space.tag]
-            self.remove(before, [*self._there.get(space.tag, {}), *written], "")
-        self._spaces[space.tag] = space
+        if not self._knows(space):
+            if (before := self._spaces.get(space.tag)) is not None:  # its namespace has another geometry now
+                written = [name for tag, name in self._writing if tag == space.tag]
+                self.remove(before.space, [*self._keys_of(before), *written], "")
+                del self._numbered[before.number]
+            self._last_space += 1
+            self._spaces[space.tag] = self._numbered[self._last_space] = _Known(space, self._last_space)
         self._pin(slot)
         self._writing[space.tag, key] = job = self._job(space, key, slot, offsets, on_end, block=block)
         job.replaces = replaces
@@ -506,7 +627,7 @@ class DiskTier(Tier):
         """A slot of a size, and what its record names."""
         if self._blocks + len(self._writing) < self._most_blocks and len(slots := self._slots.take(size, 1)):
             for number in self._slots.opened:
-                self._regions[number] = _Region(size, self._slots._slots_in(number, size))
+                self._open_region(number, size)
                 self._notes.put(Note(sizes={number: size // PAGE_BYTES}))
             self._slots.opened.clear()
             return int(slots[0]), None
@@ -528,7 +649,7 @@ class DiskTier(Tier):
             number, region = next(iter(self._regions.items()))
             first, other, hand = number * self._slots.slots_per_region, region.slot_bytes != size, region.hand
             victims = self._all_of(region) if other else self._victims(region, left)
-            if region.hand == len(region.keys):
+            if region.hand == region.slots:
                 region.hand = 0
                 self._regions[number] = self._regions.pop(number)
             self._counts["evicted_blocks"] += len(victims)
@@ -544,7 +665,7 @@ class DiskTier(Tier):
                 for place in victims:
                     evicted[self._drop(first + place, tell=True)] = first + place
                 return True
-            left -= len(region.keys) if other else (region.hand or len(region.keys)) - hand
+            left -= region.slots if other else (region.hand or region.slots) - hand
             if left <= 0:  # it goes on from here with the next write
                 return False
         for unused in [one for one in self._evicted if one != size]:  # they keep regions for sizes that nobody writes
@@ -553,21 +674,21 @@ class DiskTier(Tier):
 
     def _all_of(self, region: _Region) -> list[int]:
         """The blocks of a region, if hardly any is of use."""
-        there = [place for place, key in enumerate(region.keys) if key is not None]
+        there: list[int] = np.flatnonzero(region.space_numbers).tolist()
         of_use = any(region.pins) or 2 * sum(region.used) > len(there)
         region.used = bytearray(len(region.used))
         if of_use or len(there) <= LOOKED_AT_ONCE:
-            region.hand = len(region.keys)
+            region.hand = region.slots
         return [] if of_use else there[:LOOKED_AT_ONCE]
 
     def _victims(self, region: _Region, looked_at: int) -> list[int]:
-        end = min(len(region.keys), region.hand + looked_at)
-        most = max(1, min(EVICTED_AT_ONCE, len(region.keys) // 8))
+        end = min(region.slots, region.hand + looked_at)
+        most = max(1, min(EVICTED_AT_ONCE, region.slots // 8))
         victims: list[int] = []
         while region.hand < end and len(victims) < most:
             place = region.hand
             region.hand += 1
-            if region.keys[place] is None or region.pins[place]:
+            if not region.spaces[place] or region.pins[place]:
                 continue
             if region.used[place]:
                 region.used[place] = 0
@@ -626,10 +747,13 @@ class DiskTier(Tier):
                 self._put_aside.add(job.slot)
         if kept and result is Result.DONE:
             region, place = self._at(job.slot)
-            region.keys[place], region.tags[place] = job.key, job.space.tag
+            known = self._spaces[job.space.tag]
+            region.keys[place, : len(job.key)] = np.frombuffer(job.key, np.uint8)
+            region.key_bytes[place], region.spaces[place] = len(job.key), known.number
             region.used[place] = region.found[place] = 0
             region.hours[place] = int(self._wall_clock()) // _HOUR_S
-            self._there.setdefault(job.space.tag, {})[job.key] = job.slot
+            self._enter(job.slot.to_bytes(4, "little"), 1)
+            known.blocks += 1
             self._blocks += 1
             self._bytes += job.space.nbytes
             self._tell(lambda: self._listener.stored(self, job.space, [job.key]))
@@ -651,44 +775,52 @@ class DiskTier(Tier):
     # --- removing --------------------------------------------------------------------------------
 
     def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
-        there = self._there.get(space.tag, {})
-        slots = [there[key] for key in dict.fromkeys(keys) if key in there]
+        slots = self._slots_of(space.tag, list(dict.fromkeys(keys)))
         for slot in slots:
             self._drop(slot, tell=True)
         self._remove(slots, {(space.tag, key) for key in keys})
 
     def remove_all(self, fingerprint: bytes | None, *, wiped: bool = False) -> int:
         """See Tier. ``wiped``: the generation stays, and the same keys may be written again."""
-        tags = {tag for tag, space in self._spaces.items() if fingerprint in (None, space.fingerprint)}
-        leaving = {tag: there for tag in tags if (there := self._there.pop(tag, None))}
+        found = {tag: one for tag, one in self._spaces.items() if fingerprint in (None, one.space.fingerprint)}
+        return self._remove_spaces(found, wiped=wiped)
+
+    def _remove_spaces(self, removed: Mapping[int, _Known], *, wiped: bool) -> int:
+        """Remove all that there is of spaces, by tag; returns how many blocks could be read."""
         names = [name for evicted in self._evicted.values() for name in evicted]
         names += [name for job in self._writing.values() if (name := job.replaces) is not None]
-        self._remove([], {name for name in [*names, *self._writing] if name[0] in tags}, leaving, wiped=wiped)
-        for tag in tags:
-            space = self._spaces.pop(tag)
-            self._blocks -= len(leaving.get(tag, ()))
-            self._bytes -= len(leaving.get(tag, ())) * space.nbytes
-        return sum(map(len, leaving.values()))
+        leaving: list[_Known] = []
+        for tag, known in removed.items():
+            del self._spaces[tag]
+            self._blocks -= known.blocks
+            self._bytes -= known.blocks * known.space.nbytes
+            if known.blocks:
+                leaving.append(known)
+            else:
+                del self._numbered[known.number]
+        self._remove([], {name for name in [*names, *self._writing] if name[0] in removed}, leaving, wiped=wiped)
+        return sum(known.blocks for known in leaving)
 
     def _remove_some(self) -> None:
         """Free some slots of what was removed as a whole."""
         if not self._leaving:
             return
-        tag, there, removal, wiped = self._leaving[0]
-        slots: list[int] = []
-        for _ in range(min(REMOVED_AT_ONCE, len(there))):
-            key, slot = there.popitem()
-            number, place = divmod(slot, self._slots.slots_per_region)
-            region = self._regions.get(number)  # it, or the slot, may have been taken for others
-            is_left = region is not None and region.tags[place] == tag and region.keys[place] == key
-            if region is not None and is_left and self._there.get(tag, {}).get(key) != slot:
-                region.keys[place], region.hours[place] = None, _NEVER
-                slots.append(slot)
-        if there:
-            self._unkept[removal] += 1
+        leaving, slots = self._leaving[0], list[int]()
+        for number in leaving.regions[-REGIONS_AT_ONCE:][::-1]:
+            if (region := self._regions.get(number)) is not None:  # or it was taken for others
+                there = np.flatnonzero(region.space_numbers == leaving.known.number)[: REMOVED_AT_ONCE - len(slots)]
+                for place in there.tolist():
+                    slots.append(number * self._slots.slots_per_region + place)
+                    self._clear(region, place, slots[-1])
+                if len(slots) == REMOVED_AT_ONCE:  # there may be more
+                    break
+            leaving.regions.pop()
+        if leaving.regions:
+            self._unkept[leaving.removal] += 1
         else:
             self._leaving.popleft()
-        self._note_gone(slots, [removal], wiped=wiped)
+            del self._numbered[leaving.known.number]
+        self._note_gone(slots, [leaving.removal], wiped=leaving.wiped)
         if self._leaving and not self._closed:
             self._post(self._remove_some)
 
@@ -696,13 +828,13 @@ class DiskTier(Tier):
         self,
         slots: list[int],
         names: set[tuple[int, bytes]],
-        leaving: Mapping[int, dict[bytes, int]] = NOTHING,
+        leaving: Sequence[_Known] = (),
         *,
         wiped: bool = True,
     ) -> None:
         """Have the records of slots cleared, and all else that could bring blocks of these names back.
 
-        ``leaving``: slots by tag and key, so many that they are cleared in parts.
+        ``leaving``: spaces with so many blocks that these are cleared in parts.
         """
         gone = list(slots)
         for evicted in self._evicted.values():
@@ -717,7 +849,7 @@ class DiskTier(Tier):
         self._unkept[removal] = 1 + len(jobs) + len(leaving)
         if leaving and not self._leaving:
             self._post(self._remove_some)
-        self._leaving += [(tag, there, removal, wiped) for tag, there in leaving.items()]
+        self._leaving += [_Leaving(known, list(self._regions), removal, wiped) for known in leaving]
         for job in jobs:
             job.removals.append(removal)
             if (job.space.tag, job.key) in names:
@@ -751,17 +883,21 @@ class DiskTier(Tier):
     def _drop(self, slot: int, *, tell: bool) -> tuple[int, bytes]:
         """A block is not there any more; its slot is still taken. Returns its name."""
         region, place = self._at(slot)
-        key, tag = region.keys[place], region.tags[place]
-        assert key is not None
-        region.keys[place], region.hours[place] = None, _NEVER
-        if self._there.get(tag, {}).get(key) != slot:  # it was removed with all of its namespace
-            return tag, key
-        del self._there[tag][key]
-        self._blocks -= 1
-        self._bytes -= self._spaces[tag].nbytes
-        if tell:
-            self._tell(lambda: self._listener.removed(self, tag, [key]))
+        key, known = region.key(place), self._numbered[region.spaces[place]]
+        tag = known.space.tag
+        self._clear(region, place, slot)
+        if self._spaces.get(tag) is known:  # else it was removed with all of its namespace
+            known.blocks -= 1
+            self._blocks -= 1
+            self._bytes -= known.space.nbytes
+            if tell:
+                self._tell(lambda: self._listener.removed(self, tag, [key]))
         return tag, key
+
+    def _clear(self, region: _Region, place: int, slot: int) -> None:
+        """Have the block of a slot not be found any more."""
+        self._native.disk_remove(self._index_at, slot.to_bytes(4, "little"), 1)
+        region.spaces[place], region.hours[place] = 0, _NEVER
 
     def _pin(self, slot: int) -> None:
         region, place = self._at(slot)
@@ -772,7 +908,7 @@ class DiskTier(Tier):
         for slot in slots:
             region, place = self._at(slot)
             region.pins[place] -= 1
-            if not region.pins[place] and region.keys[place] is None and slot not in self._put_aside:
+            if not region.pins[place] and not region.spaces[place] and slot not in self._put_aside:
                 free.append(slot)
         self._slots.free(np.array(free, np.uint32))
         for number in {slot // self._slots.slots_per_region for slot in free}:
@@ -928,16 +1064,6 @@ class DiskTier(Tier):
                 tell()
             except Exception:
                 logger.exception("The listener of %s raised: a bug; the disk goes on.", self.name)
-
-
-def _keys(records: Any) -> list[bytes]:
-    """The keys of records, at a few sizes at most."""
-    sizes = records["key_bytes"]
-    whole = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(-1, MAX_KEY_BYTES)
-    if len(sizes) and (sizes == sizes[0]).all():
-        same = np.ascontiguousarray(whole[:, : sizes[0]]).view(np.dtype((np.void, int(sizes[0]))))
-        return cast(list[bytes], same.ravel().tolist())
-    return [bytes(row[:size]) for row, size in zip(whole, sizes.tolist(), strict=True)]
 
 
 def most_blocks(size_bytes: int) -> int:

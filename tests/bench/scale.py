@@ -1,4 +1,6 @@
-"""What blocks cost by their number: memory, and the first hit after a restart. ``python -m tests.bench.scale``.
+"""What blocks cost by their number: memory, on disks too, and the first hit after a restart.
+
+``python -m tests.bench.scale``.
 
 Each size is measured in processes of its own, over a pool whose pages are never touched: slots of 8 KiB, the smallest
 there are. It needs 10 GB of memory.
@@ -13,8 +15,10 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,10 +29,17 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import make_policy
 from kvoffd.memory_estimate import SLOT_BYTES
+from kvoffd.pool.allocator import PAGE_BYTES as PAGE
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.simulate.replay import Offered, Silence
+from kvoffd.system.files import aligned_buffer, write_all
 from kvoffd.system.limits import MemoryLimit
+from kvoffd.tiers.block_format import HEADER_BYTES, encode_header
+from kvoffd.tiers.disk import BLOCK_MEMORY_BYTES, DiskTier
+from kvoffd.tiers.disk_file import RECORD, DiskFile
+from kvoffd.tiers.tier import Block, make_space
 from kvoffd_client import SchedulerClient
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto.messages import READY, GroupKeys, GroupSpec
@@ -207,7 +218,55 @@ def restart(blocks: int, shards: int, policy: str) -> Result:
         }
 
 
-PARTS = {"memory": memory, "restart": restart}
+def disk(blocks: int, shards: int, policy: str) -> Result:
+    """Open a disk that is full of blocks. Their headers are not there but for one: nothing reads a block."""
+    slot_bytes = (1 + shards) * PAGE_BYTES // 2
+    size_bytes = blocks * slot_bytes * 33 // 32 + (64 << 20)
+    space = make_space(b"scale".ljust(32), 0, 0, [PAGE_BYTES // 2] * shards)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as made:
+        file, left, region = DiskFile(Path(made), size_bytes), blocks, 0
+        while left:
+            records = np.zeros(min(left, file.head.region_bytes // slot_bytes), RECORD)
+            keys = np.zeros((len(records), MAX_KEY_BYTES), np.uint8)
+            keys[:, :KEY_BYTES] = np.frombuffer(keys_of(blocks - left, len(records)), np.uint8).reshape(-1, KEY_BYTES)
+            records["tag"], records["nbytes"], records["key_bytes"] = space.tag, space.nbytes, KEY_BYTES
+            records["key"] = keys.view(f"V{MAX_KEY_BYTES}").ravel()
+            file.write_slot_pages(region, slot_bytes // PAGE)
+            file.write_records(region * file.slots_per_region, records)
+            left, region = left - len(records), region + 1
+        header = aligned_buffer(HEADER_BYTES)
+        header[:] = encode_header(Block(space, keys_of(0, 1), (0,) * shards, (1,) * shards))
+        write_all(file.calls, file.fd, [header], PAGE)
+        file.close()
+        del records, keys
+        gc.collect()
+        before, began, busy = private_bytes(), time.perf_counter(), time.process_time()
+        tier = DiskTier(
+            *(Path(made), size_bytes),
+            pool=memoryview(b""),
+            clock=time.monotonic,
+            post=lambda call: None,
+            listener=Unheard(),
+            generation=lambda fingerprint: 0,
+        )
+        seconds, cpu = time.perf_counter() - began, time.process_time() - busy
+        gc.collect()
+        assert tier.found_blocks == blocks
+        found = {"seconds": seconds, "cpu_seconds": cpu, "bytes": (private_bytes() - before) / blocks}
+        assert tier.close(DEADLINE_S)
+    return found
+
+
+class Unheard:
+    """A listener of a disk to which nothing happens."""
+
+    def stored(self, *told: object) -> None: ...
+    def removed(self, *told: object) -> None: ...
+    def answered(self, *told: object) -> None: ...
+    def error(self, *told: object) -> None: ...
+
+
+PARTS = {"memory": memory, "restart": restart, "disk": disk}
 
 
 def child(part: str, case: str, policy: str = DEFAULT_POLICY) -> Result:
@@ -227,12 +286,17 @@ def page(results: dict[str, list[Result]]) -> str:
     for one in results["restart"]:
         figures = [one["open"], one["first_hit"], *(1e6 * percentile(one["answers"], share) for share in (0.5, 0.99))]
         restarts.append([one["case"], *map(number, figures), f"{one['private_bytes'] / 2**20:,.0f}"])
+    disks = [["blocks x shards", "opened, s", "CPU, s", "bytes of a block", "allowed"]]
+    for one in results["disk"]:
+        figures = map(number, (one["seconds"], one["cpu_seconds"], one["bytes"]))
+        disks.append([one["case"], *figures, str(BLOCK_MEMORY_BYTES)])
     return (
         "Private memory of the daemon's cache over what it had before the first block; *again* is after as many blocks "
         "more, for which others were evicted. The slot table's 128 bytes a shard and keys without blocks are not in "
         f"it.\n\n{markdown_table(sizes)}\n\nA daemon process that gets a full pool from its service manager: until a "
         "lookup finds the 1,000 blocks that were stored last, and lookups of 1,000 afterwards. Touching the pool and "
-        f"reading it for its checksums is left out.\n\n{markdown_table(restarts)}"
+        f"reading it for its checksums is left out.\n\n{markdown_table(restarts)}\n\nA disk full of them is opened: private "
+        f"memory over what the process had before.\n\n{markdown_table(disks)}"
     )
 
 

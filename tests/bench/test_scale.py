@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvoffd.tiers.disk import BLOCK_MEMORY_BYTES
 from tests.bench.scale import bound_of, child, page
 
 MANY = 96_000
@@ -12,4 +13,6 @@ def test_a_block_costs_no_more_than_is_promised() -> None:
     for one, shards in ((many, 1), (sharded, 8)):
         assert max(one["filled"], one["churned"]) <= bound_of(shards)
     assert many["left_out"] > 0.9 * MANY, "the second half was measured in a full pool"
-    assert "| 1000x2 " in page({"memory": [many], "restart": [child("restart", "1000x2")]})
+    disk = child("disk", f"{MANY}x1")
+    assert disk["bytes"] <= BLOCK_MEMORY_BYTES
+    assert "| 1000x2 " in page({"memory": [many], "restart": [child("restart", "1000x2")], "disk": [disk]})

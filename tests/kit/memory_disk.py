@@ -49,8 +49,8 @@ class WorkersWithoutThreads(Workers[Any, Any]):
 
 def names_of(tier: DiskTier) -> Iterator[tuple[Space, bytes]]:
     """All blocks of a disk tier that can be read."""
-    for tag, there in tier._there.items():
-        yield from ((tier._spaces[tag], key) for key in there)
+    for known in tier._spaces.values():
+        yield from ((known.space, key) for key in tier._keys_of(known))
 
 
 class _File:

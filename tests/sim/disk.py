@@ -302,7 +302,7 @@ class _Deaf:
 
 def _is_whole(files: MemoryDisk, tier: DiskTier, space: Space, key: bytes) -> bool:
     """Whether what the index names is there."""
-    at = tier._offset(tier._there[space.tag][key])
+    at = tier._offset(tier._slots_of(space.tag, [key])[0])
     block = decode_header(bytes(files.data[at : at + PAGE]), space, key)
     for length, checksum in zip(space.lengths, block.checksums, strict=True) if block is not None else ():
         if digest(memoryview(files.data)[at + PAGE : at + PAGE + length]) != checksum:

@@ -17,6 +17,7 @@ from kvoffd.cache.recovery import _Group, _Recovery
 from kvoffd.pool.allocator import _Slots
 from kvoffd.system import native as native_module
 from kvoffd.system.native import Native, NotCompiled
+from kvoffd.tiers.disk import _Index, _RegionAddresses
 from kvoffd.transfer.cuda.engine import _GpuCopying
 from tests.kit.cuda_abi import compiler
 
@@ -29,17 +30,19 @@ STRUCTURES = {
     "counts": ("cache/learned.c", Counts),
     "gpu_copying": ("transfer/cuda/gpu_copy.c", _GpuCopying),
     "slots": ("pool/slots.c", _Slots),
+    "disk_region": ("tiers/disk_index.c", _RegionAddresses),
+    "disk_index": ("tiers/disk_index.c", _Index),
 }
 
 
-def fields(structure: type[ctypes.Structure], begin: int = 0) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and size of each field; those of a structure in it are the C structure's own."""
+def fields(structure: type[ctypes.Structure], begin: int = 0, prefix: str = "") -> Iterator[tuple[str, int, int]]:
+    """Name, offset and size of each field, those of a structure in it among them."""
     for name, kind, *_ in structure._fields_:
         field = getattr(structure, name)
         if isinstance(kind, type) and issubclass(kind, ctypes.Structure):
-            yield from fields(kind, begin + field.offset)
+            yield from fields(kind, begin + field.offset, f"{prefix}{name}.")
         else:
-            yield name, begin + field.offset, field.size
+            yield prefix + name, begin + field.offset, field.size
 
 
 def refusals(name: str, text: str) -> str:

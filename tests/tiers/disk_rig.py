@@ -9,6 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.disk import DiskOptions, DiskTier
 from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
@@ -192,7 +194,8 @@ class DiskRig:
         assert (
             tier.stats().blocks
             == len(names)
-            == sum(key is not None for region in tier._regions.values() for key in region.keys)
+            == tier._index.index.used
+            == sum(int(np.count_nonzero(region.space_numbers)) for region in tier._regions.values())
         )
         assert tier.stats().used_bytes == sum(space.nbytes for space, _ in names_of(tier))
         held = sum(map(len, tier._evicted.values())) + len(names) + len(tier._put_aside)
@@ -200,6 +203,6 @@ class DiskRig:
             (number, place)
             for number, region in tier._regions.items()
             for place, pins in enumerate(region.pins)
-            if pins and region.keys[place] is None
+            if pins and not region.spaces[place]
         }
         assert int(tier._slots.in_use.sum()) == held + len(pinned)

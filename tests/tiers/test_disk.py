@@ -237,12 +237,12 @@ def test_what_was_removed_and_is_written_again_is_never_the_old_bytes_after_a_po
     for seed in range(40):
         rig = DiskRig()
         rig.write(*map(block_of, range(CAPACITY)))
-        before = rig.tier._there[SPACE.tag][key_of(0)]
+        before = rig.tier._slots_of(SPACE.tag, [key_of(0)])[0]
         kept = rig.remove(0)
         rig.work()
         assert kept()
         assert rig.write(block_of(0, version=1), version=1) == [Result.DONE]
-        places.add(rig.tier._there[SPACE.tag][key_of(0)] == before)
+        places.add(rig.tier._slots_of(SPACE.tag, [key_of(0)])[0] == before)
         rig.cut_power(Random(seed))
         rig.read(block_of(0, version=1), version=1)  # which compares what it finds
     assert places == {True}
@@ -451,7 +451,7 @@ def test_wrong_bytes_are_told_and_gone_for_good(rig: DiskRig, where: str, clean:
     space = make_space(ONE, 0, 0, [5000, 300])
     rig.write(block_of(1, space), block_of(2, space))
     rig.restart() if clean else rig.kill()
-    at = rig.tier._offset(rig.tier._there[space.tag][key_of(1)])
+    at = rig.tier._offset(rig.tier._slots_of(space.tag, [key_of(1)])[0])
     rig.files.flip(at + {"header": 50, "shard": PAGE + 4999, "last shard": 3 * PAGE + 299}[where], 3)
     assert rig.read(block_of(1, space)) is Result.CORRUPT
     assert rig.told.kinds == {"corrupt" if clean else "torn": 1}
@@ -536,7 +536,7 @@ def test_a_slot_that_cannot_be_written_is_put_aside() -> None:
     rig.clock.now += 100.0
     assert rig.write(block_of(301)) == [DONE]
     (bad,) = rig.tier._put_aside
-    assert rig.tier._there[SPACE.tag][key_of(301)] != bad
+    assert rig.tier._slots_of(SPACE.tag, [key_of(301)])[0] != bad
     rig.check()
 
 

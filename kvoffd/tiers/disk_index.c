@@ -1,0 +1,110 @@
+/* Finds the blocks of a disk by the number of their space and their key: see disk.py, which owns the memory. */
+#include "../system/slot_index.h"
+
+enum { ROW = 64 }; /* bytes for a key: MAX_KEY_BYTES of pool/slot_table.py */
+
+/* What is known of a region's slots, by their places in it. */
+struct disk_region {
+    const uint8_t *keys; /* [slots][ROW] */
+    const uint8_t *key_bytes;
+    const uint32_t *space; /* 0 where no block is */
+};
+
+/* _Index of disk.py has the same fields. */
+struct disk_index {
+    struct slot_index index;
+    const struct disk_region *regions;
+    uint64_t slots_per_region;
+};
+
+static inline const struct disk_region *region_of(const struct disk_index *x, uint32_t slot)
+{
+    return &x->regions[slot / x->slots_per_region];
+}
+
+/* The place of the key's entry, or the empty one where it belongs. */
+static uint64_t find(const struct disk_index *x, uint64_t hashed, uint32_t space, const uint8_t *key, uint64_t key_bytes)
+{
+    for (uint64_t place = home(&x->index, hashed);; place = next_place(&x->index, place)) {
+        uint64_t entry = x->index.entries[place];
+        if (!entry)
+            return place;
+        if (entry >> 32 != hashed >> 32)
+            continue;
+        const struct disk_region *region = region_of(x, slot_of(entry));
+        uint64_t at = slot_of(entry) % x->slots_per_region;
+        if (region->space[at] == space && region->key_bytes[at] == key_bytes &&
+            !memcmp(region->keys + at * ROW, key, key_bytes))
+            return place;
+    }
+}
+
+/* The place of the entry of the block in a slot, or where it belongs; and its hash. */
+static uint64_t place_of(const struct disk_index *x, uint32_t slot, uint64_t *hashed)
+{
+    const struct disk_region *region = region_of(x, slot);
+    uint64_t at = slot % x->slots_per_region;
+    const uint8_t *key = region->keys + at * ROW;
+
+    *hashed = hash_of(&x->index, region->space[at], key, region->key_bytes[at]);
+    return find(x, *hashed, region->space[at], key, region->key_bytes[at]);
+}
+
+/* Completes an index whose last fields are set; returns whether there was the memory. */
+int kvoffd_disk_open(struct disk_index *x, const uint64_t seed[2])
+{
+    return open_index(&x->index, seed);
+}
+
+void kvoffd_disk_close(struct disk_index *x)
+{
+    close_index(&x->index);
+}
+
+/* Writes the slot of each of `count` keys, which lie end to end; NONE where there is none. */
+void kvoffd_disk_find(const struct disk_index *x, uint32_t space, const uint8_t *keys, uint64_t count,
+                      uint64_t key_bytes, uint32_t *slots)
+{
+    uint64_t hashed[TOGETHER];
+
+    for (uint64_t begin = 0; begin < count; begin += TOGETHER) {
+        uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
+        for (uint64_t i = 0; i < together; i++) {
+            hashed[i] = hash_of(&x->index, space, keys + (begin + i) * key_bytes, key_bytes);
+            __builtin_prefetch(&x->index.entries[home(&x->index, hashed[i])]);
+        }
+        for (uint64_t i = 0; i < together; i++) {
+            uint64_t entry = x->index.entries[find(x, hashed[i], space, keys + (begin + i) * key_bytes, key_bytes)];
+            slots[begin + i] = entry ? slot_of(entry) : NONE;
+        }
+    }
+}
+
+/* Enters the blocks of slots. Where two have one key, the later one counts; the other's slot is written to `replaced`.
+ * Returns how many these are, or NONE where there is no memory. */
+uint64_t kvoffd_disk_enter(struct disk_index *x, const uint32_t *slots, uint64_t count, uint32_t *replaced)
+{
+    uint64_t found = 0;
+
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t hashed, place;
+        if (!make_room(&x->index))
+            return NONE;
+        place = place_of(x, slots[i], &hashed);
+        if (x->index.entries[place])
+            replaced[found++] = slot_of(x->index.entries[place]);
+        else
+            x->index.used++;
+        x->index.entries[place] = entry_of(hashed, slots[i]);
+    }
+    return found;
+}
+
+/* Removes the blocks of slots, each of which was entered. */
+void kvoffd_disk_remove(struct disk_index *x, const uint32_t *slots, uint64_t count)
+{
+    uint64_t hashed;
+
+    while (count--)
+        remove_at(&x->index, place_of(x, slots[count], &hashed));
+}
