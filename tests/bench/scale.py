@@ -295,7 +295,7 @@ def page(results: dict[str, list[Result]]) -> str:
         "more, for which others were evicted. The slot table's 128 bytes a shard and keys without blocks are not in "
         f"it.\n\n{markdown_table(sizes)}\n\nA daemon process that gets a full pool from its service manager: until a "
         "lookup finds the 1,000 blocks that were stored last, and lookups of 1,000 afterwards. Touching the pool and "
-        f"reading it for its checksums is left out.\n\n{markdown_table(restarts)}\n\nA disk full of them is opened: private "
+        f"reading it for its checksums is left out.\n\n{markdown_table(restarts)}\n\nA full disk is opened: private "
         f"memory over what the process had before.\n\n{markdown_table(disks)}"
     )
 
