@@ -13,7 +13,7 @@ from math import inf
 
 import numpy as np
 
-from kvoffd.cache.block_table import BlockIds, BlockTable
+from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.policy import BATCH, GHOST_PART, AdmitsAll, Chain, Group
 
 GHOST_BYTES = 200
@@ -27,13 +27,9 @@ class Arc(AdmitsAll):
 
     The paper's cache holds a fixed number of pages. The pool holds bytes, so its capacity in blocks is taken from
     how many it was seen to hold, and follows when larger or smaller blocks take over.
-
-    Args:
-        blocks: has the keys of blocks.
     """
 
-    def __init__(self, pool_bytes: int, blocks: BlockTable) -> None:
-        self._blocks = blocks
+    def __init__(self, pool_bytes: int) -> None:
         self._once: OrderedDict[int, None] = OrderedDict()
         self._again: OrderedDict[int, None] = OrderedDict()
         self._once_ghosts: OrderedDict[tuple[int, bytes], None] = OrderedDict()
@@ -53,8 +49,8 @@ class Arc(AdmitsAll):
                     del once[block]
                     again[block] = None
 
-    def insert(self, group: Group, blocks: BlockIds) -> None:
-        for block, ghost in zip(blocks.tolist(), self._names(group, blocks), strict=True):
+    def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
+        for block, ghost in zip(blocks.tolist(), _names(group, keys), strict=True):
             assert block not in self._once
             assert block not in self._again
             queue = self._once
@@ -69,17 +65,13 @@ class Arc(AdmitsAll):
             queue[block] = None
             self._keep_in_bounds()
 
-    def remove(self, group: Group, blocks: BlockIds) -> None:
-        for block, ghost in zip(blocks.tolist(), self._names(group, blocks), strict=True):
+    def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
+        for block, ghost in zip(blocks.tolist(), _names(group, keys), strict=True):
             first = block in self._once
             queue, ghosts = (self._once, self._once_ghosts) if first else (self._again, self._again_ghosts)
             del queue[block]
             if not group.namespace.of_bench:
                 ghosts[ghost] = None
-
-    def _names(self, group: Group, blocks: BlockIds) -> list[tuple[int, bytes]]:
-        keys = self._blocks.keys(blocks, group.key_bytes)
-        return [(group.number, key) for key in group.namespace.split(group.group, keys)]
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
         following = self._in_order()
@@ -116,3 +108,7 @@ class Arc(AdmitsAll):
             self._again_ghosts.popitem(last=False)
         while self.ghosts > self._most_ghosts:
             max(self._once_ghosts, self._again_ghosts, key=len).popitem(last=False)
+
+
+def _names(group: Group, keys: bytes) -> list[tuple[int, bytes]]:
+    return [(group.number, key) for key in group.namespace.split(group.group, keys)]

@@ -180,11 +180,13 @@ class BlockTable:
         first_blocks: Sequence[int] | npt.NDArray[np.uint16],
         length: int,
         checksums: Sequence[int] | npt.NDArray[np.uint64],
-    ) -> BlockIds:
-        """Note that one rank's shards of WRITING blocks are whole. Returns the blocks that are READY by it.
+        key_bytes: int,
+    ) -> tuple[BlockIds, bytes] | None:
+        """Note that one rank's shards of blocks are whole. Returns the blocks that are READY by it, and their keys.
 
         They come from the last to the first, with rising generations: it is the order of use for a successor, and a
         chain's tail is older than its root. A successor does not trust bytes without a checksum, which is 0.
+        None, and nothing is done, where a block is not WRITING.
         """
         count = len(blocks)
         firsts = np.asarray(first_blocks, np.uint16).tobytes()
@@ -194,19 +196,31 @@ class BlockTable:
             self._make_buffers(count)
         found = self._native.blocks_publish(
             *(self.address, packed(blocks), packed(slots), count, firsts, length, sums),
-            *(self.generation, self._words_at),
+            *(self.generation, self._words_at, self._bytes_at),
         )
+        if found == NO_BLOCK:
+            return None
         self.generation += count
-        return self._words[:found].copy()
+        return self._words[:found].copy(), self._bytes[: found * key_bytes].tobytes()
 
     def set_checksum(self, slot: int, checksum: int) -> None:
         """Enter the checksum of a shard that was published without one."""
         self._native.blocks_set_checksum(self.address, slot, checksum)
 
-    def drop(self, blocks: BlockIds) -> None:
-        """Take blocks out of the index. They are DROPPED then, and no successor brings them back."""
-        dropped = self._native.blocks_drop(self.address, packed(blocks), len(blocks))
+    def drop(self, blocks: BlockIds, key_bytes: int, ranks: int, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
+        """Take blocks of one group out of the index, for a reason that is noted if it is not 0. They are DROPPED then,
+        no successor brings them back, and those that nothing holds are ended.
+
+        Returns their keys, and what ``release`` does.
+        """
+        if len(blocks) * ranks > len(self._words):
+            self._make_buffers(len(blocks) * ranks)
+        dropped = self._native.blocks_drop(
+            *(self.address, packed(blocks), len(blocks), self._misses_at, KNOWN_MISSES, reason),
+            *(self._bytes_at, self._words_at, self._counts_at),
+        )
         assert dropped == len(blocks), "a block is not in the index"
+        return self._bytes[: len(blocks) * key_bytes].tobytes(), *self._released()
 
     def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
         """End the DROPPED ones of blocks that nothing holds. Returns their slots, and how many were UNVERIFIED, and
@@ -216,8 +230,16 @@ class BlockTable:
         """
         if len(blocks) * ranks > len(self._words):
             self._make_buffers(len(blocks) * ranks)
-        found = self._native.blocks_release(self.address, packed(blocks), len(blocks), self._words_at, self._counts_at)
-        return self._words[: found * ranks].copy(), self._counts[0], self._counts[1]
+        self._native.blocks_release(self.address, packed(blocks), len(blocks), self._words_at, self._counts_at)
+        return self._released()
+
+    def _released(self) -> tuple[SlotIds, int, int]:
+        slots, unverified, corrupt = self._counts[:3]
+        return self._words[:slots].copy(), unverified, corrupt
+
+    def group_of(self, blocks: BlockIds, loose: bool = False) -> int:
+        """The number of the group that all the blocks are of; 0 where there is none, or ``loose`` and one has pins."""
+        return int(self._native.blocks_alike(self.address, packed(blocks), len(blocks), loose))
 
     def is_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether a store writes a shard of each block."""

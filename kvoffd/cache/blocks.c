@@ -13,6 +13,10 @@ const uint32_t kvoffd_version = 2;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
+/* A table of the reasons for which keys left has words of all but the last four bits of a key's hash, and a reason. What
+ * falls on the same place replaces what was there. */
+static const uint64_t REASON = 15;
+
 static void set_record(uint8_t *record, uint64_t state)
 {
     atomic_signal_fence(memory_order_seq_cst);
@@ -114,14 +118,18 @@ static void seal(const struct blocks *x, uint8_t *record)
     WRITE(record, uint32_t, CRC, crc);
 }
 
-/* Notes that shards of `length` bytes are whole, from the last one to the first, with rising generations; the blocks are
- * WRITING. Writes the blocks that lack no shard now, in the order in which they were noted, and returns how many. */
-uint64_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const uint32_t *slots, uint64_t count,
+/* Notes that shards of `length` bytes are whole, from the last one to the first, with rising generations. Writes the blocks
+ * that lack no shard now, in the order in which they were noted, and their keys; returns how many. Where a block is not
+ * WRITING nothing is done, and NONE returned. */
+uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const uint32_t *slots, uint64_t count,
                                const uint16_t *first_blocks, uint32_t length, const uint64_t *checksums,
-                               uint64_t generation, uint32_t *ready)
+                               uint64_t generation, uint32_t *ready, uint8_t *keys)
 {
-    uint64_t found = 0;
+    uint32_t found = 0;
 
+    for (uint64_t i = 0; i < count; i++)
+        if (x->state[blocks[i]] != WRITING)
+            return NONE;
     while (count--) {
         uint8_t *record = record_of(x, slots[count]);
         WRITE(record, uint64_t, GENERATION, ++generation);
@@ -134,6 +142,8 @@ uint64_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const u
         if (!--x->missing[blocks[count]]) {
             x->state[blocks[count]] = READY;
             ready[found++] = blocks[count];
+            memcpy(keys, key_of(x, blocks[count]), record_of(x, blocks[count])[KEY_BYTES]);
+            keys += record_of(x, blocks[count])[KEY_BYTES];
         }
     }
     return found;
@@ -146,25 +156,6 @@ void kvoffd_blocks_set_checksum(const struct blocks *x, uint32_t slot, uint64_t 
 
     WRITE(record, uint64_t, CHECKSUM, checksum);
     seal(x, record);
-}
-
-/* Takes blocks out of the index. They are DROPPED then, and no successor brings them back. Returns how many: fewer where
- * one is not there. */
-uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t count)
-{
-    for (uint64_t i = 0; i < count; i++) {
-        uint64_t place = place_of(x, blocks[i]);
-        uint32_t at = blocks[i];
-        if (!x->index.entries[place] || slot_of(x->index.entries[place]) != blocks[i])
-            return i;
-        remove_at(&x->index, place);
-        x->state[blocks[i]] = DROPPED;
-        do {
-            set_record(record_of(x, at), FREE_RECORD);
-            at = x->next[at];
-        } while (at != blocks[i]);
-    }
-    return count;
 }
 
 /* Whether a store writes a shard of the block. */
@@ -187,32 +178,76 @@ void kvoffd_blocks_written_now(const struct blocks *x, const uint32_t *blocks, u
         answers[i] = is_written(x, blocks[i]);
 }
 
-/* Ends DROPPED blocks that nothing holds. Writes those that are ended, and their slots, [blocks][ranks]; of these the ones
- * that are CORRUPT stay marked so. Counts the UNVERIFIED and the CORRUPT ones. Returns how many blocks were ended. */
-uint64_t kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t *slots,
-                               uint64_t counts[2])
-{
-    uint64_t found = 0;
+/* What became of blocks that are out of the index. */
+struct released {
+    uint64_t slots; /* of those that are FREE now, and of them the ones that were UNVERIFIED, and CORRUPT */
+    uint64_t unverified, corrupt;
+};
 
-    counts[0] = counts[1] = 0;
+/* Ends a DROPPED block if nothing holds it, and writes its slots; of these the ones that are CORRUPT stay marked so. */
+static void release(struct blocks *x, uint32_t block, uint32_t *slots, struct released *released)
+{
+    uint32_t at = block;
+
+    if (x->state[block] != DROPPED || x->pins[block] || is_written(x, block))
+        return;
+    do {
+        uint32_t next = x->next[at];
+        slots[released->slots++] = at;
+        released->unverified += (x->shard[at] & UNVERIFIED) != 0;
+        released->corrupt += (x->shard[at] & CORRUPT) != 0;
+        if (x->shard[at] & CORRUPT)
+            set_record(record_of(x, at), BAD_RECORD);
+        x->state[at] = x->shard[at] & CORRUPT ? NOT_FIRST : FREE;
+        x->shard[at] &= CORRUPT;
+        at = next;
+    } while (at != block);
+}
+
+/* Ends those of the blocks that are DROPPED and that nothing holds. */
+void kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t *slots,
+                           struct released *released)
+{
+    *released = (struct released){ 0 };
+    for (uint64_t i = 0; i < count; i++)
+        release(x, blocks[i], slots, released);
+}
+
+/* Takes blocks out of the index, and writes their keys. They are DROPPED then, no successor brings them back, and those that
+ * nothing holds are ended. Notes why they left where there is a reason. Returns how many: fewer where one is not there. */
+uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t *misses, uint64_t words,
+                            uint64_t reason, uint8_t *keys, uint32_t *slots, struct released *released)
+{
+    *released = (struct released){ 0 };
     for (uint64_t i = 0; i < count; i++) {
-        uint32_t at = blocks[i];
-        if (x->state[at] != DROPPED || x->pins[at] || is_written(x, at))
-            continue;
+        uint32_t block = blocks[i], at = block;
+        const uint8_t *key = key_of(x, block);
+        uint64_t key_bytes = record_of(x, block)[KEY_BYTES], hashed = hash(x, x->group[block], key, key_bytes);
+        uint64_t place = find(x, hashed, x->group[block], key, key_bytes);
+        if (!x->index.entries[place] || slot_of(x->index.entries[place]) != block)
+            return i;
+        remove_at(&x->index, place);
+        memcpy(keys, key, key_bytes);
+        keys += key_bytes;
+        if (reason)
+            misses[hashed & (words - 1)] = (hashed & ~REASON) | reason;
+        x->state[block] = DROPPED;
         do {
-            uint32_t next = x->next[at];
-            *slots++ = at;
-            counts[0] += (x->shard[at] & UNVERIFIED) != 0;
-            counts[1] += (x->shard[at] & CORRUPT) != 0;
-            if (x->shard[at] & CORRUPT)
-                set_record(record_of(x, at), BAD_RECORD);
-            x->state[at] = x->shard[at] & CORRUPT ? NOT_FIRST : FREE;
-            x->shard[at] &= CORRUPT;
-            at = next;
-        } while (at != blocks[i]);
-        found++;
+            set_record(record_of(x, at), FREE_RECORD);
+            at = x->next[at];
+        } while (at != block);
+        release(x, block, slots, released);
     }
-    return found;
+    return count;
+}
+
+/* The number of the group that all the blocks are of, where pins do not matter or none has any; else 0. */
+uint32_t kvoffd_blocks_alike(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t loose)
+{
+    for (uint64_t i = 0; i < count; i++)
+        if (x->group[blocks[i]] != x->group[blocks[0]] || (loose && x->pins[blocks[i]]))
+            return 0;
+    return count ? x->group[blocks[0]] : 0;
 }
 
 /* Adds `by`, 1 or -1, to the pins of blocks, which may come more than once; writes those that had none, or have none, and
@@ -293,10 +328,6 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
     free(wanted);
     return 1;
 }
-
-/* A table of the reasons for which keys left has words of all but the last four bits of a key's hash, and a reason. What
- * falls on the same place replaces what was there. */
-static const uint64_t REASON = 15;
 
 /* Notes in a table of `words`, a power of two, why each of `count` keys left, 1 to 15. */
 void kvoffd_blocks_note(const struct blocks *x, uint64_t *table, uint64_t words, uint32_t group, const uint8_t *keys,

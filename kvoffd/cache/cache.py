@@ -361,7 +361,7 @@ class Cache:
                 self.blocks.pages[alike] = group.block_bytes // PAGE_BYTES
                 self.unverified_slots += len(alike) * len(group.sizes)
                 self._count(group, FREE, READY, len(alike))
-                self.policy.insert(group, alike)
+                self.policy.insert(group, alike, self.blocks.keys(alike, group.key_bytes))
         self._unannounced = blocks
         self.unannounced[blocks] = True
         self._quarantine(quarantined)
@@ -374,8 +374,8 @@ class Cache:
         self.unannounced[some] = False
         for group, alike in self.by_group(some):
             if not group.dead:
-                keys = group.namespace.split(group.group, self.blocks.keys(alike[::-1], group.key_bytes))
-                self._events.stored(group.namespace, group.group, keys)
+                names = self.blocks.keys(alike, group.key_bytes)
+                self._events.stored(group.namespace, group.group, group.namespace.split(group.group, names)[::-1])
         return bool(self._unannounced.size)
 
     # --- lookups and leases ---------------------------------------------------------------------
@@ -724,23 +724,26 @@ class Cache:
     ) -> int:
         """End the writes of a rank's shards, and of those of ranks whose shards are as long. Returns how many blocks
         became READY."""
-        firsts, sums = np.asarray(first_blocks, np.uint16), np.asarray(checksums, np.uint64)
-        living = self.blocks.state[blocks] == WRITING
-        if group.dead or not living.all():
-            living &= not group.dead
-            self._let_go(group, blocks[~living], slots[~living])
-            blocks, slots, firsts, sums = blocks[living], slots[living], firsts[living], sums[living]
-        if not blocks.size:
+        if group.dead or not blocks.size:
+            self._let_go(group, blocks, slots)
             return 0
-        ready = self.blocks.publish(blocks, slots, firsts, group.lengths[rank], sums)
+        size, sums = group.key_bytes, np.asarray(checksums, np.uint64)
+        if (published := self.blocks.publish(blocks, slots, first_blocks, group.lengths[rank], sums, size)) is None:
+            living = self.blocks.state[blocks] == WRITING
+            self._let_go(group, blocks[~living], slots[~living])
+            blocks, slots, sums = blocks[living], slots[living], sums[living]
+            firsts = np.asarray(first_blocks, np.uint16)[living]
+            published = self.blocks.publish(blocks, slots, firsts, group.lengths[rank], sums, size)
+            assert published is not None
+        ready, names = published
         self.unverified_slots += len(sums) - int(np.count_nonzero(sums))
         if len(ready) < len(blocks):
             self._wait(group, blocks[self.blocks.missing[blocks] != 0])
         if ready.size:
             group.namespace.counters.stored_blocks += len(ready)
             self._count(group, WRITING, READY, len(ready))
-            self.policy.insert(group, ready)
-            keys = group.namespace.split(group.group, self.blocks.keys(ready[::-1], group.key_bytes))
+            self.policy.insert(group, ready, names)
+            keys = group.namespace.split(group.group, names)[::-1]
             self._events.stored(group.namespace, group.group, keys, tokens=tokens)
             if self.tiers is not None:
                 self.tiers.stored(ready[::-1])
@@ -770,7 +773,6 @@ class Cache:
             unused = writing[(every == RESERVED).all(axis=1)]
             self._wait(group, writing[~(every == RESERVED).all(axis=1)])
             self._remove(group, WRITING, unused)
-            self._free(group, unused)
         self._free_dropped(blocks[self.blocks.state[blocks] == DROPPED])
 
     def _wait(self, group: Group, blocks: BlockIds) -> None:
@@ -934,10 +936,9 @@ class Cache:
         if self.tiers is not None and blocks.size:
             self.tiers.evicted(blocks)
         for group, alike in self.by_group(blocks):
-            self._remove(group, READY, alike, MissReason.EVICTED)
             if not group.dead:
                 group.namespace.counters.evicted_blocks += len(alike)
-            self._free(group, alike)
+            self._remove(group, READY, alike, MissReason.EVICTED)
 
     def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
         """Forget keys, in the tiers too. What is held keeps its slots. Returns how many blocks were in the pool.
@@ -962,7 +963,6 @@ class Cache:
             group.namespace.counters.invalidated_blocks += len(alike)
             for state in (READY, WRITING):
                 self._remove(group, state, alike[self.blocks.state[alike] == state], reason)
-            self._free(group, alike)
 
     def _drop_partial(self, blocks: Sequence[int]) -> None:
         """Drop blocks that lack a shard which nobody stored in time."""
@@ -971,33 +971,32 @@ class Cache:
             self.drop(alike, MissReason.PARTIAL)
 
     def _remove(self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None) -> None:
-        """Take blocks, all of one state, out of index and policy."""
+        """Take blocks, all of one state, out of index and policy, and free the slots of those that nothing holds."""
         if not blocks.size:
             return
-        names = self.blocks.keys(blocks, group.key_bytes)
+        noted = reason if reason is not None and not group.dead else 0
+        names, slots, unverified, corrupt = self.blocks.drop(blocks, group.key_bytes, len(group.sizes), noted)
         if state == READY:
-            self.policy.remove(group, blocks)
-        self.blocks.drop(blocks)
+            self.policy.remove(group, blocks, names)
         for block in blocks.tolist() if self._partial else ():
             self._partial.pop(block, None)
-        silent = self.unannounced[blocks]
-        self.unannounced[blocks] = False
-        if group.dead:
-            return
-        self._count(group, state, DROPPED, len(blocks))
-        if reason is not None:
-            self.blocks.note_misses(group.number, names, group.key_bytes, reason)
-        if state == READY:
-            names = names if not silent.any() else self.blocks.keys(blocks[~silent], group.key_bytes)
+        if self._unannounced.size:  # listeners have not heard of these
+            silent = self.unannounced[blocks]
+            self.unannounced[blocks] = False
+            names = np.frombuffer(names, group.namespace.key_type)[~silent].tobytes()
+        if state == READY and not group.dead:
             self._events.removed(group.namespace, group.group, group.namespace.split(group.group, names))
+        if not group.dead:
+            self._count(group, state, DROPPED, len(blocks))
+        self._freed(group, slots, unverified, corrupt)
 
     def _free_dropped(self, blocks: BlockIds) -> None:
+        """Free the slots of those of the blocks that are DROPPED and that nothing holds."""
         for group, alike in self.by_group(blocks):
-            self._free(group, alike)
+            self._freed(group, *self.blocks.release(alike, len(group.sizes)))
 
-    def _free(self, group: Group, blocks: BlockIds) -> None:
-        """Free the slots of those of a group's blocks that are DROPPED and that nothing holds."""
-        slots, unverified, corrupt = self.blocks.release(blocks, len(group.sizes))
+    def _freed(self, group: Group, slots: SlotIds, unverified: int, corrupt: int) -> None:
+        """Blocks of a group have ended."""
         self.unverified_slots -= unverified
         self._count(group, DROPPED, FREE, len(slots) // len(group.sizes))
         if corrupt:  # they stay handed out, so that nobody else gets them
@@ -1027,7 +1026,6 @@ class Cache:
             found = (np.flatnonzero(dead & (self.blocks.state[begin:end] == state)) + begin).astype(np.uint32)
             for group, alike in self.by_group(found):
                 self._remove(group, state, alike)
-                self._free(group, alike)
         if end == len(self.blocks.state):
             self._dead -= self._sweeping
             self._sweeping = set()
@@ -1037,9 +1035,9 @@ class Cache:
         """Blocks that have slots by their groups, in each in the order in which they were given."""
         if not blocks.size:
             return []
+        if only := self.blocks.group_of(blocks):
+            return [(self._groups[only], blocks)]
         numbers = self.blocks.group[blocks]
-        if (numbers == numbers[0]).all():
-            return [(self._groups[int(numbers[0])], blocks)]
         return [(self._groups[number], blocks[numbers == number]) for number in np.unique(numbers).tolist()]
 
     def _of_block(self, block: int) -> Group:

@@ -846,6 +846,15 @@ static void hash_keys(struct learned *l, uint64_t name, const uint8_t *keys, uin
     }
 }
 
+/* The same of keys that come from the last to the first. */
+static uint64_t *hash_backwards(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                                uint64_t *hashes)
+{
+    for (uint64_t i = 0; i < count; i++)
+        hash_keys(l, name, keys + (count - 1 - i) * key_bytes, 1, key_bytes, hashes + i);
+    return hashes;
+}
+
 /* Leaves out the hashes that come again; returns how many are left. `seen` has room for `room` numbers, a power of two
  * and more than `count`. */
 static uint64_t leave_out_repeats(uint64_t *hashes, uint64_t count, uint32_t *seen, uint64_t room)
@@ -1003,13 +1012,13 @@ static void take_out(struct learned *l, const uint64_t *hashes, uint32_t count, 
     }
 }
 
-/* Keys lost their blocks and are known no more. Returns how many had one. */
+/* Keys, from the last to the first, lost their blocks and are known no more. Returns how many had one. */
 uint64_t kvoffd_learned_forget(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
     uint64_t *hashes = scratch(l, count * (sizeof *hashes + sizeof(uint32_t))), blocks = 0;
     uint32_t *handles = (uint32_t *)(hashes + count);
 
-    hash_keys(l, name, keys, count, key_bytes, hashes);
+    hash_backwards(l, name, keys, count, key_bytes, hashes);
     memset(handles, 0, count * sizeof *handles);
     take_out(l, hashes, count, handles, 1);
     for (uint64_t i = 0; i < count; i++)
@@ -1219,50 +1228,56 @@ void kvoffd_learned_declined(struct learned *l, uint64_t name, const uint8_t *ke
 
 /* --- blocks of known keys, by handle --- */
 
-/* Spans that are gone through in one call, for a request's last one. */
-enum { MOST_STEPS = 1024 };
-/* Keys got blocks, which are known by `handles`, not 0. Returns 0, or 1 where one has a block: then some are entered. */
-uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                               uint64_t weight, const uint32_t *handles)
-{
-    uint64_t *hashes = scratch(l, count * sizeof *hashes);
+/* Spans that are gone through in one call, for a request's last one; and blocks that no request asked for, and that are
+ * entered together: a request for some of them takes as long as they are many. */
+enum { MOST_STEPS = 1024, MOST_TOGETHER = 1024 };
 
-    hash_keys(l, name, keys, count, key_bytes, hashes);
-    for (uint64_t i = 0; i < count;) {
-        struct place first;
-        uint32_t length = run_length(l, hashes + i, count - i, &first), number = first.span;
-        if (!number) {
-            number = begin_span(l, hashes + i, length, ADOPTED, weight, l->known.now);
-            link_before(l, number, 0);
-            first.place = 0;
+/* Keys got blocks, which are known by numbers; both come from the last to the first. Returns 0, or 1 where one has a block:
+ * then some are entered. */
+uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                               uint64_t weight, const uint32_t *numbers)
+{
+    uint64_t *hashes = scratch(l, MOST_TOGETHER * sizeof *hashes);
+
+    for (uint64_t together; count; count -= together, keys += together * key_bytes, numbers += together) {
+        together = count < MOST_TOGETHER ? count : MOST_TOGETHER;
+        hash_backwards(l, name, keys, together, key_bytes, hashes);
+        for (uint64_t i = 0; i < together;) {
+            struct place first;
+            uint32_t length = run_length(l, hashes + i, together - i, &first), number = first.span;
+            if (!number) {
+                number = begin_span(l, hashes + i, length, ADOPTED, weight, l->known.now);
+                link_before(l, number, 0);
+                first.place = 0;
+            }
+            struct span *s = &l->spans[number];
+            uint32_t *blocks = handle_at(s, first.place);
+            for (uint32_t at = 0; at < length; at++) {
+                if (blocks[at])
+                    return 1;
+                blocks[at] = numbers[together - 1 - i - at] + 1; /* 0 is none */
+            }
+            if (first.place + length > s->top)
+                s->top = first.place + length;
+            s->held += length;
+            if (s->held == length) {
+                s->age_bin = age_bin(l, s->since);
+                fill_cell(l, number);
+            }
+            add_blocks(l, s, length);
+            i += length;
         }
-        struct span *s = &l->spans[number];
-        uint32_t *blocks = handle_at(s, first.place);
-        for (uint32_t at = 0; at < length; at++) {
-            if (blocks[at])
-                return 1;
-            blocks[at] = handles[i + at];
-        }
-        if (first.place + length > s->top)
-            s->top = first.place + length;
-        s->held += length;
-        if (s->held == length) {
-            s->age_bin = age_bin(l, s->since);
-            fill_cell(l, number);
-        }
-        add_blocks(l, s, length);
-        i += length;
+        l->known.blocks += together;
     }
-    l->known.blocks += count;
     return 0;
 }
 
-/* Keys lost their blocks. Returns 0, or 1 where one had none: then some are removed. */
+/* Keys, from the last to the first, lost their blocks. Returns 0, or 1 where one had none: then some are removed. */
 uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
     uint64_t *hashes = scratch(l, count * sizeof *hashes);
 
-    hash_keys(l, name, keys, count, key_bytes, hashes);
+    hash_backwards(l, name, keys, count, key_bytes, hashes);
     for (uint64_t i = 0; i < count;) {
         struct place first;
         uint32_t length = run_length(l, hashes + i, count - i, &first);

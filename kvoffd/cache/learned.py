@@ -23,7 +23,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import BlockIds, BlockTable
+from kvoffd.cache.block_table import BlockIds, packed
 from kvoffd.cache.policy import BATCH, REJECTED, Chain, Group
 from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats, PolicyClass
@@ -33,9 +33,6 @@ UNIT_TOKENS = 512
 FORMAT = 5
 """Version of what is kept for the next daemon."""
 SEED_BYTES = 16
-MAX_SPAN = 1024
-"""Blocks that no request asked for, and that are entered together: a request for some of them takes as long as they are
-many."""
 MAX_LEARNED_GROUPS = 4096
 """Groups that asked for as much as the pool holds, and that are known to have."""
 _OFFER = struct.Struct("=dQ")
@@ -103,15 +100,11 @@ _KEPT_BYTES = Counts.hazard.offset
 
 
 class Learned:
-    """``struct learned``, which knows blocks by their numbers.
+    """``struct learned``, which knows blocks by their numbers."""
 
-    Args:
-        blocks: has the keys of blocks.
-    """
-
-    def __init__(self, pool_bytes: int, blocks: BlockTable) -> None:
+    def __init__(self, pool_bytes: int) -> None:
         self._native = native()
-        self._pool_bytes, self._blocks = pool_bytes, blocks
+        self._pool_bytes = pool_bytes
         self._learned_of: dict[int, None] = {}
         """Numbers of groups that asked for as much as the pool holds: what was learned is of their keys too."""
         self._at = self._native.learned_new(pool_bytes, os.urandom(SEED_BYTES))
@@ -133,22 +126,18 @@ class Learned:
         if keys:
             self._native.learned_pass(self._at, keys, nbytes)
 
-    def insert(self, group: Group, blocks: BlockIds) -> None:
-        for at in range(0, len(blocks), MAX_SPAN):
-            handles = blocks[at : at + MAX_SPAN][::-1] + np.uint32(1)  # root first; C has 0 for none
-            keys, count = self._blocks.keys(handles - np.uint32(1), group.key_bytes), len(handles)
-            twice = self._native.learned_insert(
-                *(self._at, group.number, keys, count, group.key_bytes, group.block_bytes, handles.ctypes.data)
-            )
-            assert not twice, "inserted twice"
+    def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
+        of = group.number, keys, len(blocks), group.key_bytes
+        twice = self._native.learned_insert(self._at, *of, group.block_bytes, packed(blocks))
+        assert not twice, "inserted twice"
 
-    def remove(self, group: Group, blocks: BlockIds) -> None:
-        keys = group.number, self._blocks.keys(blocks[::-1], group.key_bytes), len(blocks), group.key_bytes
+    def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
+        of = group.number, keys, len(blocks), group.key_bytes
         if group.namespace.of_bench:
-            known = self._native.learned_forget(self._at, *keys)
+            known = self._native.learned_forget(self._at, *of)
             assert known == len(blocks), "removed what is not there"
             return
-        unknown = self._native.learned_remove(self._at, *keys)
+        unknown = self._native.learned_remove(self._at, *of)
         assert not unknown, "removed what is not there"
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:

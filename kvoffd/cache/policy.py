@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import BlockIds, BlockTable, packed
+from kvoffd.cache.block_table import BlockIds, packed
 from kvoffd.cache.namespace import Namespace
 from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats
@@ -65,11 +65,11 @@ class Policy(Protocol):
     def requested(self, chains: Sequence[Chain]) -> None:
         """Note a request. A chain's tail becomes older than its root."""
 
-    def insert(self, group: Group, blocks: BlockIds) -> None:
+    def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         """Add blocks that became READY, the least recently used first: a chain's tail before its root."""
 
-    def remove(self, group: Group, blocks: BlockIds) -> None:
-        """Remove blocks. Their keys are still in the slot table."""
+    def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
+        """Remove blocks, in any order, a chain's tail before its root if it is to be quick."""
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
         """Blocks whose score is lower, next to evict first, some at a time. Any change of the policy ends it."""
@@ -143,10 +143,10 @@ class Lru(AdmitsAll):
         for chain in chains:
             self._native.lru_use(*self._links, packed(chain.ready), len(chain.ready))
 
-    def insert(self, group: Group, blocks: BlockIds) -> None:
+    def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         self._native.lru_insert(*self._links, packed(blocks), len(blocks))
 
-    def remove(self, group: Group, blocks: BlockIds) -> None:
+    def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         self._native.lru_remove(*self._links, packed(blocks), len(blocks))
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
@@ -168,15 +168,16 @@ class Lru(AdmitsAll):
         return self._older.nbytes + self._newer.nbytes
 
 
-def make_policy(name: str, pool_bytes: int, blocks: BlockTable) -> Policy:
-    """A new policy, one of ``kvoffd.cache.POLICY_NAMES``, for a pool of so many bytes. Raises ValueError for others."""
+def make_policy(name: str, pool_bytes: int, slots: int) -> Policy:
+    """A new policy, one of ``kvoffd.cache.POLICY_NAMES``, for a pool of so many bytes and slot numbers. Raises
+    ValueError for others."""
     from kvoffd.cache.arc import Arc
     from kvoffd.cache.learned import Learned
 
     if name == "learned":
-        return Learned(pool_bytes, blocks)
+        return Learned(pool_bytes)
     if name == "arc":
-        return Arc(pool_bytes, blocks)
+        return Arc(pool_bytes)
     if name == "lru":
-        return Lru(len(blocks.records))
+        return Lru(slots)
     raise ValueError(f"There is no policy {name!r}.")

@@ -78,7 +78,7 @@ class Victims:
         for batch in self._policy.candidates(below):
             if len(batch) >= count and not (chosen or passed or pinned):  # as a rule its own go
                 first = batch[:count]
-                if (blocks.group[first] == group.number).all() and not blocks.pins[first].any():
+                if blocks.group_of(first, loose=True) == group.number:
                     return first
             if (blocks.pins[batch] != 0).any():
                 pinned.append(batch[blocks.pins[batch] != 0])
@@ -126,9 +126,10 @@ class Victims:
             skipped = np.concatenate(pinned)
             numbers = self._blocks.group[skipped]
             for number in np.unique(numbers).tolist():
-                alike = skipped[numbers == number]
-                self._policy.remove(self._groups[number], alike)
-                self._policy.insert(self._groups[number], alike)
+                group, alike = self._groups[number], skipped[numbers == number]
+                names = self._blocks.keys(alike, group.key_bytes)
+                self._policy.remove(group, alike, names)
+                self._policy.insert(group, alike, names)
         return np.array(chosen, np.uint32)
 
     def _coldest_region(self, passed: BlockIds) -> BlockIds:

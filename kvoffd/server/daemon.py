@@ -191,7 +191,7 @@ class Daemon:
             pool.slots,
             pool.table,
             blocks,
-            make_policy(config.eviction_policy, pool.pool_bytes, blocks),
+            make_policy(config.eviction_policy, pool.pool_bytes, pool.table.geometry.slots),
             events,
             time.monotonic,
             partial_timeout_s=config.limits.partial_timeout_s,

@@ -71,7 +71,7 @@ def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.
     geometry = TableGeometry(slots.pool_bytes, slots.region_bytes)
     table = SlotTable(memoryview(mmap.mmap(-1, geometry.size_bytes)), geometry, new=True)
     known = BlockTable(table.records)
-    made = make_policy(policy, slots.pool_bytes, known)
+    made = make_policy(policy, slots.pool_bytes, geometry.slots)
     cache = Cache(slots, table, known, made, Silence(), clock, leased_share=1.0)
     if isinstance(made, Learned):
         curve = HitRatioCurve(slots.pool_bytes, clock)

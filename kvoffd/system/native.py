@@ -62,12 +62,13 @@ class Native:
                 "blocks_enter", number, address, *some, number, slot, slot, text, number, slot, slot
             )
             self.blocks_publish = with_gil(
-                "blocks_publish", number, address, address, *some, address, slot, address, number, address
+                "blocks_publish", slot, address, address, *some, address, slot, address, number, address, address
             )
             self.blocks_set_checksum = with_gil("blocks_set_checksum", None, address, slot, number)
-            self.blocks_drop = with_gil("blocks_drop", number, address, *some)
+            self.blocks_drop = with_gil("blocks_drop", number, address, *some, *some, number, address, address, address)
+            self.blocks_alike = with_gil("blocks_alike", slot, address, *some, slot)
             self.blocks_written_now = with_gil("blocks_written_now", None, address, *some, address)
-            self.blocks_release = with_gil("blocks_release", number, address, *some, address, address)
+            self.blocks_release = with_gil("blocks_release", None, address, *some, address, address)
             self.blocks_pin = with_gil("blocks_pin", number, address, *some, ctypes.c_int32, address, address)
             self.blocks_keys = with_gil("blocks_keys", None, address, *some, number, address)
             self.blocks_plan = with_gil(
@@ -96,7 +97,7 @@ class Native:
             self.learned_free = with_gil("learned_free", None, address)
             self.learned_note = with_gil("learned_note", number, address, *keys, number, number)
             self.learned_pass = with_gil("learned_pass", None, address, number, number)
-            self.learned_insert = with_gil("learned_insert", number, address, *keys, number, address)
+            self.learned_insert = with_gil("learned_insert", number, address, *keys, number, text)
             self.learned_remove = with_gil("learned_remove", number, address, *keys)
             self.learned_forget = with_gil("learned_forget", number, address, *keys)
             self.learned_candidates = with_gil("learned_candidates", number, address, real, address, number)

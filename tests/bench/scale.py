@@ -103,7 +103,7 @@ class Books:
         pool_bytes = blocks * shards * 33 // 32 * PAGE_BYTES
         self.pool = Pool(pool_bytes, limit=MemoryLimit(2**62, "nothing: no page is touched"))
         known = BlockTable(self.pool.table.records)
-        made = make_policy(policy, pool_bytes, known)
+        made = make_policy(policy, pool_bytes, len(known.state))
         self.cache = Cache(self.pool.slots, self.pool.table, known, made, Silence(), time.monotonic)
         groups = [GroupSpec("full_attention", 16)]
         space = Namespace(b"scale".ljust(32), "scale", shards, KEY_BYTES, groups, "{}")

@@ -35,15 +35,18 @@ def test_the_index_finds_what_a_dict_does() -> None:
             taken = [[unused.pop() for _ in range(ranks)] for _ in names]
             blocks = table.enter(ids(taken).reshape(-1, ranks), group, b"".join(names), key_bytes, 5, 0, 8192)
             for rank in range(ranks):
-                table.publish(blocks, ids([row[rank] for row in taken]), [0] * len(names), 8192, [7] * len(names))
+                shards, count = ids([row[rank] for row in taken]), len(names)
+                table.publish(blocks, shards, [0] * count, 8192, [7] * count, key_bytes)
             there.update(zip(names, taken, strict=True))
         else:
-            gone = [there.pop(name) for name in list(there)[: choose.randrange(1, 1 + len(there))]]
+            names_of = list(there)[: choose.randrange(1, 1 + len(there))]
+            gone = [there.pop(name) for name in names_of]
             heads = ids([row[0] for row in gone])
-            table.drop(heads)
-            assert not records["state"][np.array(gone)].any()
             table.pin(heads[:1])
-            assert table.release(heads, ranks)[0].tolist() == [slot for row in gone[1:] for slot in row]
+            names, slots_of, _, _ = table.drop(heads, key_bytes, ranks, 1)
+            assert slots_of.tolist() == [slot for row in gone[1:] for slot in row]
+            assert names == b"".join(names_of)
+            assert not records["state"][np.array(gone)].any()
             table.unpin(heads[:1])
             assert table.release(heads[:1], ranks)[0].tolist() == gone[0]
             unused += [slot for row in gone for slot in row]

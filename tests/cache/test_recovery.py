@@ -96,8 +96,9 @@ class Pool:
 
     def publish(self, namespace: int, group: int, slots: np.ndarray) -> None:
         for rank, column in enumerate(slots.T):
-            length = NAMESPACES[namespace][group].shard_bytes[rank]
-            self.blocks.publish(slots[:, 0], column, [0] * len(slots), length, [7] * len(slots))
+            geometry, count = NAMESPACES[namespace][group], len(slots)
+            length = geometry.shard_bytes[rank]
+            self.blocks.publish(slots[:, 0], column, [0] * count, length, [7] * count, geometry.key_bytes)
 
     def store(self, namespace: int, group: int, keys: list[bytes]) -> np.ndarray:
         slots = self.take(namespace, group, keys)
@@ -186,9 +187,9 @@ def test_whole_blocks_come_back_in_order_of_use_and_nothing_else() -> None:
     first, second = pool.store(3, 0, keys_of(1, 2, 3)), pool.store(9, 0, keys_of(4, 5, key_bytes=32))
     pool.take(3, 1, keys_of(6))  # being written
     part = pool.take(3, 0, keys_of(7))
-    pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, [7])  # of one rank only
+    pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, [7], 8)  # of one rank only
     unchecked = pool.take(9, 0, keys_of(8, key_bytes=32))[0]
-    pool.blocks.publish(unchecked, unchecked, [0], 20000, [0])
+    pool.blocks.publish(unchecked, unchecked, [0], 20000, [0], 8)
     heir, recovered = check(pool)
     assert recovered.blocks.tolist() == [*first[::-1, 0].tolist(), *second[::-1, 0].tolist()]
     assert recovered[2:] == (0, 0, 1, 1)  # what was claimed only is free
@@ -305,15 +306,17 @@ def test_a_writer_may_be_killed_at_any_instruction() -> None:
     lib, at, gone = native(), blocks.address, before[:1, 0].copy()
     keys, heads, ranks = b"".join(keys_of(4, 5)), new[:, 0].copy(), [new[:, rank].copy() for rank in range(2)]
     firsts, sums, ready = np.zeros(2, np.uint16), np.full(2, 7, np.uint64), np.empty(2, np.uint32)
+    names, room = np.empty(16, np.uint8), np.zeros((2, 3), np.uint64)
+    rooms = names.ctypes.data, *(row.ctypes.data for row in room)
     calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
-        (lib.blocks_drop, (at, gone.ctypes.data, 1)),
+        (lib.blocks_drop, (at, gone.ctypes.data, 1, 0, 0, 0, *rooms)),
         (lib.blocks_enter, (at, new.ctypes.data, 2, 2, 5, geometry.number, keys, 8, 3, 0)),
         *(
             (
                 lib.blocks_publish,
                 (
                     *(at, heads.ctypes.data, slots.ctypes.data, 2, firsts.ctypes.data, geometry.shard_bytes[rank]),
-                    *(sums.ctypes.data, blocks.generation + 2 * rank, ready.ctypes.data),
+                    *(sums.ctypes.data, blocks.generation + 2 * rank, ready.ctypes.data, names.ctypes.data),
                 ),
             )
             for rank, slots in enumerate(ranks)
@@ -343,7 +346,7 @@ def test_a_successor_may_be_killed_while_it_recovers() -> None:
     pool = Pool()
     pool.store(3, 0, keys_of(1, 2))
     part = pool.take(3, 0, keys_of(7))
-    pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, [7])
+    pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, [7], 8)
     wanted = check(pool)[0].found()
     line, killed = 0, True
     while killed:

@@ -98,7 +98,7 @@ class CacheRig:
         self.clock = Clock()
         self.events = FoldedEvents()
         blocks = BlockTable(self.table.records)
-        self.policy = make_policy(policy, self.slots.pool_bytes, blocks)
+        self.policy = make_policy(policy, self.slots.pool_bytes, self.geometry.slots)
         self.cache = Cache(
             self.slots, self.table, blocks, self.policy, self.events, self.clock, leased_share=leased_share
         )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
+from kvoffd.cache.block_table import CORRUPT, READY, WRITING, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.pool.allocator import SlotIds
 from kvoffd.pool.pool import Pool
@@ -145,10 +145,18 @@ class WatchedPool:
         return self._enter_blocks(slots, number, keys, key_bytes, *named)
 
     def publish(
-        self, blocks: BlockIds, slots: SlotIds, firsts: Sequence[int], length: int, checksums: Sequence[int]
-    ) -> BlockIds:
+        self,
+        blocks: BlockIds,
+        slots: SlotIds,
+        firsts: Sequence[int],
+        length: int,
+        checksums: Sequence[int],
+        key_bytes: int,
+    ) -> tuple[BlockIds, bytes] | None:
         """One after the other, so that the process can die between two."""
-        ready = [np.empty(0, np.uint32)]
+        if (self._cache.blocks.state[blocks] != WRITING).any():
+            return None
+        ready, names = [np.empty(0, np.uint32)], b""
         for at in reversed(range(len(blocks))):
             one = slice(at, at + 1)
             (slot,) = self._at(slots[one])
@@ -159,24 +167,33 @@ class WatchedPool:
             if length and [int(checksums[at])] != self._inner.digests([(slot.offset, length)]):
                 raise Broken("a slot became ready with another checksum than its bytes have")
             self.before_write()
-            ready.append(self._publish(blocks[one], slots[one], firsts[one], length, checksums[one]))
+            published = self._publish(blocks[one], slots[one], firsts[one], length, checksums[one], key_bytes)
+            if published is None:
+                raise Broken("a block is given up while it is written")
+            ready.append(published[0])
+            names += published[1]
             slot.state, slot.first_block = "ready", int(firsts[at])
             self.commits += 1
             self.verify(slot.owner, slot.offset, slot.first_block, length)
-        return np.concatenate(ready)
+        return np.concatenate(ready), names
 
-    def drop(self, blocks: BlockIds) -> None:
+    def drop(self, blocks: BlockIds, key_bytes: int, ranks: int, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
         self.before_write()
-        self._drop(blocks)
+        names, slots, *counted = self._drop(blocks, key_bytes, ranks, reason)
+        self._released(slots)
+        return names, slots, *counted
 
     def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
         self.before_write()
-        slots, unverified, corrupt = self._release(blocks, ranks)
+        slots, *counted = self._release(blocks, ranks)
+        self._released(slots)
+        return slots, *counted
+
+    def _released(self, slots: SlotIds) -> None:
         for slot, shard in zip(self._at(slots), self._cache.blocks.shard[slots].tolist(), strict=True):
             if slot.transfers:
                 raise Broken("a block lost its slots while a transfer uses them")
             slot.state = "bad" if shard & CORRUPT else "taken"
-        return slots, unverified, corrupt
 
     # --- for the tiers ---------------------------------------------------------------------------
 

@@ -34,9 +34,10 @@ def policy_of(rig: CacheRig) -> Learned:
     return rig.policy
 
 
-def check_learned(policy: Learned) -> None:
+def check_learned(rig: CacheRig) -> None:
     """Every known key has one place, every block is at the place of its key, and what is counted is so."""
+    policy = policy_of(rig)
     line = _checker().check_learned(ctypes.c_void_p(policy._at))
     assert not line, f"{SOURCE}:{line}: {SOURCE.read_text().splitlines()[line - 1].strip()}"
-    ready = np.flatnonzero(policy._blocks.state == READY).tolist()
+    ready = np.flatnonzero(rig.cache.blocks.state == READY).tolist()
     assert sorted(int(block) for some in policy.candidates() for block in some) == ready

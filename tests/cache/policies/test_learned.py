@@ -49,7 +49,7 @@ def group_of(rig: CacheRig, namespace: Namespace) -> Group:
 
 
 def check(rig: CacheRig) -> None:
-    check_learned(policy_of(rig))
+    check_learned(rig)
 
 
 def look(rig: CacheRig, namespace: Namespace, chain: list[int], group: int = 0) -> bytes:
@@ -353,8 +353,8 @@ def test_the_oldest_blocks_of_a_recovered_pool_go_first() -> None:
     for first in range(0, 8000, 500):
         rig.store(namespace, keys_of(*range(first, first + 500)))
     order = [int(block) for some in rig.policy.candidates() for block in some]
-    heir = Learned(rig.slots.pool_bytes, blocks)
-    heir.insert(group, np.array(order, np.uint32))
+    heir = Learned(rig.slots.pool_bytes)
+    heir.insert(group, np.array(order, np.uint32), blocks.keys(np.array(order, np.uint32), group.key_bytes))
     assert [int(block) for some in heir.candidates() for block in some] == order
     assert heir.known.spans >= 7, "a request for some of a span's keys takes as long as it has keys"
 
@@ -384,7 +384,8 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 
 
 def test_damaged_statistics_are_refused_and_change_nothing() -> None:
-    state, policy = policy_of(trained()).state(), policy_of(learned_rig(40, 4, MIB))
+    state, rig = policy_of(trained()).state(), learned_rig(40, 4, MIB)
+    policy = policy_of(rig)
     before = policy.state()
     for sentence, damaged in DAMAGE.values():
         with pytest.raises(ValueError, match=sentence):
@@ -392,7 +393,7 @@ def test_damaged_statistics_are_refused_and_change_nothing() -> None:
         assert policy.state() == before
     policy.restore(state)
     assert policy.state() == state
-    check_learned(policy)
+    check_learned(rig)
 
 
 # --- whatever clients send -----------------------------------------------------------------------

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from kvoffd.cache import POLICY_NAMES
-from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import REJECTED, Chain, Group, make_policy
-from kvoffd.pool.slot_table import RECORD
 from kvoffd_proto.messages import BENCH_LABEL, GroupSpec
 from kvoffd_proto.stats import LearnedStats
 from tests.kit.slot_cache import CacheRig, keys_of
@@ -21,18 +19,15 @@ class Order:
     """A policy over slots, each of which has its number as key."""
 
     def __init__(self, name: str) -> None:
-        records = np.zeros(SLOTS, RECORD)
-        records["key"][:, :8] = np.arange(SLOTS, dtype=">u8").view(np.uint8).reshape(SLOTS, 8)
         namespace = Namespace(bytes(32), name, 1, 8, [GroupSpec("full", 512)], "{}")
         self.group = Group(1, namespace, 0, 8, [BLOCK_BYTES], [BLOCK_BYTES])
-        self.records = records
-        self.policy = make_policy(name, POOL_BYTES, BlockTable(records))
+        self.policy = make_policy(name, POOL_BYTES, SLOTS)
 
     def insert(self, *blocks: int) -> None:
-        self.policy.insert(self.group, np.array(blocks, np.uint32))
+        self.policy.insert(self.group, np.array(blocks, np.uint32), keys_of(*blocks))
 
     def remove(self, *blocks: int) -> None:
-        self.policy.remove(self.group, np.array(blocks, np.uint32))
+        self.policy.remove(self.group, np.array(blocks, np.uint32), keys_of(*blocks))
 
     def touch(self, *blocks: int) -> None:
         self.policy.requested([Chain(self.group, keys_of(*blocks), np.array(blocks, np.uint32), len(blocks))])
@@ -91,8 +86,7 @@ def test_a_removed_block_is_no_candidate(order: Order) -> None:
 def test_a_key_that_went_may_come_again_in_another_slot(order: Order) -> None:
     order.insert(1)
     order.remove(1)
-    order.records["key"][2] = order.records["key"][1]
-    order.insert(2)
+    order.policy.insert(order.group, np.array([2], np.uint32), keys_of(1))
     assert order.candidates == [2]
 
 
@@ -110,7 +104,7 @@ def test_what_else_is_asked_of_it_has_an_answer(order: Order) -> None:
     assert isinstance(policy.describe(), LearnedStats)
     assert policy.nbytes > 0
     assert policy.ghosts <= 3
-    make_policy(order.group.namespace.label, POOL_BYTES, BlockTable(np.zeros(1, RECORD))).restore(policy.state())
+    make_policy(order.group.namespace.label, POOL_BYTES, 1).restore(policy.state())
 
 
 def test_arc_keeps_reused_blocks_through_a_scan() -> None:
