@@ -18,11 +18,13 @@
 
 /* Read so far ahead of the copy: a page, so that the walk for its address is over when its bytes are wanted. */
 enum { AHEAD = 4096 };
+/* These pages are copied side by side. */
+enum { PAGES = 4, BLOCKS_PER_PAGE = 4 };
 /* Between two looks at whether to stop: 50 to 100 microseconds, also where pieces are small. */
 enum { LOOK_BYTES = 1 << 20, LOOK_PIECES = 512 };
 
 /* XXH3, 64 bits, seed 0, as its specification has it (github.com/Cyan4973/xxHash, doc/xxhash_spec.md). */
-enum { STRIPE = 64, STRIPES_PER_BLOCK = 16, SHORTEST = 241, SCRAMBLE_KEY = 128, LAST_KEY = 121, MERGE_KEY = 11 };
+enum { STRIPE = 64, STRIPES_PER_BLOCK = 16, BLOCK = STRIPE * STRIPES_PER_BLOCK, SHORTEST = 241, SCRAMBLE_KEY = 128, LAST_KEY = 121, MERGE_KEY = 11 };
 static const uint64_t PRIME32_1 = 0x9E3779B1, PRIME32_2 = 0x85EBCA77, PRIME32_3 = 0xC2B2AE3D;
 static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87, PRIME64_2 = 0xC2B2AE3D27D4EB4F, PRIME64_3 = 0x165667B19E3779F9;
 static const uint64_t PRIME64_4 = 0x85EBCA77C2B2AE63, PRIME64_5 = 0x27D4EB2F165667C5, PRIME_MX1 = 0x165667919E3779F9;
@@ -115,6 +117,40 @@ static ALWAYS_INLINE void put(uint8_t *to, stripe data)
 #endif
 }
 
+/* Copies a block of stripes to `to`, if that is not NULL, and returns their sum. */
+static ALWAYS_INLINE stripe copied_block(uint8_t *to, const uint8_t *from, const uint8_t *ahead)
+{
+    stripe sums = {{{0}}};
+
+    for (int i = 0; i < STRIPES_PER_BLOCK; i++) {
+        __builtin_prefetch(ahead + i * STRIPE);
+        stripe data = load(from + i * STRIPE);
+        sums = added(sums, data, KEY + 8 * i);
+        if (to)
+            put(to + i * STRIPE, data);
+    }
+    return sums;
+}
+
+/* Copies up to 16 blocks and returns the slot's sums with them, which only count where the caller wants them. Takes a block
+ * of each of four pages in turn: memory is read a quarter faster in four places than in one. What follows is at `next`. */
+static ALWAYS_INLINE stripe copied_pages(uint8_t *to, const uint8_t *from, int blocks, stripe sums, const uint8_t *next)
+{
+    stripe of_block[PAGES * BLOCKS_PER_PAGE];
+
+    for (int column = 0; column < BLOCKS_PER_PAGE; column++)
+        for (int number = column; number < blocks; number += BLOCKS_PER_PAGE) {
+            int at = number * BLOCK;
+            of_block[number] = copied_block(to ? to + at : NULL, from + at, next + at);
+        }
+    for (int number = 0; number < blocks; number++) {
+        for (int i = 0; i < PAIRS; i++)
+            sums.of[i] += of_block[number].of[i];
+        sums = scrambled(sums);
+    }
+    return sums;
+}
+
 /* Copies `count` stripes to `to`, the first of them being number `first` of its slot, and adds them to the slot's sums,
  * if there are any; where `to` is NULL it only reads them. What will be read after them lies at `next`. */
 static ALWAYS_INLINE void stripes(uint8_t *to, const uint8_t *from, uint64_t count, uint64_t first,
@@ -127,6 +163,16 @@ static ALWAYS_INLINE void stripes(uint8_t *to, const uint8_t *from, uint64_t cou
         sums = load(slot_sums);
     for (uint64_t at = 0; at < nbytes;) {
         uint64_t in_block = first % STRIPES_PER_BLOCK, left = (nbytes - at) / STRIPE;
+        if (!in_block && left >= STRIPES_PER_BLOCK) {
+            uint64_t blocks = left / STRIPES_PER_BLOCK;
+            if (blocks > PAGES * BLOCKS_PER_PAGE)
+                blocks = PAGES * BLOCKS_PER_PAGE;
+            uint64_t end = at + blocks * BLOCK;
+            sums = copied_pages(to ? to + at : NULL, from + at, blocks, sums, end < nbytes ? from + end : next);
+            first += blocks * STRIPES_PER_BLOCK;
+            at = end;
+            continue;
+        }
         uint64_t run = left < STRIPES_PER_BLOCK - in_block ? left : STRIPES_PER_BLOCK - in_block;
         for (uint64_t i = 0; i < run; i++, at += STRIPE) {
             __builtin_prefetch(at + AHEAD < nbytes ? from + at + AHEAD : next + (at + AHEAD - nbytes));
