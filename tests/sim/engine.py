@@ -198,8 +198,9 @@ class Engine:
         clients = [scheduler, *[rank.client for rank in self.ranks]]
         if not all(one.ready and one.epoch == service.sessions.epoch for one in clients):
             return f"{self.name} is not connected: {scheduler.problem} {[rank.client.problem for rank in self.ranks]}"
-        if scheduler._leases or any(rank.client.unfinished for rank in self.ranks):
-            return f"{self.name} has {len(scheduler._leases)} leases, jobs {[r.client.unfinished for r in self.ranks]}"
+        leases = [found for found in scheduler._leases.values() if found.alive]
+        if leases or any(rank.client.unfinished for rank in self.ranks):
+            return f"{self.name} has {len(leases)} leases, jobs {[r.client.unfinished for r in self.ranks]}"
         events, audit = scheduler._events, self.world.daemon.audit
         assert events is not None
         seen_all = events.next_sequence == audit.next_event_message[events.topic]
