@@ -84,7 +84,7 @@ DECLINED = Window(seconds=3600.0, **traffic(misses={"rejected": 900, "evicted": 
 ENGINE = Engine(
     {
         "vllm:kvoffd_connected": 1, "vllm:kvoffd_lookups_total": 1000, "vllm:external_prefix_cache_hits_total": 80_000,
-        "vllm:external_prefix_cache_queries_total": 160_000,
+        "vllm:external_prefix_cache_queries_total": 160_000, "vllm:prompt_tokens_total": 160_000,
     },
     frozenset({"llama"}),
 )  # fmt: skip
@@ -272,6 +272,10 @@ def test_an_engine_may_share_a_namespace_that_another_one_named() -> None:
     for sessions, checks in (([its_own], []), ([alike], ["engine_elsewhere"])):
         found = find(facts(engines=other, sessions=[*BUSY.sessions, *sessions]))
         assert [one.check for one in found] == checks
+    fresh = Engine({"vllm:kvoffd_connected": 0}, frozenset({"/models/other"}))
+    for sessions, checks in (([its_own], []), ([], ["engine_away"])):
+        found = find(facts(engines={"http://engine:8000": fresh}, sessions=[*BUSY.sessions, *sessions]))
+        assert [one.check for one in found] == checks, "before its first prompt vLLM does not say that it is connected"
     local = Engine(ENGINE.metrics, frozenset({"/models/llama"}))
     assert find(facts(engines={"http://engine:8000": local})) == [], "its label is the directory's name"
 

@@ -166,8 +166,8 @@ def test_what_is_not_mostly_prompts_or_too_short_tells_nothing() -> None:
         [((4,) * 300, 0.03)] * 50,  # with speculative tokens
         [((1000,) + (1,) * 400, 0.1)] * 5,
         [((40,) * 30, 0.1)] * 5,  # short ends of prompts that were found
-        [((900,), 0.1), (DECODING, 0.01)] * 9,
-        [((900,), 0.1), (IDLE, 60.0)] * 9,
+        [((500,), 0.1), (DECODING, 0.01)] * 9,
+        [((500,), 0.1), (IDLE, 60.0)] * 9,
         [((200,), 0.1)] * 9,
     )
     for depth, steps in product(DEPTHS, loads):
@@ -188,7 +188,7 @@ def test_an_engine_that_computes_little_of_a_prompt_in_a_step_is_timed() -> None
 
 def test_the_first_steps_in_which_an_engine_compiles_tell_nothing() -> None:
     assert rate_after(first=((2048,), 4.0)).tokens_per_second == 0.0
-    rate = rate_after(((2048,), 4.0), ((2048,), 0.1), first=((900,), 0.1))
+    rate = rate_after(((2048,), 4.0), ((2048,), 0.1), first=((500,), 0.1))
     assert rate.tokens_per_second == pytest.approx(20_480)
 
 

@@ -98,7 +98,7 @@ def test_an_answer_with_misses_is_refreshed_when_it_is_old_and_the_lease_is_kept
 def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from() -> None:
     harness = ManagerHarness()
     context = harness.request(ready=HASHES)
-    harness.client.asked[0][0].alive = False
+    harness.client.asked[0][0].stale_at = 0.0
     assert harness.scan()
     assert harness.results(context) == [RETRY] * 3
 

@@ -31,6 +31,10 @@ class FakeSchedulerClient:
     noted: list[RequestReport] = field(default_factory=list)
     closed: bool = False
 
+    def now(self) -> float:
+        """A lookup's time, as of its transport."""
+        return self.clock()
+
     def note_request(self, report: RequestReport) -> None:
         self.noted.append(report)
 
@@ -58,7 +62,7 @@ class FakeSchedulerClient:
             future.states.append(bytes(state.get(block_hash, 0) for block_hash in hashes))
         future.wait_s = wait_s
         future.pinned = sum(states.count(READY) for states in future.states)
-        future.alive = future.pinned > 0
+        future.transport, future.stale_at = self, float("inf") if future.pinned else 0.0  # type: ignore[assignment]
         future.answered_at = self.clock()
         future.done = True
         return future

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-PLAIN = {"µ": "u", "…": ".", "█": "#", "▒": "+", "░": ".", "━": "-", "╸": "-", "╺": "-"}
+PLAIN = dict(zip("µ…█▒░▁▂▃▄▅▆▇", "u.#+.,:-=+*%", strict=True))
 """What stands for a character where the locale has no such."""
 
 

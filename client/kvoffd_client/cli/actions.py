@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from kvoffd_client.cli.format import (
-    PIPE_TABLE_CELLS,
     count_blocks,
     make_console,
     namespace_name,
@@ -120,7 +119,7 @@ def events(directory: Directory = None, json: Json = False) -> int:
     """
     labels: dict[bytes, str] = {}
     last: dict[bytes, int] = {}
-    wide = make_console(pipe_cells=PIPE_TABLE_CELLS).width >= WIDE_CELLS
+    wide = make_console().width >= WIDE_CELLS
     with open_admin(directory) as admin:
         admin.health()  # An absent daemon is an error here, not something to wait for.
         if sys.stderr.isatty():

@@ -46,8 +46,6 @@ POOL_PART = 4
 """A bench takes so small a part of the pool."""
 WAIT_S = 30.0
 EVICTED = "Blocks of the bench were not stored, or evicted; run it while engines rest, or with a larger pool."
-LOOKUP_FLOOR = "a ZeroMQ echo of as many bytes, DEALER to ROUTER and back, in a process of its own"
-COPY_FLOOR = "memcpy of as many bytes by one thread"
 
 ECHO = """
 import ctypes, signal, sys, zmq
@@ -91,7 +89,8 @@ def lookup(directory: Directory = None, json: Json = False) -> None:
     most_bytes = max(LOOKUP_KEYS) * LOOKUP_PAGE_BYTES
     where = local_directory(directory)
     with _bench(where, most_bytes):
-        _print("lookup", LOOKUP_FLOOR, list(_lookups(where)), as_json=json)
+        floor = "a ZeroMQ echo of as many bytes, DEALER to ROUTER and back, in a process of its own"
+        _print("lookup", floor, list(_lookups(where)), as_json=json)
 
 
 @bench_app.command()
@@ -102,7 +101,7 @@ def copy(directory: Directory = None, json: Json = False) -> None:
     """
     where = local_directory(directory)
     with _bench(where, COPY_JOBS * MAX_BLOCK_BYTES) as admin:
-        _print("copy", COPY_FLOOR, list(_copies(where, admin)), as_json=json)
+        _print("copy", "memcpy of as many bytes by one thread", list(_copies(where, admin)), as_json=json)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvoffd_client.cli.format import (
-    PIPE_TABLE_CELLS,
     count_blocks,
     make_console,
     namespace_name,
@@ -58,7 +57,7 @@ def ls(
     elif not found:
         say("There is no such block.")
     else:
-        digits = max(12, make_console(pipe_cells=PIPE_TABLE_CELLS).width - 25)
+        digits = max(12, make_console().width - 25)
         rows = [
             (info.key.hex()[:digits], info.state.name.lower(), format_size(info.slot_bytes), format_count(info.pins))
             for info in found

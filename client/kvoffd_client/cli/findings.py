@@ -585,6 +585,10 @@ def engines(facts: Facts) -> Iterator[Finding]:
         elif "vllm:kvoffd_connected" not in engine.metrics:
             yield finding("engine_without", f"{at} has no metrics of kvoffd.", 0.9)
         elif not engine.of("kvoffd_connected"):
+            # Before its first prompt vLLM asks its connector for no metrics.
+            is_here = any(engine.is_session(one.name) for one in facts.sessions or ())
+            if is_here and not engine.of("prompt_tokens_total"):
+                continue
             yield finding("engine_away", f"{at} is not connected to a daemon.", 1.0)
         elif not (own := _namespaces_of(facts, engine)):
             yield finding("engine_elsewhere", f"{at} is connected, and this daemon does not know {models}.", 0.9)
@@ -652,11 +656,12 @@ def _as_started(fix: str, facts: Facts) -> str:
         by_variable = any(one.startswith("variable ") for one in sources)
 
         def written(found: re.Match[str]) -> str:
-            name, _, value = found.groups()
-            words = (f"KVOFFD_{name.upper()}", "=") if by_variable else (f"--{name.replace('_', '-')}", " ")
-            return (words[1] * bool(value)).join(filter(None, (words[0], value)))
+            name, value = found[1], found[2] or ""
+            if by_variable:
+                return f"KVOFFD_{name.upper()}{'=' * bool(value)}{value}"
+            return f"--{name.replace('_', '-')} {value}".rstrip()
 
-        fix = re.sub(rf'\b({names})\b(?: = (\["|")([^"]*)"\]?)?', written, fix.replace(_FILE, ""))
+        fix = re.sub(rf'\b({names})\b(?: = \[?"([^"]*)"\]?)?', written, fix.replace(_FILE, ""))
     for systemd, otherwise in () if facts.machine.unit else BY_HAND:
         fix = re.sub(systemd, otherwise, fix)
     return fix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from textwrap import wrap
 from typing import cast
 
@@ -17,10 +18,8 @@ from kvoffd_client.namespace_differences import fields_of_description
 from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_count, format_size, plural, printable
 
-TEXT_CELLS = 80
-"""Width of what need not be wider."""
-PIPE_CELLS, PIPE_TABLE_CELLS = 120, 1000
-"""A table in a pipe is as wide as it needs to be: who filters it wants whole names."""
+TEXT_CELLS, PIPE_CELLS = 80, 1000
+"""In a pipe pages of text have lines that fit; sentences and tables are whole: who filters them wants whole names."""
 
 NO_NAMESPACE = "There is no namespace; an engine opens its own when it connects."
 Line = str | tuple[str, str]
@@ -29,13 +28,10 @@ Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 """A value that JSON has a form for."""
 
 
-def make_console(*, pipe_cells: int = PIPE_CELLS) -> Console:
+def make_console(pipe_cells: int = PIPE_CELLS) -> Console:
     """Make a console on stdout. Colours obey NO_COLOR; a pipe gets no control codes, whatever FORCE_COLOR says."""
-    if sys.stdout.isatty():
-        return Console(highlight=False, markup=False, emoji=False)
-    return Console(
-        width=pipe_cells, color_system=None, force_terminal=False, highlight=False, markup=False, emoji=False
-    )
+    plain = partial(Console, highlight=False, markup=False, emoji=False)
+    return plain() if sys.stdout.isatty() else plain(width=pipe_cells, color_system=None, force_terminal=False)
 
 
 def print_page(page: RenderableType, console: Console | None = None) -> None:
@@ -49,9 +45,9 @@ def print_page(page: RenderableType, console: Console | None = None) -> None:
     print_line("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def print_lines(lines: Iterable[Line], *, pipe_cells: int = PIPE_CELLS) -> None:
-    """Print lines with their styles."""
-    console = make_console(pipe_cells=pipe_cells)
+def print_lines(lines: Iterable[Line], pipe_cells: int = TEXT_CELLS) -> None:
+    """Print a page of lines with their styles."""
+    console = make_console(pipe_cells)
     for line, style in wrapped(lines, console.width):
         print_page(Text(line, style=style), console)
 
@@ -67,7 +63,7 @@ def wrapped(lines: Iterable[Line], width: int) -> Iterator[tuple[str, str]]:
 
 def say(*sentences: str) -> None:
     """Print sentences: on a terminal in lines that fit."""
-    print_lines(sentences, pipe_cells=PIPE_TABLE_CELLS)
+    print_lines(sentences, PIPE_CELLS)
 
 
 def print_line(text: str) -> None:
@@ -91,7 +87,7 @@ def table_of(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print ``table_of`` these."""
-    print_page(table_of(titles, rows), make_console(pipe_cells=PIPE_TABLE_CELLS))
+    print_page(table_of(titles, rows))
 
 
 def print_status(text: str = "") -> None:

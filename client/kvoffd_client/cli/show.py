@@ -15,8 +15,6 @@ from rich.table import Table
 from kvoffd_client.admin_client import AdminClient, read_stats
 from kvoffd_client.cli.format import (
     NO_NAMESPACE,
-    PIPE_TABLE_CELLS,
-    make_console,
     namespace_name,
     print_json,
     print_page,
@@ -169,7 +167,7 @@ def _show_engines(rows: Sequence[Engine], labels: Mapping[str, str]) -> None:
     if not rows:
         say("No engine is connected.")
         return
-    print_page(engine_table(rows, labels), make_console(pipe_cells=PIPE_TABLE_CELLS))
+    print_page(engine_table(rows, labels))
     if without := sum(not row.workers for row in rows):
         say(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
 
@@ -209,7 +207,7 @@ def _names(namespaces: Sequence[bytes], labels: Mapping[str, str]) -> str:
 OUTCOMES = {
     Outcome.LOADED: "loaded {loaded} of {tokens} tokens",
     Outcome.MISSED: "loaded nothing of {tokens} tokens",
-    Outcome.HELD: "loaded nothing of {tokens} tokens: the engine had itself what there was",
+    Outcome.HELD: "loaded nothing of {tokens} tokens: the engine had already what was found",
     Outcome.SHORT: "asked for nothing: its {tokens} tokens are less than a block",
     Outcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
     Outcome.LATE: "loaded nothing of {tokens} tokens: no answer of the daemon came in time, or it was gone",
@@ -295,7 +293,7 @@ def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
                 format_count(one.sessions),
                 format_count(one.ready_blocks),
                 format_size(one.ready_bytes),
-                *([_quota(one.quota_bytes)] if limited else []),
+                *(["-" if one.quota_bytes is None else format_size(one.quota_bytes)] if limited else []),
                 _tokens(one),
                 format_count(one.world_size),
             )
@@ -303,10 +301,6 @@ def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
         ],
     )
     say("tokens: in a block. ranks: parts of a block, one for each worker of an engine.")
-
-
-def _quota(quota_bytes: int | None) -> str:
-    return "-" if quota_bytes is None else format_size(quota_bytes)
 
 
 def _tokens(info: NamespaceInfo) -> str:

@@ -46,7 +46,7 @@ RARE_CLASS = 0.03
 FEW_REQUESTS, FEW_LIFETIMES = 1000, 10.0
 """Of fewer requests, and in fewer pool lifetimes, a policy has learned little."""
 
-UNTIMED = "an engine knows how fast it computes after 1,024 prompt tokens in a row, twice"
+UNTIMED = "an engine knows how fast it computes after 512 prompt tokens in a row, twice"
 """Why nobody knows what loads have saved; see LEAST_TOKENS of ``vllm/do_no_harm.py``."""
 
 RARE = {
@@ -237,16 +237,15 @@ def _misses(now: DaemonStats) -> None:
 
 def _pool_bar(pool: PoolStats) -> None:
     console = make_console()
-    for line in pool_bar(pool, min(TEXT_CELLS, console.width), plain=console.options.ascii_only):
+    for line in pool_bar(pool, min(TEXT_CELLS, console.width)):
         print_page(line, console)
     print_lines((f"     {text}", style) for text, style in _pool_notes(pool))
 
 
-def pool_bar(pool: PoolStats, width: int, *, plain: bool) -> list[Text]:
+def pool_bar(pool: PoolStats, width: int) -> list[Text]:
     """What the pool is full of, as a bar, and its states in words."""
-    full, half, empty = "#+." if plain else "█▒░"
-    parts = [("ready", full, "green"), ("filling", half, "cyan"), ("evicting", half, "yellow")]
-    parts += [("quarantined", half, "red"), ("free", empty, "dim")]
+    parts = [("ready", "█", "green"), ("filling", "▒", "cyan"), ("evicting", "▒", "yellow")]
+    parts += [("quarantined", "▒", "red"), ("free", "░", "dim")]
     used = pool.size_bytes - pool.of("free")
     tail = f"] {percent(used, pool.size_bytes)}, {format_size(used)} of {format_size(pool.size_bytes)}"
     bar, cells, done, drawn = Text("Pool ["), width - len(tail) - 6, 0, 0

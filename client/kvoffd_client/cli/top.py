@@ -60,7 +60,7 @@ HELP = (
     "",
     "key         the hash of one block; percentages are of the keys asked for",
     "loaded      what an engine got from kvoffd and did not compute",
-    "not needed  what was found and the engine had itself",
+    "not needed  what was found and the engine had already",
     "missed      what it did not get; `kvoffd-cli stats --misses` has the reasons",
     "tokens/s    tokens loaded",
     "now         the last 3 seconds",
@@ -69,7 +69,7 @@ HELP = (
     "pinned      under a lease or a copy: it cannot be evicted",
 )
 SORTS = ("TOK/S", "SIZE", "MISSED")
-SPARKS, PLAIN_SPARKS = " ▁▂▃▄▅▆▇█", " .:-=+*#%"
+SPARKS = " ▁▂▃▄▅▆▇█"
 MOST_AWAY_LINES = 3
 
 
@@ -158,7 +158,7 @@ class Screen:
         """As many lines as the screen has, the last one that of the keys."""
         assert self.reading is not None
         width, height = console.size
-        pen = Pen(width, console.options.ascii_only)
+        pen = Pen(width)
         stats = self.reading.stats
         away = wrap(printable(self.away), max(1, width))[:MOST_AWAY_LINES]
         head = [self._header(stats, pen), *(pen.text(line, "bold red") for line in away)]
@@ -202,9 +202,9 @@ class Screen:
         """What matters most comes first: a low screen ends earlier."""
         now = self.history.now()
         return [
-            *map(pen.cut, pool_bar(stats.pool, pen.width, plain=pen.plain)),
+            *map(pen.cut, pool_bar(stats.pool, pen.width)),
             _saved(stats, pen),
-            *_problems(stats, pen),
+            *(pen.text(f"! {one.reason}: {one.sentence}", "yellow") for one in stats.health_problems[:3]),
             *_rates(stats, now, pen),
             _misses(stats, pen),
             *_curve(stats, pen),
@@ -235,18 +235,16 @@ class Screen:
 
 @dataclass(frozen=True)
 class Pen:
-    """Draws lines that are no wider than the screen, with characters that it has."""
+    """Draws lines that are no wider than the screen."""
 
     width: int
-    plain: bool
 
     def text(self, words: str, style: str = "") -> Text:
         """``words`` on one line; names in them cannot move the cursor."""
         return self.cut(Text(printable(words), style))
 
     def cut(self, line: Text) -> Text:
-        line.no_wrap, line.overflow = True, "crop" if self.plain else "ellipsis"
-        line.truncate(self.width, overflow="crop" if self.plain else "ellipsis")
+        line.truncate(self.width, overflow="ellipsis")
         return line
 
     def cells(self, words: Sequence[str], widths: Sequence[int], style: str = "") -> Text:
@@ -259,10 +257,9 @@ class Pen:
 
     def spark(self, values: Sequence[float], cells: int) -> str:
         """The latest values, one character each, from nothing to the largest of them."""
-        marks, most = (PLAIN_SPARKS if self.plain else SPARKS), max(values, default=0.0)
-        shown = values[-cells:] if cells > 0 else []
-        heights = (0 if value <= 0 else max(1, round(value / most * (len(marks) - 1))) for value in shown)
-        return "".join(marks[height] for height in heights).rjust(max(0, cells))
+        most, shown = max(values, default=0.0), values[-cells:] if cells > 0 else []
+        heights = (0 if value <= 0 else max(1, round(value / most * (len(SPARKS) - 1))) for value in shown)
+        return "".join(SPARKS[height] for height in heights).rjust(max(0, cells))
 
 
 def _saved(stats: DaemonStats, pen: Pen) -> Text:
@@ -372,10 +369,6 @@ def _tier_lines(stats: DaemonStats, pen: Pen) -> list[Text]:
         words = f"Store {store.url}  {'up' if store.up else 'down'}  {format_duration(store.ask_seconds)}  {found}"
         lines.append(pen.text(words, "" if store.up else "red"))
     return [Text(), *lines] if lines else []
-
-
-def _problems(stats: DaemonStats, pen: Pen) -> list[Text]:
-    return [pen.text(f"! {one.reason}: {one.sentence}", "yellow") for one in stats.health_problems[:3]]
 
 
 def _clients(engines: Sequence[Engine] | None, stats: DaemonStats, console: Console) -> list[Text]:
@@ -490,24 +483,18 @@ def _obey(screen: Screen, key: str) -> None:
 @contextmanager
 def keyboard() -> Iterator[Callable[[float], str]]:
     """Yields what waits so many seconds for keys and returns them: ``q`` where the terminal is gone."""
-    if not sys.stdin.isatty():
-        yield _no_keys
-        return
     terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
+    before = termios.tcgetattr(terminal) if sys.stdin.isatty() else None
 
     def pressed(seconds: float) -> str:
-        if not select.select([terminal], [], [], seconds)[0]:
+        if not select.select([terminal] if before else [], [], [], seconds)[0]:
             return ""
         return os.read(terminal, 64).decode("ascii", "ignore") or "q"
 
     try:
-        tty.setcbreak(terminal)
+        if before:
+            tty.setcbreak(terminal)
         yield pressed
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
-
-
-def _no_keys(seconds: float) -> str:
-    time.sleep(seconds)
-    return ""
+        if before:
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)

@@ -18,7 +18,7 @@ LEAST_REQUEST_TOKENS = 64
 """A request with fewer tokens in a step is taken for one that decodes, be it with speculative tokens."""
 PROMPT_SHARE = 0.75
 """Part of a step's tokens that those of prompts must be."""
-LEAST_TOKENS = 1024
+LEAST_TOKENS = 512
 """Steps of prompts in a row are timed together until they have so many tokens."""
 SAMPLES = 9
 """That are remembered: one slow step is no slow engine."""
