@@ -63,7 +63,7 @@ def daemon(directory: str) -> None:
 
 
 def between(calls: list[Call], begin: float, end: float) -> list[tuple[str, str]]:
-    found = ((file, name) for when, file, name in calls if begin <= when <= end)
+    found = ((file, name) for when, file, name in calls if begin <= when < end)
     return list(dict.fromkeys((file.removeprefix(ROOT), name) for file, name in found))
 
 
