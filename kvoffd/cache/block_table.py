@@ -10,7 +10,7 @@ import ctypes
 import os
 import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -177,9 +177,9 @@ class BlockTable:
         self,
         blocks: BlockIds,
         slots: SlotIds,
-        first_blocks: Sequence[int] | npt.NDArray[np.uint16],
+        first_blocks: Iterable[int],
         length: int,
-        checksums: Sequence[int] | npt.NDArray[np.uint64],
+        checksums: Iterable[int],
         key_bytes: int,
     ) -> tuple[BlockIds, bytes] | None:
         """Note that one rank's shards of blocks are whole. Returns the blocks that are READY by it, and their keys.
@@ -189,8 +189,7 @@ class BlockTable:
         None, and nothing is done, where a block is not WRITING.
         """
         count = len(blocks)
-        firsts = np.asarray(first_blocks, np.uint16).tobytes()
-        sums = np.asarray(checksums, np.uint64).tobytes()
+        firsts, sums = array("H", first_blocks).tobytes(), array("Q", checksums).tobytes()
         assert 8 * count == 4 * len(firsts) == 8 * len(slots) == len(sums)
         if count > len(self._words):
             self._make_buffers(count)
@@ -237,9 +236,10 @@ class BlockTable:
         slots, unverified, corrupt = self._counts[:3]
         return self._words[:slots].copy(), unverified, corrupt
 
-    def group_of(self, blocks: BlockIds, loose: bool = False) -> int:
-        """The number of the group that all the blocks are of; 0 where there is none, or ``loose`` and one has pins."""
-        return int(self._native.blocks_alike(self.address, packed(blocks), len(blocks), loose))
+    def group_of(self, blocks: BlockIds, *, loose: bool = False, ready: bool = False) -> int:
+        """The number of the group that all the blocks are of; 0 where there is none, where one has pins and they should
+        be ``loose``, or one is not READY and they should be."""
+        return int(self._native.blocks_alike(self.address, packed(blocks), len(blocks), loose, ready))
 
     def is_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether a store writes a shard of each block."""

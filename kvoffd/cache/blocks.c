@@ -241,11 +241,13 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t c
     return count;
 }
 
-/* The number of the group that all the blocks are of, where pins do not matter or none has any; else 0. */
-uint32_t kvoffd_blocks_alike(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t loose)
+/* The number of the group that all the blocks are of; 0 where one has pins and they should be `loose`, or one is not READY
+ * and they should be. */
+uint32_t kvoffd_blocks_alike(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t loose, uint32_t ready)
 {
     for (uint64_t i = 0; i < count; i++)
-        if (x->group[blocks[i]] != x->group[blocks[0]] || (loose && x->pins[blocks[i]]))
+        if (x->group[blocks[i]] != x->group[blocks[0]] || (loose && x->pins[blocks[i]]) ||
+            (ready && x->state[blocks[i]] != READY))
             return 0;
     return count ? x->group[blocks[0]] : 0;
 }

@@ -16,11 +16,12 @@ A block is DROPPED once it has left the index, and keeps its slots until nothing
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import compress, takewhile
 from math import inf
 
 import numpy as np
@@ -86,7 +87,8 @@ MOST_WRITING_PART = 4
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks of which those of one group are entered together: about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
-_READY_BYTE = bytes([READY])
+_NO_KEYS: npt.NDArray[np.intp] = np.arange(0)
+_READY_BYTE, _LACKING = bytes([READY]), bytes([Verdict.LACKING])
 
 
 class Cache:
@@ -432,9 +434,11 @@ class Cache:
         for shortened in (False, True):
             ready = []
             for one, found in zip(states, blocks, strict=True):
-                if (count := one.count(READY)) < len(one):
-                    found = found[np.frombuffer(one, np.uint8) == READY] if count else _NOTHING
-                ready.append(found)
+                count = one.count(READY)
+                if one.startswith(_READY_BYTE * count):
+                    ready.append(found[:count])
+                else:
+                    ready.append(found[np.frombuffer(one, np.uint8) == READY])
             every = ready[0] if len(ready) == 1 else np.concatenate([_NOTHING, *ready])
             fresh = every[~np.isin(every, lease.blocks)] if lease.blocks.size else every
             if not fresh.size:
@@ -532,11 +536,12 @@ class Cache:
             return
         namespace, found = self._requested
         self._requested = None
-        chains = [
-            Chain(group, keys, ready[self.blocks.state[ready] == READY], run)
-            for group, keys, ready, run in found
-            if not group.dead
-        ]
+        chains = []
+        for chain in found:
+            if not chain.group.dead:
+                if chain.ready.size and not self.blocks.group_of(chain.ready, ready=True):
+                    chain = chain._replace(ready=chain.ready[self.blocks.state[chain.ready] == READY])
+                chains.append(chain)
         if self.tiers is not None:
             self.tiers.used(np.concatenate([_NOTHING, *(chain.ready for chain in chains)]))
         if chains and not namespace.of_bench:
@@ -626,10 +631,10 @@ class Cache:
             for present in held:
                 self.unpin(present)
         for plan in plans:
-            stored, every = plan.stored, np.frombuffer(plan.part.keys, namespace.key_type)
+            stored = plan.stored
             for numbers, reason in ((stored.no_space, MissReason.NO_SPACE), (stored.rejected, MissReason.REJECTED)):
                 if numbers:
-                    names = every[numbers].tobytes()
+                    names = np.frombuffer(plan.part.keys, namespace.key_type)[numbers].tobytes()
                     self.blocks.note_misses(stored.group.number, names, namespace.key_bytes, reason)
             namespace.counters.dropped_keys += len(stored.no_space)
             namespace.counters.declined_keys += len(stored.rejected)
@@ -642,8 +647,8 @@ class Cache:
         """
         verdicts, blocks = self.blocks.plan(group.number, part.keys, group.key_bytes, rank, part.first_blocks)
         count = len(verdicts)
-        if verdicts.count(Verdict.LACKING) == count:
-            return _Plan(Stored(group, _NOTHING, _NOTHING), part, _NOTHING, np.arange(count), _NOTHING, np.arange(0))
+        if verdicts == _LACKING * count:
+            return _Plan(Stored(group, _NOTHING, _NOTHING), part, _NOTHING, np.arange(count), _NOTHING, _NO_KEYS)
         of_key = np.frombuffer(verdicts, np.uint8)
         if Verdict.NARROW in verdicts:
             gone = blocks[of_key == Verdict.NARROW]
@@ -660,39 +665,47 @@ class Cache:
 
     def _admit(self, rank: int, plan: _Plan) -> None:
         """Make blocks of the lacking keys that the policy admits; and enter what is to be copied."""
-        stored, part, group = plan.stored, plan.part, plan.stored.group
-        size, begin, every = group.key_bytes, 0, np.frombuffer(part.keys, group.namespace.key_type)
-        names = part.keys if len(plan.lacking) == len(every) else every[plan.lacking].tobytes()
+        stored, part, group, lacking = plan.stored, plan.part, plan.stored.group, plan.lacking
+        size, begin, names = group.key_bytes, 0, part.keys
+        if len(lacking) * size < len(names):
+            names = np.frombuffer(names, group.namespace.key_type)[lacking].tobytes()
         numbers, blocks = [plan.mine_keys], [plan.mine]
-        runs: Sequence[tuple[int, float]] = [(len(plan.lacking), inf)]
+        runs: Sequence[tuple[int, float]] = [(len(lacking), inf)]
+        short, kept = -inf, False  # what has such a score gives no space; whether there is other
         try:
-            if part.starts is not None and plan.lacking.size and group.sizes and not group.namespace.of_bench:
-                starts = part.starts if len(part.starts) == 1 else np.unique(np.searchsorted(plan.lacking, part.starts))
+            if part.starts is not None and lacking.size and group.sizes and not group.namespace.of_bench:
+                starts = part.starts if len(part.starts) == 1 else np.unique(np.searchsorted(lacking, part.starts))
                 runs = self.policy.admit(group, names, list(starts))
             for count, score in runs:
-                end = begin + count
-                if score == REJECTED:
-                    stored.rejected += plan.lacking[begin:end].tolist()
-                else:
-                    limit = inf if self.tiers is not None else score  # the pool is the way down to them
+                end, taken = begin + count, 0
+                limit = inf if self.tiers is not None else score  # the pool is the way down to them
+                if score != REJECTED and limit > short:
                     slots = self._take(group, names[begin * size : end * size], limit)
-                    blocks.append(slots[:, 0].copy())
-                    numbers.append(plan.lacking[begin : begin + len(slots)])
-                    if len(slots) < count:
-                        kept = limit != inf and self._victims.are_left()
-                        lost = plan.lacking[begin + len(slots) : end].tolist()
-                        (stored.rejected if kept else stored.no_space).extend(lost)
+                    taken = len(slots)
+                    blocks.append(slots[:, 0])
+                    numbers.append(lacking[begin : begin + taken])
+                    if taken < count:
+                        short, kept = limit, limit != inf and self._victims.are_left()
+                if taken < count:
+                    lost = stored.rejected if score == REJECTED or kept else stored.no_space
+                    lost += lacking[begin + taken : end].tolist()
                 begin = end
             if stored.rejected:
+                every = np.frombuffer(part.keys, group.namespace.key_type)
                 self.policy.rejected(group, every[stored.rejected].tobytes())
         finally:  # what was taken is the store's, also where it fails
-            copied, stored.blocks = np.concatenate(numbers), np.concatenate(blocks)
-            if plan.mine.size and len(plan.lacking):
+            if len(blocks) == 2 and not plan.mine.size:
+                copied, stored.blocks = numbers[1], blocks[1]
+            else:
+                copied, stored.blocks = np.concatenate(numbers), np.concatenate(blocks)
+            if plan.mine.size and len(lacking):
                 order = np.argsort(copied)
                 copied, stored.blocks = copied[order], stored.blocks[order]
             stored.copy = copied.tolist()
-            stored.slots = self.blocks.slots(stored.blocks, rank + 1)[:, rank]
-            stored.first_blocks = [part.first_blocks.get(key, 0) for key in stored.copy]
+            stored.slots = self.blocks.slots(stored.blocks, rank + 1)[:, rank] if rank else stored.blocks
+            stored.first_blocks = [0] * len(stored.copy)
+            if part.first_blocks:
+                stored.first_blocks = [part.first_blocks.get(key, 0) for key in stored.copy]
             self.blocks.shard[stored.slots] = WRITING_SHARD
             for block in stored.blocks.tolist() if self._partial else ():
                 self._partial.pop(block, None)
@@ -718,8 +731,8 @@ class Cache:
         rank: int,
         blocks: BlockIds,
         slots: SlotIds,
-        first_blocks: Sequence[int] | npt.NDArray[np.uint16],
-        checksums: Sequence[int] | npt.NDArray[np.uint64],
+        first_blocks: Iterable[int],
+        checksums: Iterable[int],
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> int:
         """End the writes of a rank's shards, and of those of ranks whose shards are as long. Returns how many blocks
@@ -727,16 +740,16 @@ class Cache:
         if group.dead or not blocks.size:
             self._let_go(group, blocks, slots)
             return 0
-        size, sums = group.key_bytes, np.asarray(checksums, np.uint64)
+        size, sums = group.key_bytes, array("Q", checksums)
         if (published := self.blocks.publish(blocks, slots, first_blocks, group.lengths[rank], sums, size)) is None:
             living = self.blocks.state[blocks] == WRITING
             self._let_go(group, blocks[~living], slots[~living])
-            blocks, slots, sums = blocks[living], slots[living], sums[living]
-            firsts = np.asarray(first_blocks, np.uint16)[living]
+            blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
+            firsts = array("H", compress(first_blocks, living))
             published = self.blocks.publish(blocks, slots, firsts, group.lengths[rank], sums, size)
             assert published is not None
         ready, names = published
-        self.unverified_slots += len(sums) - int(np.count_nonzero(sums))
+        self.unverified_slots += sums.count(0)
         if len(ready) < len(blocks):
             self._wait(group, blocks[self.blocks.missing[blocks] != 0])
         if ready.size:
@@ -874,10 +887,10 @@ class Cache:
         score than ``below`` may go for them. Returns their slots, [blocks, ranks]."""
         size, ranks = group.key_bytes, len(group.sizes)
         count, entered = len(keys) // size if ranks else 0, 0
-        if count and group.namespace.fingerprint in self.quotas:
+        if self.quotas and count and group.namespace.fingerprint in self.quotas:
             count = self._within_quota(group, count, below)
         nodes = [group.namespace.nodes.get(rank) for rank in range(ranks)]
-        found = [np.empty((0, max(1, ranks)), np.uint32)]
+        found: list[npt.NDArray[np.uint32]] = []
         try:
             while entered < count:
                 slots = self.slots.take_blocks(group.sizes, count - entered, nodes)
@@ -895,9 +908,10 @@ class Cache:
                 found.append(slots)  # and maybe more, where one rank took what another lacked
                 entered += len(slots)
         except BaseException:
-            self.drop(np.concatenate(found)[:, 0], MissReason.NO_SPACE)
+            for slots in found:
+                self.drop(slots[:, 0], MissReason.NO_SPACE)
             raise
-        return found[1] if len(found) == 2 else np.concatenate(found)
+        return found[0] if len(found) == 1 else np.concatenate([np.empty((0, max(1, ranks)), np.uint32), *found])
 
     def _within_quota(self, group: Group, count: int, below: float) -> int:
         """How many of ``count`` blocks the namespace may take, evicting its own where it has its quota."""
@@ -916,12 +930,13 @@ class Cache:
         if self._dead:
             self.background()
             return True
-        # Where ranks store what others never do, that must not take the pool from what can be read.
-        crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_PART
-        partial = self._partial_since(self._clock() - (0.0 if crowded else PARTIAL_GRACE_S))
-        if partial := [block for block in partial if not self.blocks.pins[block]]:
-            self._drop_partial(partial[:count])
-            return True
+        if self._partial:
+            # Where ranks store what others never do, that must not take the pool from what can be read.
+            crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_PART
+            partial = self._partial_since(self._clock() - (0.0 if crowded else PARTIAL_GRACE_S))
+            if partial := [block for block in partial if not self.blocks.pins[block]]:
+                self._drop_partial(partial[:count])
+                return True
         victims = self._victims.for_space(group, count, below)
         self._evict(victims)
         return bool(victims.size)
@@ -986,19 +1001,20 @@ class Cache:
             names = np.frombuffer(names, group.namespace.key_type)[~silent].tobytes()
         if state == READY and not group.dead:
             self._events.removed(group.namespace, group.group, group.namespace.split(group.group, names))
-        if not group.dead:
-            self._count(group, state, DROPPED, len(blocks))
-        self._freed(group, slots, unverified, corrupt)
+        held = len(blocks) - len(slots) // len(group.sizes)
+        if held and not group.dead:
+            self._count(group, state, DROPPED, held)
+        self._freed(group, DROPPED if group.dead else state, slots, unverified, corrupt)
 
     def _free_dropped(self, blocks: BlockIds) -> None:
         """Free the slots of those of the blocks that are DROPPED and that nothing holds."""
         for group, alike in self.by_group(blocks):
-            self._freed(group, *self.blocks.release(alike, len(group.sizes)))
+            self._freed(group, DROPPED, *self.blocks.release(alike, len(group.sizes)))
 
-    def _freed(self, group: Group, slots: SlotIds, unverified: int, corrupt: int) -> None:
-        """Blocks of a group have ended."""
+    def _freed(self, group: Group, state: int, slots: SlotIds, unverified: int, corrupt: int) -> None:
+        """Blocks of a group, which were counted as of this state, have ended."""
         self.unverified_slots -= unverified
-        self._count(group, DROPPED, FREE, len(slots) // len(group.sizes))
+        self._count(group, state, FREE, len(slots) // len(group.sizes))
         if corrupt:  # they stay handed out, so that nobody else gets them
             bad = self.blocks.shard[slots] != 0
             self._quarantine(slots[bad])
@@ -1046,12 +1062,16 @@ class Cache:
     def _count(self, group: Group, before: int, after: int, count: int) -> None:
         """Count blocks of a group as of another state."""
         namespace, nbytes = group.namespace, count * group.block_bytes
-        for state, sign in ((before, -1), (after, 1)):
-            if state != FREE:
-                group.blocks_in[state] += sign * count
-                namespace.blocks_in[state] += sign * count
-                namespace.bytes_in[state] += sign * nbytes
-                self._bytes_in[state] += sign * nbytes
+        if before != FREE:
+            group.blocks_in[before] -= count
+            namespace.blocks_in[before] -= count
+            namespace.bytes_in[before] -= nbytes
+            self._bytes_in[before] -= nbytes
+        if after != FREE:
+            group.blocks_in[after] += count
+            namespace.blocks_in[after] += count
+            namespace.bytes_in[after] += nbytes
+            self._bytes_in[after] += nbytes
 
     # --- checksums ------------------------------------------------------------------------------
 

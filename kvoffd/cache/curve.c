@@ -63,7 +63,8 @@ struct curve {
     uint32_t oldest[SIZES]; /* of each segment; NONE where that is empty */
     uint64_t seed[2];
     struct use *uses;
-    uint64_t room; /* for so many of them */
+    uint64_t *seen; /* the hashes of the request's pieces, by their lower bits; 0 where there is none */
+    uint64_t room; /* for so many uses, a power of two, and twice as many hashes */
     uint32_t buckets[BUCKETS];
     struct piece pieces[PIECES]; /* the first one is none */
 };
@@ -223,18 +224,26 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
 void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t whose, const uint8_t *keys, uint64_t count,
                         uint64_t key_bytes, uint64_t bytes, double tokens, uint64_t per)
 {
-    uint64_t used = 0, n = 1, pieces = MOST_SMALL + 2 * count / per;
+    uint64_t used = 0, n = 1, pieces = MOST_SMALL + 2 * count / per, mask;
 
     if (pieces > count)
         pieces = count;
     if (pieces > c->room) {
-        struct use *more = realloc(c->uses, pieces * sizeof *more);
-        if (!more)
+        uint64_t room = 64;
+        while (room < pieces)
+            room *= 2;
+        void *made = malloc(room * (sizeof *c->uses + 2 * sizeof *c->seen));
+        if (!made)
             return;
-        c->nbytes += (pieces - c->room) * sizeof *more;
-        c->uses = more;
-        c->room = pieces;
+        free(c->uses);
+        c->uses = made;
+        c->seen = (uint64_t *)(c->uses + room);
+        c->nbytes += (room - c->room) * (sizeof *c->uses + 2 * sizeof *c->seen);
+        c->room = room;
     }
+    for (mask = 63; mask + 1 < 2 * pieces; mask = 2 * mask + 1)
+        ;
+    memset(c->seen, 0, (mask + 1) * sizeof *c->seen);
     for (uint64_t first = 0, longest = 1; first < count; first += n) {
         const uint8_t *key = keys + first * key_bytes;
         struct use one = {.hash = hash_of(c, whose, key, key_bytes)};
@@ -245,6 +254,12 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t whose, 
             longest *= 2;
         one.keys = n = longest < count - first ? longest : count - first;
         one.kind = first < per ? FIRST : first < NEXT_PIECES * per ? NEXT : REST;
+        uint64_t place = one.hash & mask;
+        while (c->seen[place] && c->seen[place] != one.hash)
+            place = (place + 1) & mask;
+        if (c->seen[place]) /* what comes twice counts once */
+            continue;
+        c->seen[place] = one.hash;
         counts->total[one.kind] += tokens * n;
         if (one.hash >= c->below[one.kind])
             continue;

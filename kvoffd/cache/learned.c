@@ -1313,7 +1313,7 @@ static uint32_t deepest(const struct learned *l, uint32_t number)
     return number;
 }
 
-/* Writes the handles of a span's blocks, those of the deepest span first of those that are behind it in the same request,
+/* Writes the numbers of a span's blocks, those of the deepest span first of those that are behind it in the same request,
  * so that chains have no holes. Returns how many are written then. */
 static uint64_t walk(struct learned *l, uint32_t oldest, uint32_t *handles, uint64_t found, uint64_t most)
 {
@@ -1325,7 +1325,7 @@ static uint64_t walk(struct learned *l, uint32_t oldest, uint32_t *handles, uint
         for (uint32_t at = s->top; s->held && at-- > s->low;) {
             uint32_t handle = *handle_at(s, at);
             if (handle)
-                handles[found++] = handle;
+                handles[found++] = handle - 1;
             if (found == most)
                 return found;
         }
@@ -1353,7 +1353,7 @@ static uint64_t walk_by_age(struct learned *l, uint32_t *handles, uint64_t most)
     }
 }
 
-/* Writes the handles of blocks that are worth less, the next to go first, at most `most`; returns how many. */
+/* Writes the numbers of blocks that are worth less, the next to go first, at most `most`; returns how many. */
 uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *handles, uint64_t most)
 {
     uint64_t found = 0;

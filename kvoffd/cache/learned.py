@@ -17,6 +17,7 @@ import os
 import struct
 import weakref
 import zlib
+from array import array
 from collections.abc import Iterator, Sequence
 from math import inf
 
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
-from kvoffd.cache.policy import BATCH, REJECTED, Chain, Group
+from kvoffd.cache.policy import BATCH, MAX_BATCH, REJECTED, Chain, Group
 from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats, PolicyClass
 
@@ -105,6 +106,7 @@ class Learned:
     def __init__(self, pool_bytes: int) -> None:
         self._native = native()
         self._pool_bytes = pool_bytes
+        self._make_batch(MAX_BATCH)
         self._learned_of: dict[int, None] = {}
         """Numbers of groups that asked for as much as the pool holds: what was learned is of their keys too."""
         self._at = self._native.learned_new(pool_bytes, os.urandom(SEED_BYTES))
@@ -117,12 +119,12 @@ class Learned:
     def requested(self, chains: Sequence[Chain]) -> None:
         nbytes = keys = 0
         for group, joined, *_ in chains:
-            tokens = group.namespace.groups[group.group].tokens_per_block or UNIT_TOKENS
-            size = group.key_bytes
-            count = len(joined) // size
-            count = self._native.learned_note(self._at, group.number, joined, count, size, group.block_bytes, tokens)
+            size, weight = group.key_bytes, group.block_bytes
+            count = self._native.learned_note(
+                *(self._at, group.number, joined, len(joined) // size, size, weight, group.tokens or UNIT_TOKENS)
+            )
             keys += count
-            nbytes += count * group.block_bytes
+            nbytes += count * weight
         if keys:
             self._native.learned_pass(self._at, keys, nbytes)
 
@@ -143,23 +145,30 @@ class Learned:
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
         given, most = 0, BATCH
         while True:
-            blocks = np.empty(most, np.uint32)
-            found = self._native.learned_candidates(self._at, below, blocks.ctypes.data, most)
+            if most > len(self._batch):
+                self._make_batch(most)
+            found = self._native.learned_candidates(self._at, below, self._batch_at, most)
             if found > given:
-                yield blocks[given:found] - np.uint32(1)
+                yield self._batch[given:found].copy()
             if found < most:
                 return
             given, most = found, 4 * most
 
+    def _make_batch(self, count: int) -> None:
+        """A buffer: to ask each new array for its address takes longer than a copy."""
+        self._batch = np.empty(count, np.uint32)
+        self._batch_at = self._batch.ctypes.data
+
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
-        begins, count = np.array(starts, np.uint64), len(keys) // group.key_bytes
-        found = np.empty(count * _OFFER.size, np.uint8)
+        count = len(keys) // group.key_bytes
+        if 4 * count > len(self._batch):  # a run takes four words
+            self._make_batch(4 * count)
         made = self._native.learned_offers(
             *(self._at, group.number, keys, count, group.key_bytes, group.block_bytes),
-            *(begins.ctypes.data, len(begins), found.ctypes.data),
+            *(array("Q", starts).tobytes(), len(starts), self._batch_at),
         )
         learned = self._is_learned_of(group)
-        runs = _OFFER.iter_unpack(found[: made * _OFFER.size].tobytes())
+        runs = _OFFER.iter_unpack(self._batch[: made * _OFFER.size // 4].tobytes())
         return [(length, score if learned or score == REJECTED else inf) for score, length in runs]
 
     def _is_learned_of(self, group: Group) -> bool:

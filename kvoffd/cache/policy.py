@@ -42,8 +42,11 @@ class Group:
     """By state, the number of blocks that have slots."""
     block_bytes: int = 0
     """Pool bytes of a block."""
+    tokens: int = 0
+    """Of a block; 0 where its group does not say."""
 
     def __post_init__(self) -> None:
+        self.tokens = self.namespace.groups[self.group].tokens_per_block
         self.block_bytes = sum(self.sizes)
 
 
@@ -72,7 +75,8 @@ class Policy(Protocol):
         """Remove blocks, in any order, a chain's tail before its root if it is to be quick."""
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        """Blocks whose score is lower, next to evict first, some at a time. Any change of the policy ends it."""
+        """Blocks whose score is lower, next to evict first, some at a time: first ``BATCH`` if there are so many. Any
+        change of the policy ends it."""
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         """Lengths of runs of keys that a store offers and that have no block, each with the score of its keys: only
@@ -138,6 +142,8 @@ class Lru(AdmitsAll):
         self._native = native()
         self._older, self._newer = (np.zeros(slots + 1, np.uint32) for _ in range(2))
         self._links = self._older.ctypes.data, self._newer.ctypes.data
+        self._batch = np.empty(MAX_BATCH, np.uint32)
+        self._batch_at = self._batch.ctypes.data
 
     def requested(self, chains: Sequence[Chain]) -> None:
         for chain in chains:
@@ -152,12 +158,12 @@ class Lru(AdmitsAll):
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
         after, most = 0, BATCH
         while True:
-            batch = np.empty(most, np.uint32)
-            found = self._native.lru_next(self._links[1], after, batch.ctypes.data, most)
+            found = self._native.lru_next(self._links[1], after, self._batch_at, most)
             if not found:
                 return
-            yield batch[:found]
-            after, most = int(batch[found - 1]) + 1, min(4 * most, MAX_BATCH)
+            batch = self._batch[:found].copy()
+            yield batch
+            after, most = int(batch[-1]) + 1, min(4 * most, MAX_BATCH)
 
     @property
     def ghosts(self) -> int:

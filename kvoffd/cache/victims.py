@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.block_table import READY, BlockIds, BlockTable
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import Group, Policy
+from kvoffd.cache.policy import BATCH, Group, Policy
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
 from kvoffd_proto.errors import ErrorCode
@@ -70,16 +70,18 @@ class Victims:
         by age of use, none starves, and one slot of an odd size does not cost a region of blocks in use.
         """
         blocks = self._blocks
+        first = next(self._policy.candidates(below), None)
+        if first is None:
+            return _NOTHING
+        own = first[:count]
+        if (len(own) == count or len(first) < BATCH) and blocks.group_of(own, loose=True) == group.number:
+            return own  # as a rule its own go
         wanted = {size: count * group.sizes.count(size) for size in group.sizes}
         chosen: list[int] = []
         passed: list[BlockIds] = []
         pinned: list[BlockIds] = []
         passed_pages = patience = 0
         for batch in self._policy.candidates(below):
-            if len(batch) >= count and not (chosen or passed or pinned):  # as a rule its own go
-                first = batch[:count]
-                if blocks.group_of(first, loose=True) == group.number:
-                    return first
             if (blocks.pins[batch] != 0).any():
                 pinned.append(batch[blocks.pins[batch] != 0])
                 batch = batch[blocks.pins[batch] == 0]

@@ -137,6 +137,9 @@ class SlotAllocator:
         self._free = np.zeros(self.regions, np.uint32)
         """By region, how many these are."""
         self._opened = np.zeros(self.regions + 1, np.uint32)
+        self._taken = np.empty(1024, np.uint32)
+        self._taken_at = self._taken.ctypes.data
+        """A buffer: to ask each new array for its address takes longer than the copy."""
         self._native = native()
         arrays = self.slot_bytes, self.in_use, self._stack, self._free, self._node
         self._slots = _Slots(
@@ -165,8 +168,10 @@ class SlotAllocator:
 
         Of regions of the size, the fullest gives first, so that others become free as a whole.
         """
-        slots = np.empty(count, np.uint32)
-        at, found = slots.ctypes.data, 0
+        if count > len(self._taken):
+            self._taken = np.empty(2 * count, np.uint32)
+            self._taken_at = self._taken.ctypes.data
+        at, found = self._taken_at, 0
         nearest_first = self._nodes if len(self._nodes) == 1 else sorted(self._nodes, key=lambda other: other != node)
         for other in nearest_first:
             got = self._native.slots_take(self._at, slot_bytes, count - found, other, at + 4 * found, self._opened_at)
@@ -176,7 +181,7 @@ class SlotAllocator:
             if other != node and node in self._nodes:
                 self.slots_on_other_nodes += got
         self.used_bytes += slot_bytes * found
-        return slots[:found]
+        return self._taken[:found].copy()
 
     def take_blocks(self, sizes: Sequence[int], count: int, nodes: Sequence[int | None]) -> npt.NDArray[np.uint32]:
         """[blocks, sizes] slots of these sizes for up to ``count`` blocks, each on its node first.
