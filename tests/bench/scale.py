@@ -237,6 +237,7 @@ def disk(blocks: int, shards: int, policy: str) -> Result:
         header = aligned_buffer(HEADER_BYTES)
         header[:] = encode_header(Block(space, keys_of(0, 1), (0,) * shards, (1,) * shards))
         write_all(file.calls, file.fd, [header], PAGE)
+        file.sync()
         file.close()
         del records, keys
         gc.collect()
