@@ -11,6 +11,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from tests.kit.command import CLI, CLIENTS, DAEMON, DEADLINE_S, WATCH, Terminal, run_cli, start_cli
 from tests.kit.daemon import DaemonProcess
@@ -181,6 +182,23 @@ def test_clear_asks_and_takes_no_for_an_answer(shared_daemon: DaemonProcess) -> 
         assert_one_sentence(done)
         assert "--yes" in done.stderr, "where nobody can answer nothing is dropped"
         assert engine.lookup(keys(1)) == 1
+
+
+def test_clear_says_that_it_drops_what_is_on_disks(tmp_path: Path) -> None:
+    with (
+        DaemonProcess("8MiB", disk=f"{tmp_path}=64MiB", disk_write="always") as daemon,
+        FakeEngine(daemon.directory, "tiny") as engine,
+        AdminClient(daemon.directory) as admin,
+    ):
+        wait_until(lambda: admin.stats().disks[0].state == "serving")
+        assert engine.store(keys(1), [0]).ok
+        wait_until(lambda: admin.stats().disks[0].blocks == 1)
+        with Terminal("clear", "tiny", "--directory", str(daemon.directory)) as terminal:
+            terminal.read_until(lambda seen: "[y/N]" in seen)
+            assert "Drop 1 block (64.0 KiB), and those on disks, from namespace tiny" in terminal.seen
+            terminal.write("y\n")
+            assert terminal.end() == 0
+        assert admin.stats().disks[0].blocks == 0
 
 
 def test_the_directory_may_be_given_by_a_variable(shared_daemon: DaemonProcess) -> None:

@@ -14,7 +14,8 @@ import pytest
 from kvoffd_client import AdminClient
 from kvoffd_client.cli import main
 from kvoffd_client.cli.doctor import read_engine
-from kvoffd_client.testing import FakeEngine
+from kvoffd_client.testing import EngineResult, FakeEngine
+from kvoffd_proto.errors import ErrorCode
 from tests.kit.closing import ServerThread, ThreadsServer
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
@@ -145,6 +146,10 @@ def test_the_self_test_compares_bytes_and_leaves_nothing(doctor: Doctor, monkeyp
         doctor(daemon, "--self-test")
         assert doctor.report["self_test"]["problem"] == "The bytes that were loaded are not those that were stored."
         assert (doctor.status, doctor.report["healthy"]) == (2, False)
+        lost = EngineResult(False, 0, 0.0, [bytes(32)], ErrorCode.NO_ROOM)
+        monkeypatch.setattr(FakeEngine, "store", lambda self, keys, blocks: lost)
+        doctor(daemon, "--self-test")
+        assert doctor.report["self_test"]["problem"] == f"1 of 8 blocks were not stored: {ErrorCode.NO_ROOM.sentence}"
     with DaemonProcess("4MiB") as daemon:
         doctor(daemon, "--self-test")
         assert "set pool_size to 12MiB or more" in doctor.report["self_test"]["problem"]

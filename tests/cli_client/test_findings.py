@@ -13,7 +13,7 @@ from msgspec import structs
 import kvoffd
 from kvoffd_client.cli.doctor import report_of
 from kvoffd_client.cli.findings import KINDS, Engine, Facts, find, value_of
-from kvoffd_client.cli.machine import FileSystem, Machine
+from kvoffd_client.cli.machine import Machine
 from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import GroupSpec, Role
@@ -112,7 +112,7 @@ STATS = DaemonStats(
 MACHINE = Machine(
     pid=7, unit="kvoffd.service",
     memory_bytes=64 * GIB, available_bytes=20 * GIB, memlock_bytes=2**26,
-    huge_pages="advise", shm=FileSystem(32 * GIB, 32 * GIB), memory_limit_bytes=40 * GIB, memory_used_bytes=22 * GIB,
+    huge_pages="advise", shm_free_bytes=32 * GIB, memory_limit_bytes=40 * GIB, memory_used_bytes=22 * GIB,
 )  # fmt: skip
 BUSY = Facts(
     STATS,
@@ -153,11 +153,12 @@ def engine(**changes: float) -> Facts:
     return facts(engines={"http://engine:8000": Engine({**ENGINE.metrics, **named}, ENGINE.models)})
 
 
-def with_disk(place: FileSystem | None = None, **changes: Any) -> Facts:
+def with_disk(free_bytes: int | None = None, **changes: Any) -> Facts:
     disk = structs.replace(DISK, **changes)
     tiers = TieringStats(write_mode="always")
     return facts(
-        {"disks": [disk], "tiers": tiers}, machine=replace(MACHINE, disks={"/mnt/nvme0": place} if place else {})
+        {"disks": [disk], "tiers": tiers},
+        machine=replace(MACHINE, disks_free_bytes={"/mnt/nvme0": free_bytes} if free_bytes else {}),
     )
 
 
@@ -184,12 +185,12 @@ CASES: dict[str, Facts] = {
     ),
     "shm_full": facts(
         {"settings": [SettingInfo("pool_file", "/dev/shm/kvoffd.pool")]},
-        machine=Machine(shm=FileSystem(20 * GIB, GIB // 4)),
+        machine=Machine(shm_free_bytes=GIB // 4),
     ),
     "cuda": machine(driver="570.86", cuda_problem="libcuda.so.1: cannot open shared object file"),
     "not_pinned": machine(driver="570.86", memlock_bytes=None),
     "memlock": machine(driver="570.86"),
-    "disk_space": with_disk(FileSystem(600 * GIB, 300 * GIB)),
+    "disk_space": with_disk(300 * GIB),
     "disk_too_small": with_disk(used_bytes=499 * GIB, physical_bytes=500 * GIB, oldest_seconds=600.0),
     "tier_late": space(misses={"tier_late": 500, "unknown": 3500}, found_keys={"pool": 4000, "disk": 2000}),
     "disk_writes": with_disk(written_bytes=600 * GIB),

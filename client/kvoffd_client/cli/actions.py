@@ -40,7 +40,7 @@ def clear(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Drop the blocks of one namespace or of all.
+    """Drop the blocks of one namespace or of all, on disks too.
 
     With --all-nodes the other nodes drop theirs within seconds, as is wanted where weights changed under one name.
 
@@ -54,7 +54,8 @@ def clear(
         where = "all namespaces" if one is None else f"namespace {namespace_name(one.label, one.namespace)}"
         where += " on all nodes" * all_nodes
         blocks, nbytes = sum(each.ready_blocks for each in chosen), sum(each.ready_bytes for each in chosen)
-        question = f"Drop {count_blocks(blocks)} ({format_size(nbytes)}) from {where}? [y/N] "
+        below = ", and those on disks," if any(one.blocks for one in admin.stats().disks) else ""
+        question = f"Drop {count_blocks(blocks)} ({format_size(nbytes)}){below} from {where}? [y/N] "
         if not yes and not confirmed(question, "cleared"):
             say("Nothing was cleared.")
             return 1

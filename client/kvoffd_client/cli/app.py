@@ -16,10 +16,9 @@ from kvoffd_client.cli.target import CliError
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.errors import ErrorCode
 
-EXIT_REFUSED, EXIT_NOT_NOTED = 2, 3
+EXIT_REFUSED, EXIT_NOT_NOTED, EXIT_INTERRUPTED = 2, 3, 130
 COMPLETION = "_KVOFFD_CLI_COMPLETE"
 """The variable by which a shell asks for completions."""
-EXIT_INTERRUPTED = 130
 
 COMMANDS = {
     "top": ("top", "top", ["top", "top --interval 5s", "top | tee stats.txt"]),

@@ -147,7 +147,7 @@ def _lookups(directory: Path) -> Iterator[Result]:
         for at in range(0, len(stored), step):
             if not engine.store(stored[at : at + step], range(step), WAIT_S).ok:
                 raise CliError("The daemon did not store the bench's blocks; see its log.")
-            _hold(engine, stored[at : at + step])
+            _look_up(engine, b"".join(stored[at : at + step]), step, hold=True)
         for count in LOOKUP_KEYS:
             found, missing = stored[:count], [os.urandom(KEY_BYTES) for _ in range(count)]
             for keys, what in ((found, "found"), (missing, "missing")):
@@ -162,19 +162,15 @@ def _lookups(directory: Path) -> Iterator[Result]:
                     yield Result(case, value, "µs", floor, value / floor)
 
 
-def _hold(engine: FakeEngine, keys: list[bytes]) -> None:
-    """Lease what was stored until the next reset: a policy that expects no reuse of it evicts it first."""
-    answer = engine.scheduler.lookup([GroupKeys(0, b"".join(keys))])
-    if not answer.wait(WAIT_S) or answer.leading_ready() != len(keys):
-        raise CliError(EVICTED)
-
-
-def _look_up(engine: FakeEngine, keys: bytes, expected: int) -> float:
+def _look_up(engine: FakeEngine, keys: bytes, expected: int, *, hold: bool = False) -> float:
+    """The seconds of a lookup. ``hold``: its lease lives until the next reset, since a policy that expects no reuse of
+    what was stored evicts it first."""
     begin = time.perf_counter()
     answer = engine.scheduler.lookup([GroupKeys(0, keys)])
     answered = answer.wait(WAIT_S)
     seconds = time.perf_counter() - begin
-    engine.scheduler.release(answer.lease_id)
+    if not hold:
+        engine.scheduler.release(answer.lease_id)
     if not answered or answer.failed:
         raise CliError("The daemon does not answer any more; see its log.")
     if answer.leading_ready() != expected:
@@ -245,7 +241,7 @@ class _CopyJobs:
         seconds = 0.0
         for keys, job in zip(self._keys, self._jobs, strict=True):
             seconds += self._timed(self._engine.store, keys, job)
-            _hold(self._engine, keys)
+            _look_up(self._engine, b"".join(keys), len(keys), hold=True)
         return seconds
 
     def load(self) -> float:

@@ -163,17 +163,14 @@ def run_self_test(place: Path) -> SelfTest:
             try:
                 engine.fill(blocks, seed=int.from_bytes(keys[0][:8], "big"))
                 stored = engine.store(keys, blocks)
-                if not stored.ok:
-                    return SelfTest(
-                        f"{len(stored.failed_keys)} of {TEST_BLOCKS} blocks were not stored: {stored.error}."
-                    )
-                if (found := engine.lookup(keys)) < TEST_BLOCKS:
+                found = engine.lookup(keys)
+                loaded = engine.load(keys[:found], others[:found])
+                for result, what in ((stored, "stored"), (loaded, "loaded")):
+                    if result.error is not None:
+                        lost = f"{len(result.failed_keys)} of {TEST_BLOCKS} blocks were not {what}"
+                        return SelfTest(f"{lost}: {result.error.sentence}")
+                if found < TEST_BLOCKS:
                     return SelfTest(f"{found} of the {TEST_BLOCKS} blocks that were stored were found.")
-                loaded = engine.load(keys, others)
-                if not loaded.ok:
-                    return SelfTest(
-                        f"{len(loaded.failed_keys)} of {TEST_BLOCKS} blocks were not loaded: {loaded.error}."
-                    )
                 if engine.checksums(blocks) != engine.checksums(others):
                     return SelfTest("The bytes that were loaded are not those that were stored.")
             finally:
@@ -204,13 +201,9 @@ def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool
         if test.problem:
             lines.append(f"Self-test failed: {printable(test.problem)}")
         else:
-            rates = [
-                format_rate(test.bytes / max(1e-9, seconds)) for seconds in (test.store_seconds, test.load_seconds)
-            ]
-            lines.append(
-                f"Self-test: {format_size(test.bytes)} were stored and loaded, and are the same (stored at {rates[0]}, "
-                f"loaded at {rates[1]})."
-            )
+            stored, loaded = (format_rate(test.bytes / max(1e-9, s)) for s in (test.store_seconds, test.load_seconds))
+            done = f"{format_size(test.bytes)} were stored and loaded, and are the same"
+            lines.append(f"Self-test: {done} (stored at {stored}, loaded at {loaded}).")
     return lines
 
 

@@ -284,10 +284,8 @@ def clients(facts: Facts) -> Iterator[Finding]:
         own = [one for one in engines if info.namespace in one.namespaces]
         workers = sum(one.role == Role.WORKER for one in own)
         if len(own) > workers < info.world_size and min(one.age_seconds for one in own) > CONNECTING_S:
-            evidence = (
-                f"{namespace_name(info.label, info.namespace)}: {workers} of {info.world_size} workers are connected."
-            )
-            yield finding("workers_missing", evidence, 1.0)
+            name = namespace_name(info.label, info.namespace)
+            yield finding("workers_missing", f"{name}: {workers} of {info.world_size} workers are connected.", 1.0)
 
 
 # --- the machine ------------------------------------------------------------------------------------
@@ -317,9 +315,9 @@ def limits(facts: Facts) -> Iterator[Finding]:
     if stored and remote > REMOTE_SHARE * stored:
         evidence = f"{percent(remote, max(stored, remote))} of the blocks lie on another NUMA node than their GPU."
         yield finding("numa", evidence, 0.2)
-    shm = machine.shm
-    if shm is not None and pool_file.startswith("/dev/shm/") and shm.free_bytes < SHM_SHARE * pool_bytes:
-        evidence = f"/dev/shm has {format_size(shm.free_bytes)} free, and {printable(pool_file)} lies there."
+    free = machine.shm_free_bytes
+    if free is not None and pool_file.startswith("/dev/shm/") and free < SHM_SHARE * pool_bytes:
+        evidence = f"/dev/shm has {format_size(free)} free, and {printable(pool_file)} lies there."
         yield finding("shm_full", evidence)
 
 
@@ -344,11 +342,10 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 def disks(facts: Facts) -> Iterator[Finding]:
     for disk in facts.stats.disks:
-        place, name, missing = facts.machine.disks.get(disk.directory), printable(disk.directory), 0
-        if disk.up and place is not None:
-            missing = disk.size_bytes - disk.physical_bytes
-        if place is not None and place.free_bytes < missing:
-            evidence = f"{name} may take {format_size(missing)} more, and {format_size(place.free_bytes)} are free."
+        free, name = facts.machine.disks_free_bytes.get(disk.directory), printable(disk.directory)
+        missing = disk.size_bytes - disk.physical_bytes
+        if disk.up and free is not None and free < missing:
+            evidence = f"{name} may take {format_size(missing)} more, and {format_size(free)} are free."
             yield finding("disk_space", evidence, _share(missing, disk.size_bytes))
         if 0 < disk.oldest_seconds < SHORT_LIFE_S and disk.used_bytes >= FULL_DISK * disk.size_bytes:
             evidence = f"{name} is full, and its oldest block is at most {format_duration(disk.oldest_seconds)} old."
@@ -518,10 +515,9 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
             fix = "kvoffd-cli trace record FILE; kvoffd-cli trace replay FILE"
         yield finding("thrash", f"{gone}, and more memory would find little more.", evicted, fix)
     elif stats.uptime_seconds >= LONG_ENOUGH_S and ROOMY * stats.curve_seen_bytes <= pool_bytes:
-        evidence = (
-            f"In {format_duration(stats.uptime_seconds)} engines asked for {format_size(stats.curve_seen_bytes)} of "
-        )
-        yield finding("pool_too_large", f"{evidence}different blocks; the pool has {format_size(pool_bytes)}.")
+        up, seen = format_duration(stats.uptime_seconds), format_size(stats.curve_seen_bytes)
+        evidence = f"In {up} engines asked for {seen} of different blocks; the pool has {format_size(pool_bytes)}."
+        yield finding("pool_too_large", evidence)
 
 
 def lru_is_better(facts: Facts) -> Iterator[Finding]:

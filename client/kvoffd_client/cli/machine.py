@@ -10,14 +10,6 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class FileSystem:
-    """Where a directory lies."""
-
-    size_bytes: int
-    free_bytes: int
-
-
-@dataclass(frozen=True)
 class Machine:
     """Sizes are bytes; what cannot be seen from here is None, 0 or empty.
 
@@ -47,8 +39,8 @@ class Machine:
     huge_pages: str = ""
     driver: str = ""
     cuda_problem: str = ""
-    shm: FileSystem | None = None
-    disks: Mapping[str, FileSystem] = field(default_factory=dict)
+    shm_free_bytes: int | None = None
+    disks_free_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def look_at(pid: int, disks: Sequence[str] = (), root: Path = Path("/")) -> Machine:
@@ -81,8 +73,8 @@ def look_at(pid: int, disks: Sequence[str] = (), root: Path = Path("/")) -> Mach
         huge_pages=huge_pages.partition("[")[2].partition("]")[0],  # the one in brackets is chosen
         driver=next((word for word in driver.split() if word[:1].isdigit() and "." in word), "") if driver else "",
         cuda_problem=_cuda_problem() if driver else "",
-        shm=_file_system(root / "dev/shm"),
-        disks={name: seen for name in disks if (seen := _file_system(Path(name)))},
+        shm_free_bytes=_free_bytes(root / "dev/shm"),
+        disks_free_bytes={name: free for name in disks if (free := _free_bytes(Path(name))) is not None},
     )
 
 
@@ -126,12 +118,12 @@ def _cgroup_memory(directory: Path) -> tuple[int | None, int]:
     return min((int(text) for text in texts if text.isdecimal()), default=None), max(0, used - cache)
 
 
-def _file_system(directory: Path) -> FileSystem | None:
+def _free_bytes(directory: Path) -> int | None:
     try:
         seen = os.statvfs(directory)
     except OSError:
         return None
-    return FileSystem(seen.f_blocks * seen.f_frsize, seen.f_bavail * seen.f_frsize)
+    return seen.f_bavail * seen.f_frsize
 
 
 def _cuda_problem() -> str:

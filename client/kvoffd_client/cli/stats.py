@@ -124,12 +124,8 @@ def stats(
         print_table(("setting", "value", "from"), settings)
     else:
         print_stats(now)
-    return int(section is Section.TIERS and _tier_fails(now))
-
-
-def _tier_fails(now: DaemonStats) -> bool:
-    """Whether a disk has failed or hangs, or a store is not reachable; one that opens is none."""
-    return any(one.state in ("failed", "hanging") for one in now.disks) or not all(one.up for one in now.shared)
+    fails = any(one.state in ("failed", "hanging") for one in now.disks) or not all(one.up for one in now.shared)
+    return int(section is Section.TIERS and fails)
 
 
 def _windows(now: DaemonStats) -> dict[str, Window]:

@@ -420,22 +420,23 @@ def top(
 
 def _print_pages(read: Read, interval_s: float, *, as_json: bool) -> NoReturn:
     """A page, or a line, every interval. Only the first answer must come; where a later one does not, that is said."""
-    stats = read(VIEWS[0], ANSWER_S).stats
+    answered = False
     while True:
-        if as_json:
-            print_json(stats)
+        began = time.monotonic()
+        try:
+            stats = read(VIEWS[0], LATER_ANSWER_S if answered else ANSWER_S).stats
+        except KvoffdClientError as error:
+            if not answered:
+                raise
+            print(f"{time.strftime('%H:%M:%S')} {error}", file=sys.stderr, flush=True)
         else:
-            print_stats(stats)
-            print_line("")
-        due_at = time.monotonic() + interval_s
-        while True:
-            time.sleep(max(0.0, due_at - time.monotonic()))
-            due_at = time.monotonic() + interval_s
-            try:
-                stats = read(VIEWS[0], LATER_ANSWER_S).stats
-                break
-            except KvoffdClientError as error:
-                print(f"{time.strftime('%H:%M:%S')} {error}", file=sys.stderr, flush=True)
+            answered = True
+            if as_json:
+                print_json(stats)
+            else:
+                print_stats(stats)
+                print_line("")
+        time.sleep(max(0.0, began + interval_s - time.monotonic()))
 
 
 def run(read: Read, interval_s: float, console: Console) -> int:
