@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -190,7 +191,23 @@ def _as_table(trace: Trace, sizes: Sequence[Size], results: Sequence[Result], bl
     for one, best in results:
         percents = f"{one.hit_percent:>8.2f}{one.written_percent:>11.2f}{best:>12.2f}"
         lines.append(f"{texts[one.blocks]:>{width}}  {one.policy:<12}{percents}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_conclusion(texts, results)])
+
+
+def _conclusion(texts: dict[int, str], results: Sequence[Result]) -> list[str]:
+    """What follows for the choice of a policy, at the size at which the policies differ most."""
+    sizes = [
+        sorted(group, key=lambda one: -one.replayed.hit_percent)
+        for _, group in groupby(results, lambda one: one.replayed.blocks)
+    ]
+    found = max(sizes, key=lambda one: one[0].replayed.hit_percent - one[-1].replayed.hit_percent)
+    if len(found) == 1:
+        return []
+    if found[0].replayed.hit_percent - found[-1].replayed.hit_percent < 1:
+        return ["", "For this traffic the policies differ by less than a point."]
+    each = ", ".join(f"{one.replayed.policy} {one.replayed.hit_percent:.1f} %" for one in found)
+    size, possible = texts[found[0].replayed.blocks], f"{found[0].optimum_percent:.1f} % were possible"
+    return ["", f"For this traffic {found[0].replayed.policy} finds most: in a pool of {size} {each}; {possible}."]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -100,6 +101,14 @@ def test_it_prints_a_table_with_the_sizes_as_given_(tmp_path: Path, capsys: pyte
     assert lines[0] == "small: 4 requests, 12 blocks of 512 tokens and 2.00 MiB"
     assert [line.split()[:2] for line in lines[2:6]] == [[s, p] for s in ("4MiB", "6MiB") for p in ("lru", "learned")]
     assert lines[4].split() == ["6MiB", "lru", "75.00", "25.00", "75.00"]
+    assert lines[6:] == ["", "For this traffic the policies differ by less than a point."]
+    assert main([str(file), "--policy", "lru", "--blocks", "2"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3, "one policy needs no choice"
+    cycle = write(tmp_path / "cycle.jsonl", [[1], [2], [3]] * 50)
+    assert main([str(cycle), "--policy", "lru,learned", "--blocks", "2"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    found = r"learned [\d.]+ %, lru 0.0 %; [\d.]+ % were possible"
+    assert re.fullmatch(rf"For this traffic learned finds most: in a pool of 2 blocks {found}.", last)
 
 
 def test_without_sizes_it_takes_parts_of_all_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
