@@ -312,13 +312,13 @@ class BlockTable:
             *(self.address, self._misses_at, KNOWN_MISSES, group, keys, len(keys) // key_bytes, key_bytes, reason)
         )
 
-    def count_misses(self, group: int, keys: bytes, key_bytes: int, states: bytes) -> list[int]:
-        """How many of the keys whose state is FREE are not there for which reason; 0 is not known."""
+    def count_misses(self, group: int, keys: bytes, key_bytes: int, states: bytes) -> list[tuple[int, int]]:
+        """For each reason, 0 where it is not known, for which keys whose state is FREE are not there: how many."""
         self._native.blocks_count(
             *(self.address, self._misses_at, KNOWN_MISSES, group, keys),
             *(len(states), key_bytes, states, self._counts_at),
         )
-        return self._counts[:]
+        return [one for one in enumerate(self._counts) if one[1]]
 
 
 def packed(numbers: npt.NDArray[np.uint32]) -> bytes:

@@ -87,7 +87,9 @@ MOST_WRITING_PART = 4
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks of which those of one group are entered together: about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
+_NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
 _NO_KEYS: npt.NDArray[np.intp] = np.arange(0)
+_REASONS = list(MissReason)
 _READY_BYTE, _LACKING = bytes([READY]), bytes([Verdict.LACKING])
 
 
@@ -513,9 +515,8 @@ class Cache:
     def _count_missing(self, namespace: Namespace, group: Group, keys: bytes, states: bytes) -> None:
         """Count the keys whose state is ABSENT by the reason for it."""
         misses = namespace.counters.misses
-        for reason, number in enumerate(self.blocks.count_misses(group.number, keys, namespace.key_bytes, states)):
-            if number:
-                misses[MissReason(reason)] += number
+        for reason, number in self.blocks.count_misses(group.number, keys, namespace.key_bytes, states):
+            misses[_REASONS[reason]] += number
 
     def count_misses(self, namespace: Namespace, group: int, keys: bytes) -> None:
         """Count keys as missed, of which a lookup could not tell whether they would come."""
@@ -528,7 +529,7 @@ class Cache:
     def reason_of(self, namespace: Namespace, group: int, key: bytes) -> MissReason:
         """Why a key was not there when it was asked for, as far as is known; it may have been stored since."""
         counts = self.blocks.count_misses(self.group(namespace, group).number, key, namespace.key_bytes, bytes(1))
-        return MissReason(next(reason for reason, count in enumerate(counts) if count))
+        return _REASONS[counts[0][0]]
 
     def note_requests(self) -> None:
         """Tell the policy and the watchers what was asked for last, but by a bench. For when the reply is out."""
@@ -634,7 +635,7 @@ class Cache:
             stored = plan.stored
             for numbers, reason in ((stored.no_space, MissReason.NO_SPACE), (stored.rejected, MissReason.REJECTED)):
                 if numbers:
-                    names = np.frombuffer(plan.part.keys, namespace.key_type)[numbers].tobytes()
+                    names = _some(plan.part.keys, numbers, namespace.key_bytes)
                     self.blocks.note_misses(stored.group.number, names, namespace.key_bytes, reason)
             namespace.counters.dropped_keys += len(stored.no_space)
             namespace.counters.declined_keys += len(stored.rejected)
@@ -668,7 +669,7 @@ class Cache:
         stored, part, group, lacking = plan.stored, plan.part, plan.stored.group, plan.lacking
         size, begin, names = group.key_bytes, 0, part.keys
         if len(lacking) * size < len(names):
-            names = np.frombuffer(names, group.namespace.key_type)[lacking].tobytes()
+            names = _some(names, lacking, size)
         numbers, blocks = [plan.mine_keys], [plan.mine]
         runs: Sequence[tuple[int, float]] = [(len(lacking), inf)]
         short, kept = -inf, False  # what has such a score gives no space; whether there is other
@@ -685,17 +686,16 @@ class Cache:
                     blocks.append(slots[:, 0])
                     numbers.append(lacking[begin : begin + taken])
                     if taken < count:
-                        short, kept = limit, limit != inf and self._victims.are_left()
+                        short, kept = limit, limit != inf and self._victims.are_left(self._bytes_in[READY])
                 if taken < count:
                     lost = stored.rejected if score == REJECTED or kept else stored.no_space
                     lost += lacking[begin + taken : end].tolist()
                 begin = end
             if stored.rejected:
-                every = np.frombuffer(part.keys, group.namespace.key_type)
-                self.policy.rejected(group, every[stored.rejected].tobytes())
+                self.policy.rejected(group, _some(part.keys, stored.rejected, size))
         finally:  # what was taken is the store's, also where it fails
-            if len(blocks) == 2 and not plan.mine.size:
-                copied, stored.blocks = numbers[1], blocks[1]
+            if len(blocks) < 3 and not plan.mine.size:
+                copied, stored.blocks = numbers[-1], blocks[-1]
             else:
                 copied, stored.blocks = np.concatenate(numbers), np.concatenate(blocks)
             if plan.mine.size and len(lacking):
@@ -893,14 +893,19 @@ class Cache:
         found: list[npt.NDArray[np.uint32]] = []
         try:
             while entered < count:
-                slots = self.slots.take_blocks(group.sizes, count - entered, nodes)
+                slots = _NO_SLOTS
+                if self.slots.free_bytes >= group.block_bytes:
+                    slots = self.slots.take_blocks(group.sizes, count - entered, nodes)
+                    for region in self.slots.opened:
+                        self.table.set_region(region, int(self.slots.slot_bytes[region]))
+                    self.slots.opened.clear()
                 if not len(slots):
-                    if self._make_space(group, count - entered, below):
+                    made = self._make_space(group, count - entered, below)
+                    if made is None:
+                        break
+                    if not made.size:
                         continue
-                    break
-                for region in self.slots.opened:
-                    self.table.set_region(region, int(self.slots.slot_bytes[region]))
-                self.slots.opened.clear()
+                    slots = made.reshape(-1, ranks)
                 names = keys[entered * size : (entered + len(slots)) * size]
                 of_namespace = group.namespace.number, group.group, group.block_bytes
                 self.blocks.enter(slots, group.number, names, size, *of_namespace)
@@ -925,35 +930,39 @@ class Cache:
             self._evict(self._victims.of_namespace(namespace, own, excess, count + MAX_OVER_QUOTA, below))
         return max(0, min(count, (quota - namespace.held_bytes) // each))
 
-    def _make_space(self, group: Group, count: int, below: float) -> bool:
-        """Free slots for about ``count`` blocks of a group; False where nothing may go."""
+    def _make_space(self, group: Group, count: int, below: float) -> SlotIds | None:
+        """Free slots for about ``count`` blocks of a group; None where nothing may go. Slots of blocks of the same
+        group are returned, and are the caller's."""
         if self._dead:
             self.background()
-            return True
+            return _NOTHING
         if self._partial:
             # Where ranks store what others never do, that must not take the pool from what can be read.
             crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_PART
             partial = self._partial_since(self._clock() - (0.0 if crowded else PARTIAL_GRACE_S))
             if partial := [block for block in partial if not self.blocks.pins[block]]:
                 self._drop_partial(partial[:count])
-                return True
+                return _NOTHING
         victims = self._victims.for_space(group, count, below)
-        self._evict(victims)
-        return bool(victims.size)
+        return self._evict(victims, group if len(victims) <= count else None) if victims.size else None
 
     def _partial_since(self, until: float) -> list[int]:
         return [block for block, _ in takewhile(lambda item: item[1] <= until, self._partial.items())]
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _evict(self, blocks: BlockIds) -> None:
-        """Free READY blocks that nothing pins, because others need the space."""
+    def _evict(self, blocks: BlockIds, heir: Group | None = None) -> SlotIds:
+        """Free READY blocks that nothing pins, because others need the space. Slots of blocks of the ``heir`` stay
+        handed out, and are returned."""
         if self.tiers is not None and blocks.size:
             self.tiers.evicted(blocks)
+        left = _NOTHING
         for group, alike in self.by_group(blocks):
             if not group.dead:
                 group.namespace.counters.evicted_blocks += len(alike)
-            self._remove(group, READY, alike, MissReason.EVICTED)
+            slots = self._remove(group, READY, alike, MissReason.EVICTED, keep=group is heir)
+            left = slots if group is heir else left
+        return left
 
     def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
         """Forget keys, in the tiers too. What is held keeps its slots. Returns how many blocks were in the pool.
@@ -985,10 +994,13 @@ class Cache:
             group.namespace.counters.partial_blocks += len(alike)
             self.drop(alike, MissReason.PARTIAL)
 
-    def _remove(self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None) -> None:
-        """Take blocks, all of one state, out of index and policy, and free the slots of those that nothing holds."""
+    def _remove(
+        self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None, *, keep: bool = False
+    ) -> SlotIds:
+        """Take blocks, all of one state, out of index and policy, and free the slots of those that nothing holds, or
+        ``keep`` them for others. Returns these slots."""
         if not blocks.size:
-            return
+            return _NOTHING
         noted = reason if reason is not None and not group.dead else 0
         names, slots, unverified, corrupt = self.blocks.drop(blocks, group.key_bytes, len(group.sizes), noted)
         if state == READY:
@@ -1004,25 +1016,29 @@ class Cache:
         held = len(blocks) - len(slots) // len(group.sizes)
         if held and not group.dead:
             self._count(group, state, DROPPED, held)
-        self._freed(group, DROPPED if group.dead else state, slots, unverified, corrupt)
+        return self._freed(group, DROPPED if group.dead else state, slots, unverified, corrupt, keep)
 
     def _free_dropped(self, blocks: BlockIds) -> None:
         """Free the slots of those of the blocks that are DROPPED and that nothing holds."""
         for group, alike in self.by_group(blocks):
             self._freed(group, DROPPED, *self.blocks.release(alike, len(group.sizes)))
 
-    def _freed(self, group: Group, state: int, slots: SlotIds, unverified: int, corrupt: int) -> None:
-        """Blocks of a group, which were counted as of this state, have ended."""
+    def _freed(
+        self, group: Group, state: int, slots: SlotIds, unverified: int, corrupt: int, keep: bool = False
+    ) -> SlotIds:
+        """Blocks of a group, which were counted as of this state, have ended. Returns the slots that are free now, or
+        that are to be kept."""
         self.unverified_slots -= unverified
         self._count(group, state, FREE, len(slots) // len(group.sizes))
         if corrupt:  # they stay handed out, so that nobody else gets them
             bad = self.blocks.shard[slots] != 0
             self._quarantine(slots[bad])
             slots = slots[~bad]
-        if slots.size:
+        if slots.size and not keep:
             self.slots.free(slots)
         if group.dead and not group.blocks_in.total():
             del self._groups[group.number]
+        return slots
 
     def _quarantine(self, slots: SlotIds) -> None:
         self.quarantined_slots += len(slots)
@@ -1209,6 +1225,13 @@ class _Plan:
     """Blocks of which this rank's shard is to be written."""
     mine_keys: npt.NDArray[np.intp]
     """The numbers of their keys."""
+
+
+def _some(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], size: int) -> bytes:
+    """The keys of these ascending numbers, end to end: one slice where they are neighbours, as they often are."""
+    if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return keys[numbers[0] * size : (numbers[-1] + 1) * size]
+    return np.frombuffer(keys, np.dtype((np.void, size)))[numbers].tobytes()
 
 
 def _shortened_record(record: NamespaceRecord) -> NamespaceRecord:

@@ -70,7 +70,7 @@ class HitRatioCurve:
             if (counted := self._counts.get(namespace)) is None:
                 counts = np.zeros(_ROW)
                 counted = self._counts[namespace] = counts, counts.ctypes.data, [0]
-            tokens = namespace.groups[group.group].tokens_per_block or UNKNOWN_TOKENS
+            tokens = group.tokens or UNKNOWN_TOKENS
             per = max(1, PIECE_TOKENS // tokens) if tokens > UNKNOWN_TOKENS else 1
             whose, size = int.from_bytes(namespace.fingerprint[:8], "big") ^ group.group, group.key_bytes
             sizes = len(keys) // size, size, group.block_bytes, tokens, per

@@ -56,9 +56,11 @@ class Victims:
         """Its blocks are gone."""
         self._oldest.pop(namespace, None)
 
-    def are_left(self) -> bool:
-        """Whether any block may go."""
-        return any((self._blocks.pins[batch] == 0).any() for batch in self._policy.candidates())
+    def are_left(self, ready_bytes: int) -> bool:
+        """Whether any of the READY blocks, of so many bytes, may go."""
+        return ready_bytes > self._blocks.pinned_bytes or any(
+            (self._blocks.pins[batch] == 0).any() for batch in self._policy.candidates()
+        )
 
     def for_space(self, group: Group, count: int, below: float) -> BlockIds:
         """Blocks with a score lower than ``below`` to evict so that slots for ``count`` blocks of a group come free;

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -54,13 +54,12 @@ class Silence:
     removed = cleared = stored
 
 
-@dataclass
-class Offered:
+class Offered(NamedTuple):
     """The store of one request."""
 
     keys: bytes
     group: int = 0
-    first_blocks: dict[int, int] = field(default_factory=dict)
+    first_blocks: Mapping[int, int] = MappingProxyType({})
     starts: tuple[int, ...] = (0,)
 
 

@@ -66,5 +66,5 @@ def test_a_miss_is_told_with_the_reason_that_was_noted_last() -> None:
     table.note_misses(3, b"".join(keys[:40]), 32, 5)
     table.note_misses(3, b"".join(keys[30:50]), 32, 15)
     states = bytes([FREE] * 90 + [READY] * 10)
-    assert table.count_misses(3, b"".join(keys), 32, states) == [40, 0, 0, 0, 0, 30, *[0] * 9, 20]
-    assert table.count_misses(4, b"".join(keys), 32, states)[0] == 90  # another group's keys
+    assert table.count_misses(3, b"".join(keys), 32, states) == [(0, 40), (5, 30), (15, 20)]
+    assert table.count_misses(4, b"".join(keys), 32, states)[0] == (0, 90)  # another group's keys
