@@ -264,7 +264,7 @@ class ListBlocks(Request[BlocksListed], frozen=True):
 
 
 class TraceChain(Wire, frozen=True):
-    """What one request asked for of one group: its keys, told once however often the engine looked them up."""
+    """What one request asked for of one group: its keys, once however often the engine looked them up."""
 
     milliseconds: Annotated[Count, doc("Since the trace began.")]
     namespace: Fingerprint
@@ -277,7 +277,9 @@ class TraceChain(Wire, frozen=True):
 
 class TraceReply(Reply, frozen=True):
     chains: Annotated[list[TraceChain], doc("In the order in which they were asked for, about a MiB at most.")]
-    dropped: Annotated[Count, doc("Chains that found no space behind these, since nobody had fetched what was there.")]
+    dropped: Annotated[
+        Count, doc("Chains that found no space behind these, since what was there had not been fetched.")
+    ]
 
 
 @exchange(Section.ADMINISTRATION, ADMIN)
@@ -301,7 +303,7 @@ class Clear(Request[Done], frozen=True):
 @exchange(Section.ADMINISTRATION, ADMIN)
 class ResetFleet(Request[Done], frozen=True):
     """Makes every block of a namespace void for all nodes that share a store with this one, as after a change of the
-    weights: each drops its own too, within seconds. ``count`` in the answer is how many stores were told. Admin only.
+    weights: each drops its own too, within seconds. ``count`` in the answer is how many stores did so. Admin only.
     """
 
     namespace: Fingerprint

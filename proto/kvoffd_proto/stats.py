@@ -353,7 +353,7 @@ class DiskFault(StrEnum):
     CORRUPT = "corrupt", "blocks read back were not as they were written: a bad drive; they were recomputed"
     TORN = (
         "torn",
-        "blocks not kept whole by the drive when the machine ended without closing the file; they were recomputed",
+        "blocks that the drive had not written whole when the machine stopped; they were recomputed",
     )
     DAMAGED = "damaged", "regions whose records are damaged; the blocks in them are lost"
     STARTED_ANEW = "started_anew", "the file could not be read and was emptied"
@@ -433,7 +433,7 @@ class SharedStats(Part, frozen=True):
 
     url: Annotated[str, label("URL of the store, without its password.", "store")]
     up: Annotated[bool, gauge("1 while the shared store is asked; 0 while it fails and is only probed.")] = False
-    breaker_trips: Annotated[Count, doc("Times that the shared store was given up after failures.")] = 0
+    breaker_trips: Annotated[Count, doc("Times that the shared store was not asked for a while after failures.")] = 0
     ask_seconds: Annotated[Seconds, gauge("Seconds that asking the shared store takes, a moving average.")] = 0.0
     asked_keys: Annotated[Count, counter("Keys that the shared store was asked for.")] = 0
     found_keys: Annotated[Count, counter("Keys that the shared store had.")] = 0
@@ -470,14 +470,14 @@ class PolicyClass(Part, frozen=True):
     accessed_share: Annotated[float, doc("Its part of the keys that were asked for lately, 0 to 1.")] = 0.0
     return_chance: Annotated[float, doc("Chance that such a key is asked for again, 0 to 1.")] = 0.0
     return_age: Annotated[float, doc("Age by which half of those that come back have done so.")] = 0.0
-    kept_bytes: Annotated[ByteCount, doc("Pool bytes of its blocks.")] = 0
-    worth: Annotated[float, doc("Most hits to be expected for a block of it in a pool lifetime.")] = 0.0
+    pool_bytes: Annotated[ByteCount, doc("Pool bytes of its blocks.")] = 0
+    score: Annotated[float, doc("Most hits to be expected for a block of it in a pool lifetime.")] = 0.0
 
 
 class LearnedStats(Part, frozen=True):
     """What the policy knows of requests. All is 0 and empty for one that does not learn."""
 
-    requests: Annotated[Count, doc("Requests that it was told of.")] = 0
+    requests: Annotated[Count, doc("Requests that it has seen.")] = 0
     known_keys: Annotated[Count, doc("Keys that it knows, with and without a block.")] = 0
     as_lru: Annotated[bool, doc("Whether blocks go as with lru for a while, since that had more hits.")] = False
     classes: Annotated[list[PolicyClass], doc("By their part of what was asked for, the largest first.")] = []

@@ -61,8 +61,8 @@ while True:
 bench_app = typer.Typer(
     help="""Measure lookups and copies, each beside a floor of its run.
 
-    Best on a daemon that serves nobody: engines wait meanwhile, and a full pool evicts blocks for those of the bench,
-    which are dropped at the end. The policy learns nothing of them. Their lookups are not counted; their copies are,
+    Run it without other load: engines wait for it, and a full pool evicts blocks for those of the bench, which are
+    dropped at the end. The policy learns nothing of them. Their lookups are not counted; their copies are,
     in the jobs and bytes of kvoffd_copy.
     """,
     rich_markup_mode=None,

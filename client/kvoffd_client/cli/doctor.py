@@ -81,8 +81,7 @@ def doctor(
     Then what would help most. It looks at the daemon, at the engines that you name, and without --url at its clients
     and its machine.
 
-    Exit status: 0 nothing, or only what is worth knowing; 1 a warning: it works, and could work better; 2 an error, or
-    no answer.
+    Exit status: 0 no warning; 1 a warning: it works, and could work better; 2 an error, or no answer.
     """
     check_names_one(directory, url)
     if url and self_test:
@@ -211,14 +210,15 @@ def _worth(stats: DaemonStats, value: Value) -> str:
     if value.paying_off is None:
         lookups = f"{format_count(value.lookups)} lookup{plural(value.lookups)}" if value.lookups else "no lookup"
         return f"Too early to say whether it pays off: {lookups} so far, and {FEWEST_LOOKUPS} are needed."
-    text = "Paying off" if value.paying_off else "Not paying off"
-    total = stats.since_start
-    loaded, own = (percent(keys, total.asked_keys) for keys in (total.loaded_keys, total.not_needed_keys))
-    tokens = value.loaded_tokens or not total.loaded_bytes
-    text += f": engines loaded {format_count(value.loaded_tokens) if tokens else format_size(total.loaded_bytes)}"
-    text += " tokens" if tokens else ""
-    text += f" and did not compute them. Of the keys asked for {loaded} were loaded" if total.loaded_keys else ""
-    text += f", and {own} not needed." if total.loaded_keys and total.not_needed_keys else "."
+    total, what = stats.since_start, f"{format_count(value.loaded_tokens)} tokens"
+    if total.loaded_bytes and not value.loaded_tokens:  # not every engine says how many tokens a block has
+        what = format_size(total.loaded_bytes)
+    text = f"{'Paying off' if value.paying_off else 'Not paying off'}: engines loaded {what}"
+    if total.loaded_keys:
+        loaded, own = (percent(keys, total.asked_keys) for keys in (total.loaded_keys, total.not_needed_keys))
+        text += f" and did not compute them. Of the keys asked for {loaded} were loaded"
+        text += f", and {own} not needed" if total.not_needed_keys else ""
+    text += "."
     if value.saved_seconds:
         text += f" That saved {format_duration(value.saved_seconds)} of prefill."
     elif value.loaded_tokens:

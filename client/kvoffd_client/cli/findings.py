@@ -27,7 +27,7 @@ FEWEST_LOOKUPS = 100
 """With fewer the numbers are left to chance."""
 FEWEST_ERRORS = 20
 POINTS, MANY_POINTS = 1.0, 10.0
-"""Percentage points of hits that are worth a sentence, and a warning."""
+"""Percentage points of hits that make a finding, and a warning."""
 LRU_POINTS = 2.0
 """By so much more an estimate of lru's hits is more than the estimate's error."""
 PAYS_PERCENT = 1.0
@@ -90,7 +90,7 @@ KINDS = {
     "disk_file_removed": Kind("warning", "The next daemon starts with an empty disk.", "lsof +L1"),
     "pool_pinned": Kind("warning", "Stores find no space until blocks are released.", "kvoffd-cli clients"),
     "stores_without_space": Kind("warning", "These blocks are computed again when asked for.", "kvoffd-cli clients"),
-    "lookups_late": Kind("warning", "Engines computed these prompts: somebody has too little CPU.", _CPU),
+    "lookups_late": Kind("warning", "Engines computed these: they or the daemon have too little CPU.", _CPU),
     "sessions_taken": Kind("warning", "Further engines run without the cache.", "kvoffd-cli clients --all"),
     "descriptors": Kind("warning", "The daemon exits when it has no more.", "LimitNOFILE=65536" + _UNIT),
     "http_unavailable": Kind("warning", "Nobody can scrape /metrics.", "http_address" + _TOML),
@@ -98,7 +98,7 @@ KINDS = {
     "errors": Kind("warning", "Requests of a client are refused now.", _LOG + " --since -5min"),
     "failed_stores": Kind("warning", "These blocks are computed again when they are asked for.", _LOG),
     "failed_loads": Kind("warning", "Engines computed these blocks.", _LOG),
-    "loop_blocked": Kind("warning", "Lookups wait that long, and engines give up on them.", _LOG + " --grep blocked"),
+    "loop_blocked": Kind("warning", "Lookups take that long, and engines do not wait.", _LOG + " --grep blocked"),
     "no_engine": Kind("info", "Nobody uses this cache now.", "vllm serve ... --kv-transfer-config (client/README.md)"),
     "workers_missing": Kind("warning", "No block becomes ready without all ranks.", "kvoffd-cli clients --all"),
     # The machine.
@@ -417,7 +417,7 @@ def _left_behind(left: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: 
     return finding("left_behind", evidence, _share(old.ready_bytes, pool_bytes), namespace_id(old.namespace))
 
 
-# --- is it worth it ---------------------------------------------------------------------------------
+# --- does it pay off ---------------------------------------------------------------------------------
 
 
 class Value(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ FEW_REQUESTS, FEW_LIFETIMES = 1000, 10.0
 """Of fewer requests, and in fewer pool lifetimes, a policy has learned little."""
 
 UNTIMED = "an engine knows how fast it computes after 512 prompt tokens in a row, twice"
-"""Why nobody knows what loads have saved; see LEAST_TOKENS of ``vllm/do_no_harm.py``."""
+"""Why it is not known what loads have saved; see LEAST_TOKENS of ``vllm/do_no_harm.py``."""
 
 RARE = {
     "blocks evicted": "evicted_blocks",
@@ -378,8 +378,8 @@ def _shared(one: SharedStats) -> Iterator[Line]:
     yield f"{one.url}: {'up' if one.up else 'down'}", "bold" if one.up else "bold yellow"
     yield (
         f"  asked for {format_count(one.asked_keys)} keys, found {format_count(one.found_keys)}, no answer in time for "
-        f"{format_count(one.unanswered_keys)}; answers take {format_duration(one.ask_seconds)}, given up "
-        f"{format_count(one.breaker_trips)} times"
+        f"{format_count(one.unanswered_keys)}; answers take {format_duration(one.ask_seconds)}, paused "
+        f"{format_count(one.breaker_trips)} times after failures"
     )
     yield (
         f"  read {format_count(one.read_blocks)} blocks ({format_size(one.read_bytes)}), "
@@ -436,7 +436,7 @@ def policy_lines(now: DaemonStats) -> Iterator[Line]:
             yield (
                 f"       about {percent(one.return_chance, 1.0)} come back, "
                 f"{half if one.return_age <= lifetimes else 'most later than was seen so far'}; "
-                f"{format_size(one.kept_bytes)} in the pool"
+                f"{format_size(one.pool_bytes)} in the pool"
             )
 
 
