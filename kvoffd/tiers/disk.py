@@ -416,12 +416,14 @@ class DiskTier(Tier):
         return known is not None and known.space == space
 
     def _find(self, tag: int, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
-        """The slots of blocks that can be read, by key; NO_SLOT where there is none. All keys have one length."""
+        """The slots of blocks that can be read, by key; NO_SLOT where there is none."""
         if (known := self._spaces.get(tag)) is None or not keys:
             return np.full(len(keys), NO_SLOT, np.uint32)
-        joined, found = b"".join(keys), np.empty(len(keys), np.uint32)
-        assert len(joined) == len(keys) * len(keys[0])
-        self._native.disk_find(self._index_at, known.number, joined, len(keys), len(keys[0]), found.ctypes.data)
+        sizes, found = set(map(len, keys)), np.empty(len(keys), np.uint32)
+        if len(sizes) > 1:  # its namespace had keys of another length once
+            return np.concatenate([self._find(tag, [key]) for key in keys])
+        joined, size = b"".join(keys), sizes.pop()
+        self._native.disk_find(self._index_at, known.number, joined, len(keys), size, found.ctypes.data)
         return found
 
     def _slots_of(self, tag: int, keys: Sequence[bytes]) -> list[int]:

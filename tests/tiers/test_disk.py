@@ -231,6 +231,22 @@ def test_what_was_written_over_before_it_was_removed_stays_away_after_a_power_cu
         assert rig.read(block_of(0)) is None
 
 
+def test_keys_of_several_lengths_are_found_and_removed() -> None:
+    rig, keys = DiskRig(), [bytes([number] * number) for number in (1, 16, 32, 64)]
+    blocks = [block_of(number)._replace(key=key) for number, key in enumerate(keys)]
+    for block in blocks:
+        ends = rig.begin_write(block)
+        rig.work()
+        assert ends == [Result.DONE]
+    rig.restart()
+    asked = [*keys, bytes(32)]
+    assert list(rig.tier.find(SPACE, asked, prefix=False)) == [1, 1, 1, 1, 0]
+    rig.tier.remove(SPACE, keys[1:], "invalidated")
+    assert list(rig.tier.find(SPACE, asked, prefix=False)) == [1, 0, 0, 0, 0]
+    rig.work()
+    rig.check()
+
+
 def test_what_was_removed_and_is_written_again_is_never_the_old_bytes_after_a_power_cut() -> None:
     """The new record may be on the device and the new bytes not: the old ones would match it."""
     places = set()
