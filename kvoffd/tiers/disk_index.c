@@ -100,11 +100,12 @@ uint64_t kvoffd_disk_enter(struct disk_index *x, const uint32_t *slots, uint64_t
     return found;
 }
 
-/* Removes the blocks of slots, each of which was entered. */
+/* Removes the blocks of slots. */
 void kvoffd_disk_remove(struct disk_index *x, const uint32_t *slots, uint64_t count)
 {
-    uint64_t hashed;
-
-    while (count--)
-        remove_at(&x->index, place_of(x, slots[count], &hashed));
+    while (count--) {
+        uint64_t hashed, place = place_of(x, slots[count], &hashed), entry = x->index.entries[place];
+        if (entry && slot_of(entry) == slots[count])
+            remove_at(&x->index, place);
+    }
 }
