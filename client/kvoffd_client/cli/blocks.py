@@ -20,14 +20,14 @@ from kvoffd_client.cli.format import (
     print_table,
     say,
 )
-from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory
+from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, local_directory
 from kvoffd_proto.units import format_count, format_size, plural, printable
 
 if TYPE_CHECKING:
     # The commands that need them import them: they would make every other command start more slowly.
     from kvoffd_client import Block, BlockClient, BlockFile, Layer
 
-Namespace = Annotated[str, NAMESPACE_OPTION]
+Namespace = Annotated[str, typer.Option("--namespace", metavar="NAME", help=NAMESPACE_HELP)]
 Group = Annotated[int, typer.Option("--group", metavar="N", min=0, max=65535, help="KV cache group.")]
 Prefixes = Annotated[
     list[str] | None,

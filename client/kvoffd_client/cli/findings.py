@@ -485,7 +485,10 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
     if not repeats(curve) or own_suffices(stats.since_start):
         return  # no size brings anything, as the verdict says
     found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
-    size, best = _next_size(curve)
+    # The smallest larger pool that finds nearly what the largest does.
+    larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
+    size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < POINTS), default=1.0)
+    best = larger.get(size, 0.0)
     gain = best - max(found, lru)
     evicted = _share(stats.last_hour.misses.get("evicted", 0), stats.last_hour.asked_keys)
     gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted"
@@ -538,13 +541,6 @@ def lru_is_better(facts: Facts) -> Iterator[Finding]:
             f"lru it would have been {lru:.1f} % (estimated)."
         )
         yield finding("lru_is_better", evidence, lost / 100, "", "warning" if lost >= MANY_POINTS else "info")
-
-
-def _next_size(curve: HitCurve) -> tuple[float, float]:
-    """The smallest larger pool that finds nearly what the largest does, and what it finds in percent."""
-    larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
-    size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < POINTS), default=1.0)
-    return size, larger.get(size, 0.0)
 
 
 def starving(facts: Facts) -> Iterator[Finding]:

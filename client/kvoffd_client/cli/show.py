@@ -116,8 +116,12 @@ def clients(
         print_json({"sessions": found} if every else {"engines": [vars(one) for one in engines_of(found)]})
     elif every:
         _show_sessions(found)
+    elif rows := engines_of(found):
+        print_page(engine_table(rows, labels))
+        if without := sum(not row.workers for row in rows):
+            say(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
     else:
-        _show_engines(engines_of(found), labels)
+        say("No engine is connected.")
     return 0
 
 
@@ -161,15 +165,6 @@ def engine_table(rows: Sequence[Engine], labels: Mapping[str, str]) -> Table:
             for row in rows
         ],
     )
-
-
-def _show_engines(rows: Sequence[Engine], labels: Mapping[str, str]) -> None:
-    if not rows:
-        say("No engine is connected.")
-        return
-    print_page(engine_table(rows, labels))
-    if without := sum(not row.workers for row in rows):
-        say(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
 
 
 def _show_sessions(found: Sequence[SessionInfo]) -> None:

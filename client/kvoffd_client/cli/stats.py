@@ -30,7 +30,6 @@ from kvoffd_proto.stats import (
     DaemonStats,
     DiskFault,
     DiskStats,
-    NamespaceStats,
     PoolStats,
     SharedStats,
     TieringStats,
@@ -288,24 +287,23 @@ def _namespaces(now: DaemonStats, most: int) -> None:
     found = sorted(now.namespaces, key=lambda one: (one.ready_bytes, one.asked_keys), reverse=True)
     print_table(
         ("namespace", "<id", ">size", ">loaded", ">tokens", ">saved", ">missed"),
-        [_namespace(one) for one in found[:most]],
+        [
+            (
+                printable(one.model) or "(no label)",
+                one.id,
+                format_size(one.ready_bytes),
+                format_size(one.loaded_bytes),
+                format_count(one.loaded_tokens),
+                saved_time(one),
+                percent(sum(one.misses.values()), one.asked_keys),
+            )
+            for one in found[:most]
+        ],
     )
     others = len(found) - most + now.other_namespaces
     if others > 0:
         more = f"and {format_count(others)} more; `kvoffd-cli stats namespaces` has the 100 largest"
         print_lines([(more, "dim")])
-
-
-def _namespace(one: NamespaceStats) -> tuple[str, ...]:
-    return (
-        printable(one.model) or "(no label)",
-        one.id,
-        format_size(one.ready_bytes),
-        format_size(one.loaded_bytes),
-        format_count(one.loaded_tokens),
-        saved_time(one),
-        percent(sum(one.misses.values()), one.asked_keys),
-    )
 
 
 def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:

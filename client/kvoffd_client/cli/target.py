@@ -30,7 +30,6 @@ Directory = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="Ask http://NODE:9464, not this node's daemon.")]
 NAMESPACE_HELP = f"A label, or the first digits ({MIN_PREFIX_DIGITS} or more) of a fingerprint."
-NAMESPACE_OPTION = typer.Option("--namespace", metavar="NAME", help=NAMESPACE_HELP)
 
 
 class CliError(Exception):
