@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 
 import numpy as np
@@ -41,8 +41,8 @@ class Arc(AdmitsAll):
 
     def requested(self, chains: Sequence[Chain]) -> None:
         once, again = self._once, self._again
-        for chain in chains:
-            for block in chain.ready[::-1].tolist():
+        for _, _, ready, _ in chains:
+            for block in ready[::-1].tolist():
                 if block in again:
                     again.move_to_end(block)
                 else:
@@ -50,20 +50,21 @@ class Arc(AdmitsAll):
                     again[block] = None
 
     def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
+        once, once_ghosts, again_ghosts = self._once, self._once_ghosts, self._again_ghosts
+        resident = len(once) + len(self._again)
         for block, ghost in zip(blocks.tolist(), _names(group, keys), strict=True):
-            assert block not in self._once
-            assert block not in self._again
-            queue = self._once
-            if ghost in self._once_ghosts:
-                self._target += max(1.0, len(self._again_ghosts) / len(self._once_ghosts))
-                del self._once_ghosts[ghost]
-                queue = self._again
-            elif ghost in self._again_ghosts:
-                self._target -= max(1.0, len(self._once_ghosts) / len(self._again_ghosts))
-                del self._again_ghosts[ghost]
-                queue = self._again
-            queue[block] = None
-            self._keep_in_bounds()
+            if ghost in once_ghosts:
+                self._target += max(1.0, len(again_ghosts) / len(once_ghosts))
+                del once_ghosts[ghost]
+                self._again[block] = None
+            elif ghost in again_ghosts:
+                self._target -= max(1.0, len(once_ghosts) / len(again_ghosts))
+                del again_ghosts[ghost]
+                self._again[block] = None
+            else:
+                once[block] = None
+        assert len(once) + len(self._again) == resident + len(blocks), "inserted twice"
+        self._keep_in_bounds()
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         for block, ghost in zip(blocks.tolist(), _names(group, keys), strict=True):
@@ -74,20 +75,10 @@ class Arc(AdmitsAll):
                 ghosts[ghost] = None
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        following = self._in_order()
+        first = max(0, len(self._once) - int(self._target))
+        following = chain(islice(self._once, first), self._again, islice(self._once, first, None))
         while batch := list(islice(following, BATCH)):
             yield np.array(batch, np.uint32)
-
-    def _in_order(self) -> Iterator[int]:
-        once, again = iter(self._once), iter(self._again)
-        once_left, again_left = len(self._once), len(self._again)
-        while once_left or again_left:
-            if once_left and (once_left > self._target or not again_left):
-                once_left -= 1
-                yield next(once)
-            else:
-                again_left -= 1
-                yield next(again)
 
     @property
     def ghosts(self) -> int:
