@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import xxhash
@@ -28,13 +28,13 @@ def digests(data: memoryview, parts: Sequence[tuple[int, int]]) -> list[int]:
 
     One call of C without the GIL, however small the parts are: else other threads would wait for each of them.
     """
-    memory, places = np.frombuffer(data, np.uint8), np.fromiter(chain(*parts), np.uint64).reshape(-1, 2)
-    assert int(places.sum(axis=1).max(initial=0)) <= len(memory)
-    addresses, lengths = places[:, 0] + np.uint64(memory.ctypes.data), np.ascontiguousarray(places[:, 1])
-    sums = np.zeros(len(places), np.uint64)
-    native().digests(addresses.ctypes.data, lengths.ctypes.data, sums.ctypes.data, len(sums))
-    found: list[int] = sums.tolist()
-    for at in np.flatnonzero(sums == 0).tolist():  # the library takes those of the shortest
-        offset, length = parts[at]
-        found[at] = digest(data[offset : offset + length])
-    return found
+    memory = np.frombuffer(data, np.uint8)
+    assert max((offset + length for offset, length in parts), default=0) <= len(memory)
+    address = memory.ctypes.data  # for a few parts arrays of numpy would take longer
+    addresses = array("Q", [address + offset for offset, _ in parts])
+    lengths, sums = array("Q", [length for _, length in parts]), array("Q", bytes(8 * len(parts)))
+    native().digests(*(column.buffer_info()[0] for column in (addresses, lengths, sums)), len(sums))
+    if 0 in sums:  # the library takes those of the shortest
+        for at, (offset, length) in enumerate(parts):
+            sums[at] = sums[at] or digest(data[offset : offset + length])
+    return sums.tolist()
