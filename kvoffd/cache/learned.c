@@ -22,6 +22,7 @@ enum {
     EPOCHS_KEPT = 320,
     AHEAD = 8, /* keys between one that is looked for and one that is fetched from memory */
     MOST_SEEN = UINT16_MAX, /* sightings, turns */
+    PAGE = 4096,
 };
 
 /* Classes: what tells keys apart. learned.py names them. */
@@ -40,9 +41,13 @@ enum {
  * the front, and forgetting from the back: keys have places, of which [low, high) are still here. Spans are known by
  * number; 0 is none. */
 struct span {
-    struct keys *keys;
+    union {
+        struct keys *keys;
+        uint64_t hash; /* of a single key: there may be as many spans as keys */
+    };
     uint64_t since; /* the bytes accessed when its keys' lives began */
-    uint64_t weight; /* bytes of a block */
+    uint32_t handle; /* of a single key's block, 0 for none */
+    uint32_t pages; /* of a block */
     uint32_t seen; /* the last walk that came by */
     uint32_t low, top, high; /* from `top` on no place has a block */
     uint32_t held; /* blocks */
@@ -56,6 +61,7 @@ struct span {
     uint8_t age_bin;
     uint8_t met : 1; /* by the request at hand */
     uint8_t old : 1; /* older than what is remembered: keys that lose their block are forgotten */
+    uint8_t single : 1; /* it began with one key */
     uint8_t closed : 1; /* a store of keys in it was declined; the others of this request are, too */
 };
 
@@ -213,16 +219,22 @@ static void remove_place(struct learned *l, uint64_t hash, uint32_t span)
     l->known.known_keys--;
 }
 
+/* Bytes of a block. */
+static uint64_t weight_of(const struct span *s)
+{
+    return (uint64_t)s->pages * PAGE;
+}
+
 /* Where the hash of a key is, and those of the keys behind it. */
 static uint64_t *hash_at(struct span *s, uint32_t place)
 {
-    return &s->keys->hashes[place - s->keys->base];
+    return s->single ? &s->hash : &s->keys->hashes[place - s->keys->base];
 }
 
 /* Where the handle of a key's block is, and those of the keys behind it. */
 static uint32_t *handle_at(struct span *s, uint32_t place)
 {
-    return (uint32_t *)(s->keys->hashes + s->keys->room) + (place - s->keys->base);
+    return s->single ? &s->handle : (uint32_t *)(s->keys->hashes + s->keys->room) + (place - s->keys->base);
 }
 
 /* --- how long keys take to come back --- */
@@ -281,7 +293,7 @@ static void begin_lives(struct learned *l, const struct span *s, uint64_t keys)
     uint64_t epoch = s->since / epoch_bytes(l);
 
     if (epoch + EPOCHS_KEPT > l->epoch)
-        l->open[s->kind][epoch % EPOCHS_KEPT] += keys * s->weight;
+        l->open[s->kind][epoch % EPOCHS_KEPT] += keys * weight_of(s);
 }
 
 /* `ends`: by age bin, what kind of end it is; NULL for lives that should not have been counted. */
@@ -290,9 +302,9 @@ static void end_lives(struct learned *l, const struct span *s, uint64_t keys, do
     uint64_t epoch = s->since / epoch_bytes(l);
 
     if (ends)
-        ends[age_bin(l, s->since)] += keys * s->weight;
+        ends[age_bin(l, s->since)] += keys * weight_of(s);
     if (epoch + EPOCHS_KEPT > l->epoch)
-        l->open[s->kind][epoch % EPOCHS_KEPT] -= keys * s->weight;
+        l->open[s->kind][epoch % EPOCHS_KEPT] -= keys * weight_of(s);
 }
 
 /* Time has passed: lives that began too long ago are watched no more. */
@@ -472,7 +484,7 @@ static void leave_cell(struct learned *l, uint32_t number)
 /* A span that is in a cell has got so many blocks, or lost them where they are less than 0. */
 static void add_blocks(struct learned *l, const struct span *s, int64_t blocks)
 {
-    l->counts.cell_bytes[cell_of(s)] += blocks * (int64_t)s->weight;
+    l->counts.cell_bytes[cell_of(s)] += blocks * (int64_t)weight_of(s);
 }
 
 /* Spans whose age bin has ended move to the next one, some at a time. */
@@ -542,6 +554,11 @@ static uint64_t keys_bytes(uint32_t keys)
 /* Gives a span room for keys, the first one at the place `low`, and copies as many. */
 static void make_keys(struct learned *l, struct span *s, const uint64_t *hashes, const uint32_t *handles, uint32_t count)
 {
+    if ((s->single = count == 1)) {
+        s->handle = handles ? *handles : 0;
+        s->hash = *hashes;
+        return;
+    }
     s->keys = or_end(malloc(sizeof *s->keys + count * (sizeof *hashes + sizeof *handles)));
     s->keys->base = s->low;
     s->keys->room = count;
@@ -587,7 +604,7 @@ static uint32_t new_span(struct learned *l, uint64_t weight)
             more_spans(l);
     }
     memset(&l->spans[number], 0, sizeof *l->spans);
-    l->spans[number].weight = weight < l->known.lifetime ? weight : l->known.lifetime;
+    l->spans[number].pages = (weight < l->known.lifetime ? weight : l->known.lifetime) / PAGE;
     l->known.spans++;
     return number;
 }
@@ -616,7 +633,7 @@ static uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t c
     s->sightings = 1;
     s->kind = kind;
     set_keys(l, number, hashes, count);
-    l->known.known_bytes += count * s->weight;
+    l->known.known_bytes += count * weight_of(s);
     begin_lives(l, s, count);
     return number;
 }
@@ -624,7 +641,7 @@ static uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t c
 /* Keys of a span are taken or forgotten. */
 static void lose_bytes(struct learned *l, const struct span *s, uint64_t keys)
 {
-    l->known.known_bytes -= keys * s->weight;
+    l->known.known_bytes -= keys * weight_of(s);
 }
 
 static void leave_order(struct learned *l, uint32_t number)
@@ -667,7 +684,8 @@ static void bury(struct learned *l, uint32_t number)
     struct span *s = &l->spans[number];
 
     leave_request(l, number);
-    free_keys(l, s->keys);
+    if (!s->single)
+        free_keys(l, s->keys);
     memset(s, 0, sizeof *s);
     s->child = l->unused_spans;
     l->unused_spans = number;
@@ -696,6 +714,8 @@ static void compact(struct learned *l, uint32_t number)
         bury(l, number);
         return;
     }
+    if (s->single)
+        return;
     uint32_t wasted = before->room - (s->high - s->low);
     if (wasted < WASTED || wasted < s->high - s->low)
         return;
@@ -740,7 +760,7 @@ static void settle_span(struct learned *l, uint32_t number)
 /* Makes a span of the keys from a place on, which is not the first; returns it. */
 static uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
 {
-    uint32_t rest = new_span(l, l->spans[number].weight), had = l->spans[number].held;
+    uint32_t rest = new_span(l, weight_of(&l->spans[number])), had = l->spans[number].held;
     struct span *s = &l->spans[number], *r = &l->spans[rest];
     uint32_t count = s->high - place;
 
@@ -1429,7 +1449,8 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
 void kvoffd_learned_free(struct learned *l)
 {
     for (uint32_t number = 1; number < l->span_top; number++)
-        free(l->spans[number].keys);
+        if (!l->spans[number].single)
+            free(l->spans[number].keys);
     munmap(l->spans, l->span_room * sizeof *l->spans);
     free(l->places);
     free(l->scratch);

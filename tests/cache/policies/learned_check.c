@@ -10,12 +10,12 @@
 static int check_span(const struct learned *l, uint32_t number)
 {
     const struct span *s = &l->spans[number];
-    const uint64_t *hashes = s->keys->hashes;
-    const uint32_t *handles = (const uint32_t *)(hashes + s->keys->room);
-    uint32_t held = 0, base = s->keys->base, room = s->keys->room;
+    const uint64_t *hashes = s->single ? &s->hash : s->keys->hashes;
+    const uint32_t *handles = s->single ? &s->handle : (const uint32_t *)(hashes + s->keys->room);
+    uint32_t held = 0, base = s->single ? s->low : s->keys->base, room = s->single ? 1 : s->keys->room;
 
     HOLDS(base <= s->low && s->low < s->high && s->high - base <= room);
-    HOLDS(s->weight <= l->known.lifetime);
+    HOLDS(weight_of(s) <= l->known.lifetime);
     HOLDS(s->low <= s->top && s->top <= s->high && !s->met && s->kind < CLASSES && s->age_bin < BINS);
     HOLDS(!s->old || s->top == s->high); /* a forgotten key is not remembered */
     HOLDS(s->top == s->low || handles[s->top - 1 - base]);
@@ -42,7 +42,7 @@ static int check_cells(const struct learned *l, uint64_t held)
             const struct span *s = &l->spans[number];
             HOLDS(s->held && s->previous == before && s->kind * BINS + s->age_bin == (int)cell);
             HOLDS(++found <= held);
-            nbytes += s->held * s->weight;
+            nbytes += s->held * weight_of(s);
         }
         HOLDS(l->counts.cell_bytes[cell] == nbytes);
         HOLDS(l->cells[cell].last == before);
@@ -78,8 +78,8 @@ int check_learned(const struct learned *l)
             return wrong;
         keys += s->high - s->low;
         blocks += s->held;
-        nbytes += (s->high - s->low) * s->weight;
-        arrays += (s->keys->room * 12 + 16 + 15) / 16 * 16;
+        nbytes += (s->high - s->low) * weight_of(s);
+        arrays += s->single ? 0 : (s->keys->room * 12 + 16 + 15) / 16 * 16;
         spans++;
         held += s->held != 0;
         young += !s->old;
