@@ -160,6 +160,7 @@ class Namespace:
         self._shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
         self.key_type = np.dtype((np.void, key_bytes))
+        """Of an array whose elements are keys."""
 
     @property
     def ready_blocks(self) -> int:

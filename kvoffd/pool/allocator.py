@@ -29,6 +29,7 @@ _MIN_REGION_BYTES = 4 << 20
 _MAX_REGION_BYTES = 256 << 20
 """A region changes its slot size as a whole, so it must not hold more blocks than may be evicted at once."""
 NO_NODE = -1
+"""Number of the NUMA node of memory that lies on none that is known, as in slots.c."""
 SlotIds: TypeAlias = npt.NDArray[np.uint32]
 
 
@@ -199,7 +200,8 @@ class SlotAllocator:
                 least = min(map(len, columns))
             finally:
                 for column, node in zip(columns, nodes, strict=False):
-                    excess = column[least:]
+                    if not (excess := column[least:]).size:
+                        continue
                     if node in self._nodes:
                         nodes_of = self._node[excess // self.slots_per_region]
                         self.slots_on_other_nodes -= int(np.count_nonzero(nodes_of != node))
