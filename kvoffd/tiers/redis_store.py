@@ -13,7 +13,6 @@ import ssl
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from struct import Struct
 from typing import Any
 
 from kvoffd.tiers.block_format import HEADER_BYTES
@@ -49,7 +48,6 @@ NEEDED_COMMANDS = (
 )
 ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
 """What a server of a cluster answers for a key whose slot, or whose part of it, it does not have or serve."""
-_TIMEVAL = Struct("@ll")
 KEEPALIVE_S = 60  # what is between us and a server may forget a connection that is quiet for some minutes
 WANTS_NO_TLS = " Where it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
 WANTS_TLS = " If it wants TLS, name it rediss://."
@@ -110,8 +108,6 @@ class Redis(Store):
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
                 host = self._address[0]
                 self._socket = _tls_context().wrap_socket(plain, server_hostname=host) if self._tls else plain
-                if not self._tls:
-                    plain.settimeout(None)  # the kernel keeps the time: see _ready
             except BaseException:
                 plain.close()
                 raise
@@ -130,14 +126,12 @@ class Redis(Store):
         if self._database:
             self._command([b"SELECT", b"%d" % self._database], deadline)
 
-    def _quiet(self, connected: socket.socket) -> bool:
+    @staticmethod
+    def _quiet(connected: socket.socket) -> bool:
         """Whether the other end has neither closed the connection nor sent what nobody asked for."""
+        connected.settimeout(0)
         try:
-            if self._tls:
-                connected.settimeout(0)
-                connected.recv(1)
-            else:
-                connected.recv(1, socket.MSG_DONTWAIT)
+            connected.recv(1)
         except (BlockingIOError, ssl.SSLWantReadError):
             return True
         except OSError:
@@ -372,9 +366,9 @@ class Redis(Store):
         view[:done] = self._input[:done]
         del self._input[:done]
         while done < len(view):
-            connected = self._ready(deadline, socket.SO_RCVTIMEO)
-            try:  # all of it in one call of the kernel
-                count = connected.recv_into(view[done:], 0, 0 if self._tls else socket.MSG_WAITALL)
+            connected = self._ready(deadline)
+            try:
+                count = connected.recv_into(view[done:])
             except OSError as error:
                 raise self._lost(error) from error
             if not count:
@@ -382,7 +376,7 @@ class Redis(Store):
             done += count
 
     def _receive(self, count: int, deadline: float) -> bytes:
-        connected = self._ready(deadline, socket.SO_RCVTIMEO)
+        connected = self._ready(deadline)
         try:
             data = connected.recv(count)
         except OSError as error:
@@ -398,7 +392,7 @@ class Redis(Store):
             raise self._broken("More is answered than was asked")
         rest = [memoryview(part) for part in parts if len(part)]
         while rest:
-            connected = self._ready(deadline, socket.SO_SNDTIMEO)
+            connected = self._ready(deadline)
             try:
                 # TLS has no sendmsg.
                 sent = connected.send(rest[0]) if self._tls else connected.sendmsg(rest[:MOST_PARTS])
@@ -412,30 +406,20 @@ class Redis(Store):
             if sent:
                 rest[0] = rest[0][sent:]
 
-    def _ready(self, deadline: float, option: int) -> socket.socket:
-        """The socket, with the time set that it may still take to send or receive, as ``option`` says.
-
-        By the kernel's clock a call moves all that there is. Python's moves what fits the socket's buffer, and gives
-        the GIL back and forth each time.
-        """
+    def _ready(self, deadline: float) -> socket.socket:
+        """The socket, with the time set that it may still take."""
         if self._socket is None:
             raise StoreError("unreachable", f"{self._name} is not connected.")
         left = deadline - time.monotonic()
         if left <= 0:
             raise self._lost(TimeoutError("it does not answer in time"))
-        seconds = min(STALL_S, left)
-        if self._tls:
-            self._socket.settimeout(seconds)
-        else:
-            self._socket.setsockopt(
-                socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), max(1, int(seconds % 1 * 1e6)))
-            )
+        self._socket.settimeout(min(STALL_S, left))
         return self._socket
 
     def _lost(self, why: object) -> StoreError:
         self.close()
-        if isinstance(why, (TimeoutError, BlockingIOError)):
-            return StoreError("timeout", f"The connection to {self._name} is given up: it does not answer in time.")
+        if isinstance(why, TimeoutError):
+            return StoreError("timeout", f"The connection to {self._name} is given up: {why}.")
         hint = " If it wants certificates of clients, set tls-auth-clients no." if self._tls else WANTS_TLS
         hint = "" if self._answered else hint
         return StoreError("disconnected", f"The connection to {self._name} is given up: {why}.{hint}")
