@@ -51,8 +51,8 @@ def fork_workers() -> None:
 def sleep_between_looks() -> None:
     """Have the processes of a tensor parallel engine sleep between two looks at each other's messages.
 
-    vLLM's call sched_yield() instead. With two of them on two CPUs Linux 6.18 gave a daemon in another session no CPU for
-    10 s and longer (run_delay in its schedstat). The engine rightly went on without it, and the test failed.
+    vLLM's call sched_yield() instead. With two of them on two CPUs Linux 6.18 gave a daemon in another session no CPU
+    for 10 s and longer (run_delay in its schedstat). The engine rightly went on without it, and the test failed.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
