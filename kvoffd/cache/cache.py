@@ -88,7 +88,6 @@ RECOVERED_AT_ONCE = 4096
 """Recovered blocks of which those of one group are entered together: about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
-_NO_KEYS: npt.NDArray[np.intp] = np.arange(0)
 _REASONS = list(MissReason)
 _READY_BYTE, _LACKING = bytes([READY]), bytes([Verdict.LACKING])
 
@@ -649,7 +648,7 @@ class Cache:
         verdicts, blocks = self.blocks.plan(group.number, part.keys, group.key_bytes, rank, part.first_blocks)
         count = len(verdicts)
         if verdicts == _LACKING * count:
-            return _Plan(Stored(group, _NOTHING, _NOTHING), part, _NOTHING, np.arange(count), _NOTHING, _NO_KEYS)
+            return _Plan(Stored(group, _NOTHING, _NOTHING), part, _NOTHING, range(count), _NOTHING, [])
         of_key = np.frombuffer(verdicts, np.uint8)
         if Verdict.NARROW in verdicts:
             gone = blocks[of_key == Verdict.NARROW]
@@ -658,8 +657,8 @@ class Cache:
             if self.tiers is not None:  # what a tier has of them is as little
                 self.tiers.forget(group.namespace, group.group, names, MissReason.PARTIAL)
             blocks[np.isin(blocks, gone)] = NO_BLOCK
-        mine = np.flatnonzero(of_key == Verdict.MINE)
-        lacking = np.flatnonzero((of_key == Verdict.LACKING) | (of_key == Verdict.NARROW))
+        mine = np.flatnonzero(of_key == Verdict.MINE).tolist()
+        lacking = np.flatnonzero((of_key == Verdict.LACKING) | (of_key == Verdict.NARROW)).tolist()
         again = (of_key == Verdict.AGAIN) | np.isin(blocks, ours)
         stored = Stored(group, _NOTHING, _NOTHING, again=np.flatnonzero(again).tolist())
         return _Plan(stored, part, blocks[blocks != NO_BLOCK], lacking, blocks[mine], mine)
@@ -674,7 +673,7 @@ class Cache:
         runs: Sequence[tuple[int, float]] = [(len(lacking), inf)]
         short, kept = -inf, False  # what has such a score gives no space; whether there is other
         try:
-            if part.starts is not None and lacking.size and group.sizes and not group.namespace.of_bench:
+            if part.starts is not None and lacking and group.sizes and not group.namespace.of_bench:
                 starts = part.starts if len(part.starts) == 1 else np.unique(np.searchsorted(lacking, part.starts))
                 runs = self.policy.admit(group, names, list(starts))
             for count, score in runs:
@@ -689,19 +688,17 @@ class Cache:
                         short, kept = limit, limit != inf and self._victims.are_left(self._bytes_in[READY])
                 if taken < count:
                     lost = stored.rejected if score == REJECTED or kept else stored.no_space
-                    lost += lacking[begin + taken : end].tolist()
+                    lost += lacking[begin + taken : end]
                 begin = end
             if stored.rejected:
                 self.policy.rejected(group, _some(part.keys, stored.rejected, size))
         finally:  # what was taken is the store's, also where it fails
             if len(blocks) < 3 and not plan.mine.size:
-                copied, stored.blocks = numbers[-1], blocks[-1]
+                stored.copy, stored.blocks = list(numbers[-1]), blocks[-1]
             else:
-                copied, stored.blocks = np.concatenate(numbers), np.concatenate(blocks)
-            if plan.mine.size and len(lacking):
+                copied = np.array([key for some in numbers for key in some], np.intp)
                 order = np.argsort(copied)
-                copied, stored.blocks = copied[order], stored.blocks[order]
-            stored.copy = copied.tolist()
+                stored.copy, stored.blocks = copied[order].tolist(), np.concatenate(blocks)[order]
             stored.slots = self.blocks.slots(stored.blocks, rank + 1)[:, rank] if rank else stored.blocks
             stored.first_blocks = [0] * len(stored.copy)
             if part.first_blocks:
@@ -1219,11 +1216,11 @@ class _Plan:
     stored: Stored
     part: StorePart
     present: BlockIds
-    lacking: npt.NDArray[np.intp]
+    lacking: Sequence[int]
     """Numbers of keys without a block."""
     mine: BlockIds
     """Blocks of which this rank's shard is to be written."""
-    mine_keys: npt.NDArray[np.intp]
+    mine_keys: Sequence[int]
     """The numbers of their keys."""
 
 

@@ -107,8 +107,8 @@ def request(cache: Cache, namespace: Namespace, keys: bytes) -> None:
 def store_lacking(cache: Cache, namespace: Namespace, keys: bytes, states: bytes) -> None:
     """Store the keys that are not READY."""
     if (ready := states.count(READY)) < len(states):
-        lacking = keys
-        if ready:
+        lacking = keys[ready * KEY_BYTES :]
+        if not states.startswith(bytes([READY]) * ready):
             lacking = np.frombuffer(keys, np.uint64)[np.frombuffer(states, np.uint8) != READY].tobytes()
         ticket = cache.begin_store(namespace, 0, [Offered(lacking)])
         cache.commit_store(ticket, [[1] * len(part.copy) for part in ticket.parts])
