@@ -1373,7 +1373,7 @@ static uint64_t walk_by_age(struct learned *l, uint32_t *handles, uint64_t most)
     }
 }
 
-/* Writes the numbers of blocks that are worth less, the next to go first, at most `most`; returns how many. */
+/* Writes the numbers of blocks with the lowest scores, the next to go first, at most `most`; returns how many. */
 uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *handles, uint64_t most)
 {
     uint64_t found = 0;
