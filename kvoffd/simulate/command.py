@@ -207,7 +207,10 @@ def _conclusion(texts: dict[int, str], results: Sequence[Result]) -> list[str]:
         return ["", "For this traffic the policies differ by less than a point."]
     each = ", ".join(f"{one.replayed.policy} {one.replayed.hit_percent:.1f} %" for one in found)
     size, possible = texts[found[0].replayed.blocks], f"{found[0].optimum_percent:.1f} % were possible"
-    return ["", f"For this traffic {found[0].replayed.policy} finds most: in a pool of {size} {each}; {possible}."]
+    least = found[0].replayed.hit_percent - 1  # a point less is as good
+    best = [one.replayed.policy for one in found if one.replayed.hit_percent > least]
+    most = f"{' and '.join(best)} {'find' if len(best) > 1 else 'finds'} most"
+    return ["", f"For this traffic {most}: in a pool of {size} {each}; {possible}."]
 
 
 if __name__ == "__main__":

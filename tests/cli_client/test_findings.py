@@ -243,6 +243,14 @@ def test_each_finding_is_brought_about_and_alone() -> None:
         assert report_of(given).status == {"error": 2, "warning": 1, "info": 0}[one.level]
 
 
+def test_a_quota_that_is_used_is_no_reason_for_a_larger_pool() -> None:
+    limited = counted(ready_bytes=GIB, quota_bytes=GIB, curve=curve(RISING, 26))
+    given = facts({"namespaces": [limited], "curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB})
+    (found,) = find(given)
+    assert (found.check, found.evidence[-30:]) == ("starving", " Its quota of 1.00 GiB is used.")
+    assert found.fix == f"kvoffd-cli namespaces quota {limited.id} --max 2GiB"
+
+
 def test_stores_that_failed_for_want_of_space_are_told_from_others() -> None:
     lost = Window(**traffic(no_space_keys=120))
     (found,) = find(facts({"store": CopyStats(jobs=1000, failed_jobs=50), "since_start": lost}))

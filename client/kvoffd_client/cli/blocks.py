@@ -88,7 +88,7 @@ def show(
         fingerprint = client.find_namespace(namespace)
         found = [info.key for info in islice(client.list_blocks(fingerprint, group, key.lower()), 2)]
         if len(found) != 1:
-            begins = "Several keys begin" if found else "No key begins"
+            begins = "Several keys begin" if found else "No key in the pool begins"
             raise CliError(f"{begins} with {printable(key)!r} in group {group}; `kvoffd-cli blocks ls` lists them.")
         block = client.get_block(fingerprint, found[0], group, verify=False)
     sound = block.damaged_rank is None

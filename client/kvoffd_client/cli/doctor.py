@@ -196,6 +196,8 @@ def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool
         state = f"Not healthy, {errors} error{plural(errors)}" if errors else "Not healthy"
     first = f"{state}. kvoffd {printable(facts.stats.version)}, up for {up}{engines}."
     lines = [first, _worth(facts.stats, value)]
+    if count is None:
+        lines.append("Its clients and its machine were not looked at; for these run doctor there, without --url.")
     if test is not None:
         if test.problem:
             lines.append(f"Self-test failed: {printable(test.problem)}")

@@ -42,7 +42,7 @@ THRASH_SHARE = 0.2
 """Of the keys that are asked for, the part that was evicted before."""
 LOOP_BLOCKED_S = 0.05
 """What one of a hundred beats of the daemon's loop may be late."""
-FULL_DISK, AT_QUOTA = 0.98, 0.9
+FULL_DISK, FULL_POOL, AT_QUOTA = 0.98, 0.8, 0.9
 SHORT_LIFE_S = 3600.0
 """On a full disk, the age of the oldest block under which it is too small."""
 LONG_ENOUGH_S, ROOMY = 3600.0, 2.0
@@ -484,6 +484,9 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         return
     if not repeats(curve) or own_suffices(stats.since_start):
         return  # no size brings anything, as the verdict says
+    used = sum(one.ready_bytes for one in stats.namespaces)
+    if used < FULL_POOL * pool_bytes and any(map(at_quota, facts.counted)):
+        return  # nor does it to those that a quota limits, of whom ``starving`` tells
     found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
     # The smallest larger pool that finds nearly what the largest does.
     larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
@@ -543,6 +546,10 @@ def lru_is_better(facts: Facts) -> Iterator[Finding]:
         yield finding("lru_is_better", evidence, lost / 100, "", "warning" if lost >= MANY_POINTS else "info")
 
 
+def at_quota(one: NamespaceStats) -> bool:
+    return one.quota_bytes is not None and one.ready_bytes >= AT_QUOTA * one.quota_bytes
+
+
 def starving(facts: Facts) -> Iterator[Finding]:
     every, held = facts.stats.curve, sum(one.ready_bytes for one in facts.counted)
     for one in facts.counted:
@@ -551,14 +558,16 @@ def starving(facts: Facts) -> Iterator[Finding]:
             continue
         own, could = 100 * curve.found_tokens / curve.asked_tokens, most_of(curve)
         asks, has = _share(curve.asked_tokens, every.asked_tokens), _share(one.ready_bytes, held)
-        if could - own < MANY_POINTS or has >= asks / 2:
+        if could - own < MANY_POINTS or (has >= asks / 2 and not at_quota(one)):
             continue
         evidence = (
             f"{namespace_name(one.model, one.id)} asks for {percent(asks, 1)} of all tokens and has {percent(has, 1)} "
             f"of the blocks. It finds {own:.1f} %, and could find {could:.1f} %."
         )
         limited, most_bytes = one, 2 * (one.quota_bytes or 0)
-        if one.quota_bytes is None or one.ready_bytes < AT_QUOTA * one.quota_bytes:
+        if at_quota(one):
+            evidence += f" Its quota of {format_size(one.quota_bytes or 0)} is used."
+        else:
             limited = max(facts.counted, key=lambda each: each.ready_bytes)
             most_bytes = max(1 << 20, limited.ready_bytes >> 21 << 20)
         yield finding("starving", evidence, asks * (could - own) / 100, f"{limited.id} --max {exact_size(most_bytes)}")
