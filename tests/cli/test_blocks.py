@@ -74,7 +74,7 @@ def test_what_cannot_be_done_is_one_sentence(engine: FakeEngine, cli: Cli, tmp_p
     for arguments, sentence in (
         ((*LIST_BLOCKS, "--namespace", "nobody"), "`kvoffd-cli namespaces` lists them."),
         (LIST_BLOCKS, "Missing option '--namespace'; `kvoffd-cli namespaces` lists them."),
-        ((*SHOW_BLOCK, "ffff", *NAMED), "No key begins with 'ffff'"),
+        ((*SHOW_BLOCK, "ffff", *NAMED), "No key in the pool begins with 'ffff'"),
         ((*SHOW_BLOCK, "00", *NAMED), "Several keys begin"),
         ((*SHOW_BLOCK, "zz", *NAMED), "hex digits"),
         ((*SHOW_BLOCK, "11", *NAMED, "--group", "4"), "no group 4"),
