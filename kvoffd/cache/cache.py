@@ -948,17 +948,17 @@ class Cache:
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _evict(self, blocks: BlockIds, heir: Group | None = None) -> SlotIds:
-        """Free READY blocks that nothing pins, because others need the space. Slots of blocks of the ``heir`` stay
-        handed out, and are returned."""
+    def _evict(self, blocks: BlockIds, for_group: Group | None = None) -> SlotIds:
+        """Free READY blocks that nothing pins, because others need the space. Slots of blocks of ``for_group``, which
+        needs it, stay handed out, and are returned."""
         if self.tiers is not None and blocks.size:
             self.tiers.evicted(blocks)
         left = _NOTHING
         for group, alike in self.by_group(blocks):
             if not group.dead:
                 group.namespace.counters.evicted_blocks += len(alike)
-            slots = self._remove(group, READY, alike, MissReason.EVICTED, keep=group is heir)
-            left = slots if group is heir else left
+            slots = self._remove(group, READY, alike, MissReason.EVICTED, keep=group is for_group)
+            left = slots if group is for_group else left
         return left
 
     def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:

@@ -217,7 +217,7 @@ class ClientSegment(MappedSegment):
 
     def whole(self) -> bool:
         found = os.fstat(self._fd)
-        return 512 * found.st_blocks >= found.st_size
+        return held_bytes(found) >= found.st_size
 
     def close(self) -> None:
         super().close()

@@ -245,8 +245,9 @@ def test_each_finding_is_brought_about_and_alone() -> None:
 
 def test_a_quota_that_is_used_is_no_reason_for_a_larger_pool() -> None:
     limited = counted(ready_bytes=GIB, quota_bytes=GIB, curve=curve(RISING, 26))
-    given = facts({"namespaces": [limited], "curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB})
-    (found,) = find(given)
+    pool = structs.replace(STATS.pool, bytes={"ready": GIB, "free": 19 * GIB})
+    asked = {"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}
+    (found,) = find(facts({"namespaces": [limited], "pool": pool, **asked}))
     assert (found.check, found.evidence[-30:]) == ("starving", "Its quota of 1.00 GiB is used.")
     assert found.fix == f"kvoffd-cli namespaces quota {limited.id} --max 2GiB"
 

@@ -484,8 +484,7 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         return
     if not repeats(curve) or own_suffices(stats.since_start):
         return  # no size brings anything, as the verdict says
-    used = sum(one.ready_bytes for one in stats.namespaces)
-    if used < FULL_POOL * pool_bytes and any(map(at_quota, facts.counted)):
+    if stats.pool.of("ready") < FULL_POOL * pool_bytes and any(map(at_quota, facts.counted)):
         return  # nor does it to those that a quota limits, of whom ``starving`` tells
     found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
     # The smallest larger pool that finds nearly what the largest does.

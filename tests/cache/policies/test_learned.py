@@ -353,10 +353,10 @@ def test_the_oldest_blocks_of_a_recovered_pool_go_first() -> None:
     for first in range(0, 8000, 500):
         rig.store(namespace, keys_of(*range(first, first + 500)))
     order = [int(block) for some in rig.policy.candidates() for block in some]
-    heir = Learned(rig.slots.pool_bytes)
-    heir.insert(group, np.array(order, np.uint32), blocks.keys(np.array(order, np.uint32), group.key_bytes))
-    assert [int(block) for some in heir.candidates() for block in some] == order
-    assert heir.known.spans >= 7, "a request for some of a span's keys takes as long as it has keys"
+    restarted = Learned(rig.slots.pool_bytes)
+    restarted.insert(group, np.array(order, np.uint32), blocks.keys(np.array(order, np.uint32), group.key_bytes))
+    assert [int(block) for some in restarted.candidates() for block in some] == order
+    assert restarted.known.spans >= 7, "a request for some of a span's keys takes as long as it has keys"
 
 
 HEAD = 8
