@@ -73,11 +73,14 @@ class SocketTransport:
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         """By the descriptor that tells of messages: to ask a socket for it takes longer than to poll it."""
         self._messages = select.epoll()
+        """Readable when one of the sockets has a message."""
+        self._wakes_thread = select.epoll()
         """Readable when a message wakes the transport's own thread."""
+        self._wakes_thread.register(self._messages.fileno(), select.EPOLLIN)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeping_until = 0.0
-        self._idle_fds: list[int] = []
-        """Descriptors that woke threads which wait no more, for the next ones."""
+        self._idle_wakers: list[tuple[int, select.poll]] = []
+        """Descriptors that woke threads which wait no more, for the next ones, and what polls them and the sockets."""
         self._waiting: list[int] = []
         """By waiting thread, a descriptor that wakes it."""
         self._reading: int | None = None
@@ -126,26 +129,25 @@ class SocketTransport:
                     if (done := ready()) or self._closed or now >= deadline:
                         return done
                     if wake_fd < 0:
-                        wake_fd = self._idle_fds.pop() if self._idle_fds else os.eventfd(0, os.EFD_CLOEXEC)
+                        wake_fd, poller = self._idle_wakers.pop() if self._idle_wakers else self._new_waker()
                         self._waiting.append(wake_fd)
-                        self._wake_thread_by_messages()
-                    poller = poller_of(wake_fd, *self._sockets)
+                        self._wakes_thread.modify(self._messages.fileno(), 0)  # this one reads them
                 if (wake_fd, select.POLLIN) in poller.poll(0 if unread else (deadline - now) * 1000):
                     os.eventfd_read(wake_fd)
         finally:
             if wake_fd >= 0:
                 with self.lock:
                     self._waiting.remove(wake_fd)
-                    self._wake_thread_by_messages()
                     if self._closed:
                         os.close(wake_fd)
                     else:
-                        self._idle_fds.append(wake_fd)
+                        self._idle_wakers.append((wake_fd, poller))
+                        if not self._waiting:
+                            self._wakes_thread.modify(self._messages.fileno(), select.EPOLLIN)
 
-    def _wake_thread_by_messages(self) -> None:
-        """Or not, while a thread waits, which reads them itself."""
-        for fd in self._sockets if len(self._waiting) < 2 else ():
-            self._messages.modify(fd, 0 if self._waiting else select.EPOLLIN)
+    def _new_waker(self) -> tuple[int, select.poll]:
+        wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        return wake_fd, poller_of(wake_fd, self._messages.fileno())
 
     def _wake_thread(self) -> None:
         if self._sleeping_until:
@@ -180,7 +182,6 @@ class SocketTransport:
             for topic in topics:
                 events.setsockopt(zmq.SUBSCRIBE, topic)
         self._jobs = self._connected(zmq.DEALER, self._paths.jobs, route)
-        self.notify()  # who waits must poll these
 
     def _connected(self, kind: int, path: Path, route: bytes = b"") -> zmq.Socket[bytes]:
         made: zmq.Socket[bytes] = self._context.socket(kind)
@@ -196,7 +197,7 @@ class SocketTransport:
             made.setsockopt(option, value)
         made.connect(f"ipc://{path}")
         self._sockets[made.FD] = made
-        self._messages.register(made.FD, 0 if self._waiting else select.EPOLLIN)
+        self._messages.register(made.FD, select.EPOLLIN)
         return made
 
     def attach(self, message: Attach, fd: int) -> None:
@@ -336,7 +337,7 @@ class SocketTransport:
         wake_at = min(self._session.wake_at(), NEVER if stream is None else stream.wake_at())
         pause_s = 0.0 if unread or self._closed else min(max(0.0, wake_at - now), MAX_SLEEP_S)
         self._sleeping_until = now + pause_s
-        return poller_of(self._messages.fileno(), self._wake_fd, -1 if stream is None else stream.fileno()), pause_s
+        return poller_of(self._wakes_thread.fileno(), self._wake_fd, -1 if stream is None else stream.fileno()), pause_s
 
     def _sleep(self, poller: select.poll, pause_s: float) -> list[int]:
         """Returns the descriptors that ended the sleep."""
@@ -348,8 +349,9 @@ class SocketTransport:
     def _shut(self) -> None:
         self.disconnect(drain=False)
         self._context.term()
+        self._wakes_thread.close()
         self._messages.close()
-        for fd in (self._wake_fd, *self._idle_fds):
+        for fd in (self._wake_fd, *(fd for fd, _ in self._idle_wakers)):
             os.close(fd)
 
     def leave(self) -> None:

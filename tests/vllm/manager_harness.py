@@ -45,7 +45,7 @@ class ManagerHarness:
             do_no_harm=do_no_harm,
         )
         self.manager.begin_engine(shard_bytes=[SHARD_BYTES] * len(groups), most_running=1, largest_chunk=256)
-        self.prefill = self.manager._harm.prefill
+        self.prefill = self.manager.harm.prefill
         self.report("weights")
 
     def report(self, weights: str, *, usable: bool = True) -> None:

@@ -78,6 +78,7 @@ class EngineNamespace:
         client: the connection; one that is not ready before the namespace is known first.
         generation: counts resets and changes of weights.
         current: the namespace; None while it is not known.
+        registered: every worker's memory is registered in it.
         engine_cache_stale: vLLM's own cache has blocks of other weights than the namespace names: nothing is stored.
         on_leave: called when the weights, or adapters, may be others from now on.
     """
@@ -91,7 +92,7 @@ class EngineNamespace:
         self.client = cast(SchedulerClient, Unconnected())
         self.generation = 0
         self.current: NamespaceSpec | None = None
-        self.engine_cache_stale = False
+        self.registered = self.engine_cache_stale = False
         self.on_leave: Callable[[], None] = lambda: None
         self._last: NamespaceSpec | None = None
         self._reports: dict[int, MemoryReport] = {}
@@ -112,8 +113,7 @@ class EngineNamespace:
 
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
         """Whether steps, empty ones too, will make the namespace known or the workers registered in that time."""
-        known = self.current if self.client.ready else None
-        if known is not None and all(one.registered == known.fingerprint for one in self._reports.values()):
+        if self.registered and self.client.ready:
             return False
         return self._waiting_since is not None and self._clock() - self._waiting_since < patience_s
 
@@ -146,7 +146,7 @@ class EngineNamespace:
         self.generation += 1
         self._reports.clear()
         self.current = self._waiting_since = None
-        self._to_tell = False
+        self._to_tell = self.registered = False
         self._engine_cache_kept = engine_cache_kept
         self.engine_cache_stale = self.engine_cache_stale and engine_cache_kept
         self.on_leave()
@@ -163,6 +163,13 @@ class EngineNamespace:
             self._reports[rank] = report
         if self.current is None and len(self._reports) == self._world_size:
             self._decide([self._reports[rank] for rank in sorted(self._reports)])
+        self._note_registered()
+
+    def _note_registered(self) -> None:
+        known = self.current
+        self.registered = known is not None and all(
+            report.registered == known.fingerprint for report in self._reports.values()
+        )
 
     def _decide(self, reports: Sequence[MemoryReport]) -> None:
         namespace, *others = [report.namespace for report in reports]
@@ -200,6 +207,7 @@ class EngineNamespace:
     def join(self, namespace: NamespaceSpec) -> None:
         """Be in this namespace, and connect unless the connection is there already."""
         self.current = namespace
+        self._note_registered()
         if self._last is None or self._last.fingerprint != namespace.fingerprint:
             self.client.close()
             self.client, self._last = self._connect(namespace), namespace

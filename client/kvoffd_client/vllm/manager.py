@@ -231,7 +231,7 @@ class KvoffdManager(OffloadingManager):
         if event_kinds is not None:
             self.events = HostBlockEvents({index: self._groups[index] for index in event_kinds}, event_kinds)
         prefill = PrefillRate(self._clock, most_running, largest_chunk)
-        self._harm = DoNoHarm(self._clock, prefill, active=self._do_no_harm)
+        self.harm = DoNoHarm(self._clock, prefill, active=self._do_no_harm)
 
     def look_up(self, request: Request) -> None:
         """Ask for all whole chunks of a request, if the daemon may be asked. vLLM has told of the request before."""
@@ -272,39 +272,36 @@ class KvoffdManager(OffloadingManager):
         state.found, state.otherwise = {}, _MISS
         if has_all or not self._may_load(state) or not namespace.usable:
             return
-        if namespace.pending() if namespace.current is None else namespace.pending(self._deadline_s):
-            state.otherwise = LookupResult.RETRY  # it is about to be known, or the workers registered
-            return
-        if namespace.current is None:
-            return
+        if namespace.current is None or not (namespace.registered and namespace.client.ready):
+            if namespace.pending() if namespace.current is None else namespace.pending(self._deadline_s):
+                state.otherwise = LookupResult.RETRY  # it is about to be known, or the workers registered
+                return
+            if namespace.current is None:
+                return
         if state.answer is not None and not state.answer.usable:
             state.answer = None
         if state.pending is None and self._is_outdated(state):
             self.look_up(request)
         if state.pending is not None and not state.pending.ticket.done:
             self._wait_for_answer(state, state.pending, request.num_tokens - computed_tokens)
-        if state.pending is not None and state.pending.ticket.done:
-            self._take_answer(state, state.pending)
+        came = state.pending
+        if came is not None and came.ticket.done:
+            state.pending = None
+            if came.ticket.failed or (came.ticket.pinned and not came.ticket.alive):
+                self._release(came)
+                state.failed_at = self._clock()
+            else:
+                self._note_reply(came)
+                # The new lease pins what the old one did, so nothing is unpinned in between.
+                self._release(state.answer)
+                state.answer = came
+                came.read(self._groups)
+                state.from_tiers.update(came.coming)
         if state.answer is not None:
             state.found = state.answer.found
             state.waits_for_disk = bool(state.answer.coming) and self._decide_disk_wait(state, state.answer)
         if state.pending is not None and not state.pending.given_up:
             state.otherwise = LookupResult.RETRY
-
-    def _take_answer(self, state: RequestState, came: KeyedLookup) -> None:
-        """Take in the answer that has come."""
-        state.pending = None
-        if came.ticket.failed or (came.ticket.pinned and not came.ticket.alive):
-            self._release(came)
-            state.failed_at = self._clock()
-            return
-        self._note_reply(came)
-        # The new lease pins what the old one did, so nothing is unpinned in between.
-        if state.answer is not None:
-            self._release(state.answer)
-        state.answer = came
-        came.read(self._groups)
-        state.from_tiers.update(came.coming)
 
     def _is_outdated(self, state: RequestState) -> bool:
         """Whether to ask for a request that no lookup is on its way for."""
@@ -354,7 +351,7 @@ class KvoffdManager(OffloadingManager):
         """
         if not self._do_no_harm:
             return self._deadline_s
-        prefill = self._harm.prefill
+        prefill = self.harm.prefill
         if prefill.tokens_per_second and tokens:
             computed_s = max(prefill.step_s, tokens / prefill.tokens_per_second)
         else:
@@ -376,7 +373,7 @@ class KvoffdManager(OffloadingManager):
             return False  # only the daemon says when something has come from disk, or never will
         if state.disk_wait_until is None:
             limit_s = self._disk_wait_s
-            if self._do_no_harm and (rate := self._harm.prefill.tokens_per_second):
+            if self._do_no_harm and (rate := self.harm.prefill.tokens_per_second):
                 limit_s = min(limit_s, self._most_tokens(answer.coming) / rate)
             state.disk_wait_until = now + limit_s
         if now + answer.ticket.wait_s >= state.disk_wait_until:
@@ -394,7 +391,7 @@ class KvoffdManager(OffloadingManager):
         What can wait is left to the steps after a prompt's first: it would come before the first token.
         """
         self._wait_left_s = LOOKUP_WAIT_S if request_tokens else IDLE_WAIT_S
-        self._harm.prefill.step_begins(request_tokens)
+        self.harm.prefill.step_begins(request_tokens)
         if not new_requests or len(self._scheduled) > MOST_SCHEDULED:
             self._end_scheduled()
         now = self._clock()
@@ -405,8 +402,8 @@ class KvoffdManager(OffloadingManager):
             self._reported = Counter(self._counters)
             counts = [min(news[name], MAX_REPORTED) for name in metrics.REPORTED]
             # What is not new is reported too: the daemon may have been restarted.
-            if any((*self._harm.rates, *counts)):
-                self.namespace.client.report(*self._harm.rates, *counts)
+            if any((*self.harm.rates, *counts)):
+                self.namespace.client.report(*self.harm.rates, *counts)
 
     def _end_scheduled(self) -> None:
         """Report the requests that were scheduled, and unpin the blocks of those that load none."""
@@ -420,7 +417,7 @@ class KvoffdManager(OffloadingManager):
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """The daemon's blocks, for the engine's own stream. The output of the first of the steps that run has come."""
-        self._harm.prefill.step_ended()
+        self.harm.prefill.step_ended()
         return self.events.take(self.namespace) if self.events is not None else ()
 
     def is_loading(self, request_id: str) -> bool:
@@ -432,15 +429,12 @@ class KvoffdManager(OffloadingManager):
         """Whether steps are needed: for a load to be taken in, or for the namespace."""
         return bool(self._loading) or self.has_pending_work()
 
-    def load_is_worth_it(self, request_id: str, tokens: int) -> bool:
-        """Whether to load so many tokens of a request, and not to compute them."""
-        if self._harm.load_is_worth_it(tokens):
-            return True
+    def load_skipped(self, request_id: str) -> None:
+        """Note that a request computes what it could load, since that is faster."""
         state = self._requests[request_id]
         if not state.skip_counted:
             state.skip_counted = True
             self._counters[metrics.SLOW_LOADS] += 1
-        return False
 
     def ready_tokens(self, request: Request, index: int) -> int:
         """Return of how many tokens of a group, from a request's first one on, the answer says that they are there."""
@@ -503,11 +497,11 @@ class KvoffdManager(OffloadingManager):
     def workers_report(self, report: WorkerReport) -> None:
         """Take the workers' report, before vLLM takes in which jobs have ended."""
         if report.waited_s:
-            self._harm.note_wait(report.waited_s)
+            self.harm.note_wait(report.waited_s)
         if report.credit_bytes is not None:
             self._credit_bytes = report.credit_bytes
         for tokens, seconds in report.load_times.values():
-            self._harm.note_load(tokens, seconds)
+            self.harm.note_load(tokens, seconds)
         for failed in report.failed_jobs.values():
             self._job_failed(failed)
         if report.memory:
@@ -568,7 +562,7 @@ class KvoffdManager(OffloadingManager):
         wanted = self._storable(state, keys, req_context)
         if not wanted:
             return nothing
-        if self._clock() < self._harm.stores_paused_until:
+        if self._clock() < self.harm.stores_paused_until:
             self._counters[metrics.PAUSED_STORES] += 1
             return nothing
         sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in wanted}
@@ -636,7 +630,7 @@ class KvoffdManager(OffloadingManager):
         self._outstanding_bytes = 0
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._counters.take(self.namespace.client.ready, lambda: self._harm.rates)
+        return self._counters.take(self.namespace.client.ready, lambda: self.harm.rates)
 
     def shutdown(self) -> None:
         self.namespace.client.close()
