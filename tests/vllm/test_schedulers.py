@@ -55,7 +55,8 @@ def connector(model: Path, tmp_path: Path, client: Any, groups: list[KVCacheGrou
     config = make_config(model, {"directory": str(tmp_path)})
     built = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config(*groups))
     built._manager.loads = False
-    built._manager.namespace.client, built._manager.namespace.current = client, NamespaceSpec.named("model")
+    namespace = built._manager.namespace
+    namespace.client, namespace.current, namespace.registered = client, NamespaceSpec.named("model"), True
     yield built
     built.shutdown()
 
