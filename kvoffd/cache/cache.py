@@ -632,11 +632,13 @@ class Cache:
                 self.unpin(present)
         for plan in plans:
             stored = plan.stored
-            for numbers, reason in ((stored.no_space, MissReason.NO_SPACE), (stored.rejected, MissReason.REJECTED)):
+            lack = MissReason.QUOTA if stored.no_space_cause == "quota" else MissReason.NO_SPACE
+            for numbers, reason in ((stored.no_space, lack), (stored.rejected, MissReason.REJECTED)):
                 if numbers:
                     names = _some(plan.part.keys, numbers, namespace.key_bytes)
                     self.blocks.note_misses(stored.group.number, names, namespace.key_bytes, reason)
-            namespace.counters.dropped_keys += len(stored.no_space)
+            if stored.no_space:
+                namespace.counters.no_space[stored.no_space_cause] += len(stored.no_space)
             namespace.counters.declined_keys += len(stored.rejected)
         return StoreTicket(rank, [plan.stored for plan in plans])
 
@@ -690,6 +692,8 @@ class Cache:
                     lost = stored.rejected if score == REJECTED or kept else stored.no_space
                     lost += lacking[begin + taken : end]
                 begin = end
+            if stored.no_space:
+                stored.no_space_cause = self.no_space_cause(group)
             if stored.rejected:
                 self.policy.rejected(group, _some(part.keys, stored.rejected, size))
         finally:  # what was taken is the store's, also where it fails
@@ -924,8 +928,20 @@ class Cache:
                 pass
         if (excess := namespace.held_bytes + count * each - quota) > 0:
             own = [one.number for one in self._current[namespace]]
-            self._evict(self._victims.of_namespace(namespace, own, excess, count + MAX_OVER_QUOTA, below))
+            victims = self._victims.of_namespace(namespace, own, excess, count + MAX_OVER_QUOTA, below)
+            self._evict(victims, reason=MissReason.QUOTA)
         return max(0, min(count, (quota - namespace.held_bytes) // each))
+
+    def no_space_cause(self, group: Group) -> str:
+        """What has the space that a block of a group does not get now: one of NO_SPACE_CAUSES."""
+        usage, quota = self.usage, self.quotas.get(group.namespace.fingerprint)
+        if quota is not None and group.namespace.held_bytes + group.block_bytes > quota:
+            return "quota"
+        if group.block_bytes > self.slots.pool_bytes:
+            return "too_large"
+        if usage.free + usage.ready - usage.pinned >= group.block_bytes:
+            return "sizes"
+        return "pinned" if usage.pinned >= usage.writing else "filling"
 
     def _make_space(self, group: Group, count: int, below: float) -> SlotIds | None:
         """Free slots for about ``count`` blocks of a group; None where nothing may go. Slots of blocks of the same
@@ -948,7 +964,9 @@ class Cache:
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _evict(self, blocks: BlockIds, for_group: Group | None = None) -> SlotIds:
+    def _evict(
+        self, blocks: BlockIds, for_group: Group | None = None, reason: MissReason = MissReason.EVICTED
+    ) -> SlotIds:
         """Free READY blocks that nothing pins, because others need the space. Slots of blocks of ``for_group``, which
         needs it, stay handed out, and are returned."""
         if self.tiers is not None and blocks.size:
@@ -957,7 +975,7 @@ class Cache:
         for group, alike in self.by_group(blocks):
             if not group.dead:
                 group.namespace.counters.evicted_blocks += len(alike)
-            slots = self._remove(group, READY, alike, MissReason.EVICTED, keep=group is for_group)
+            slots = self._remove(group, READY, alike, reason, keep=group is for_group)
             left = slots if group is for_group else left
         return left
 

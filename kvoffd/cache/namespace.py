@@ -54,6 +54,8 @@ class MissReason(IntEnum):
     """It was found, but the engine did not wait for the answer."""
     SKIPPED = 11
     """It was found, but computing was faster than loading."""
+    QUOTA = 12
+    """Its namespace had its quota: another block of it went or came in its place."""
 
 
 class NamespaceRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -103,7 +105,6 @@ class Counters:
     evicted_blocks: int = 0
     invalidated_blocks: int = 0
     partial_blocks: int = 0
-    dropped_keys: int = 0
     declined_keys: int = 0
     skipped_loads: int = 0
     paused_stores: int = 0
@@ -112,6 +113,8 @@ class Counters:
     """Of the engine that told its own last."""
     load_tokens_per_second: float = 0.0
     misses: Counter[MissReason] = field(default_factory=Counter)
+    no_space: Counter[str] = field(default_factory=Counter)
+    """Keys that were not stored, by what had the space: NO_SPACE_CAUSES."""
 
     def loaded(self, tokens: int) -> None:
         """Count tokens that an engine loaded and did not compute, with the time that computing takes it."""

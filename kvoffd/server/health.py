@@ -9,7 +9,7 @@ from kvoffd.observe.meters import MINUTE_S
 from kvoffd.system.limits import open_descriptors
 from kvoffd_proto import admin as a
 from kvoffd_proto.cuda import descriptor_limits
-from kvoffd_proto.stats import Window
+from kvoffd_proto.stats import NO_SPACE_CAUSES, Window, namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_size, plural
 
 if TYPE_CHECKING:
@@ -68,11 +68,12 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
             "pool, or end the sessions that hold blocks and do not load them.",
         )
     if dropped := recent.no_space_keys:
-        quota = ", a quota is too low (`kvoffd-cli namespaces`)" if service.cache.quotas else ""
+        cause = max(recent.no_space_causes, key=recent.no_space_causes.__getitem__)
+        whose = {"pinned": _most_pinned, "quota": _full_quota}.get(cause, lambda _: "")(service)
         yield (
             "stores_without_space",
-            f"In the last {over} the pool had no space for {format_count(dropped)} block{plural(dropped)} that engines "
-            f"offered. It is too small{quota}, or too much is pinned.",
+            f"In the last {over} there was no space for {format_count(dropped)} block{plural(dropped)} that engines "
+            f"offered: {NO_SPACE_CAUSES[cause]}{whose}.",
         )
     late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
     if late >= LEAST_LATE and late > LATE_SHARE * lookups:
@@ -101,6 +102,16 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
         )
     if service.http_problem:
         yield "http_unavailable", service.http_problem
+
+
+def _full_quota(service: Service) -> str:
+    """The namespace whose quota refused the most, as the middle of a sentence."""
+    found = [one for one in service.cache.namespaces.values() if one.fingerprint in service.cache.quotas]
+    if not found:
+        return ""
+    one = max(found, key=lambda one: one.counters.no_space["quota"])
+    size = format_size(service.cache.quotas[one.fingerprint])
+    return f" ({one.label} {namespace_id(one.fingerprint)}, at most {size})"
 
 
 def _most_pinned(service: Service) -> str:

@@ -594,9 +594,13 @@ class Jobs:
         session, counters = job.session, self.counters[job.direction]
         counters.jobs += len(results)
         counters.failed_jobs += len(results) - sum([result.ok for result in results])
-        counters.bytes += sum([result.bytes for result in results])
+        nbytes = sum([result.bytes for result in results])
+        counters.bytes += nbytes
         if isinstance(job, StoreBatch):
             session.store_bytes -= job.plan.nbytes
+            session.stored_bytes += nbytes
+        else:
+            session.loaded_bytes += nbytes
         for job_id in job.ids:
             del session.jobs[job_id]
         session.completions.add(results)

@@ -204,6 +204,8 @@ class Session:
     """Bytes of unfinished stores, held against the session's credit."""
     pieces: int = 0
     """Of all jobs that hold memory for what they copy."""
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
     requests: deque[LoggedRequest] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_REQUESTS))
     """What became of its engine's latest requests."""
     on_released: Callable[[], None] | None = None

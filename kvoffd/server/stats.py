@@ -76,6 +76,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         lifetime=traffic.lifetime(total),
         namespaces=[*map(partial(_namespace_stats, service), largest, curve.of_namespaces(largest)), *others],
         other_namespaces=len(cache.namespaces) - len(largest),
+        gone_namespaces=traffic.gone_namespaces,
         integrity=filled(s.IntegrityStats, cache),
         tiers=_tiering_stats(service),
         disks=list(map(_disk_stats, service.tiers)),

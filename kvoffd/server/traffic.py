@@ -15,9 +15,11 @@ from kvoffd.observe.meters import CounterWindows
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, OTHERS, Lifetime, NamespaceStats, Window, namespace_id
 
 SAMPLE_EVERY_S = 1.0
-COUNTED = tuple(name for name in Counters.__slots__ if name != "misses" and not name.endswith("per_second"))
+COUNTED = tuple(
+    name for name in Counters.__slots__ if name not in ("misses", "no_space") and not name.endswith("per_second")
+)
 _counted = attrgetter(*COUNTED)
-_MISSES = "misses "
+_MISSES, _NO_SPACE = "misses ", "no_space "
 _MISSES_OF = {reason: f"{_MISSES}{reason.name.lower()}" for reason in MissReason}
 _COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
 """Counters that statistics have under their own name."""
@@ -33,6 +35,8 @@ class TrafficCounts:
     """What earlier daemons counted."""
     _gone: Counter[str] = field(default_factory=Counter, init=False)
     """What the counters of namespaces that were forgotten since had come to: sums never fall."""
+    gone_namespaces: int = field(default=0, init=False)
+    """That had counted something."""
     _sampled_at: float = field(default=float("-inf"), init=False)
     _shown: dict[Namespace, None] = field(default_factory=dict, init=False)
     _others: Counter[str] = field(default_factory=Counter, init=False)
@@ -58,7 +62,9 @@ class TrafficCounts:
         else:
             self._others.update(counts_of(namespace))
         if not namespace.of_bench:
-            self._gone.update(counts_of(namespace))
+            counts = counts_of(namespace)
+            self._gone.update(counts)
+            self.gone_namespaces += bool(counts)
 
     def total(self) -> Mapping[str, float]:
         """What all namespaces have counted since the start."""
@@ -128,6 +134,8 @@ def counts_of(namespace: Namespace) -> dict[str, float]:
     counts = {name: count for name, count in zip(COUNTED, _counted(counters), strict=True) if count}
     for reason, count in counters.misses.items():
         counts[_MISSES_OF[reason]] = count
+    for cause, count in counters.no_space.items():
+        counts[_NO_SPACE + cause] = count
     return counts
 
 
@@ -140,7 +148,10 @@ def pending_keys(namespace: Namespace) -> int:
 
 def figures(counts: Mapping[str, float]) -> dict[str, Any]:
     """The fields of a Traffic: every key that was asked for is loaded, not needed, or a miss."""
-    misses = {name.removeprefix(_MISSES): int(n) for name, n in counts.items() if name.startswith(_MISSES) and n}
+    misses, causes = (
+        {name.removeprefix(prefix): int(n) for name, n in counts.items() if name.startswith(prefix) and n}
+        for prefix in (_MISSES, _NO_SPACE)
+    )
     sources = {"pool": "keys_ready", "disk": "found_disk", "shared": "found_shared"}
     found = {source: int(count) for source, name in sources.items() if (count := counts.get(name, 0))}
     loaded = int(counts.get("loaded_keys", 0))
@@ -150,6 +161,7 @@ def figures(counts: Mapping[str, float]) -> dict[str, Any]:
         "found_keys": found,
         "not_needed_keys": not_needed,
         "asked_keys": loaded + not_needed + sum(misses.values()),
-        "no_space_keys": counts.get("dropped_keys", 0),
+        "no_space_keys": sum(causes.values()),
+        "no_space_causes": causes,
         "rejected_keys": counts.get("declined_keys", 0),
     }

@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     for option, default in (("--policy", ALL), ("--size", ""), ("--blocks", ""), ("--block-size", "")):
         parser.add_argument(option, default=default)
+    parser.add_argument("--pool", type=int, default=0, help="bytes of the daemon's own")
     parser.add_argument("--json", action="store_true")
     try:
         _replay_file(parser.parse_args(arguments))
@@ -150,6 +151,8 @@ def _sizes(given: argparse.Namespace, trace: Trace, block_bytes: int, distinct: 
     if not found:
         some = sorted({max(1, distinct // part) for part in PARTS})
         found = [Size(format_size(n * block_bytes) if block_bytes else f"{n:,} blocks", n) for n in some]
+        if block_bytes and given.pool >= block_bytes:
+            found.append(Size(f"{format_size(given.pool)} (now)", given.pool // block_bytes))
     return sorted({size.blocks: size for size in found}.values(), key=lambda size: size.blocks)
 
 

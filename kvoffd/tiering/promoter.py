@@ -15,10 +15,11 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import FillTicket
 from kvoffd.tiers.tier import PRESENT, Block, Result, Space, Tier
 
-NO_SPACE, OVERDUE, SLOWER = "no_space", "overdue", "slower"
+NO_SPACE, QUOTA, OVERDUE, SLOWER = "no_space", "quota", "overdue", "slower"
 """Why a block does not come up, beside the results of tiers. ``slower``: computing it takes less time."""
 MISSES: dict[str, MissReason] = {
     NO_SPACE: MissReason.NO_SPACE,
+    QUOTA: MissReason.QUOTA,
     OVERDUE: MissReason.TIER_LATE,
     Result.DEADLINE: MissReason.TIER_LATE,
     Result.CORRUPT: MissReason.CORRUPT,
@@ -188,7 +189,7 @@ class Promoter:
                         refused.append(fill)
                 elif states[number] == FREE:
                     self.no_space_until[namespace] = self._clock() + NO_SPACE_S
-                    self._failed(fill, NO_SPACE)
+                    self._failed(fill, QUOTA if self._cache.no_space_cause(taken.group) == QUOTA else NO_SPACE)
                 else:  # the pool has it by now
                     self._settle(fill)
                     self._withdraw(fill)

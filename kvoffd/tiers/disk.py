@@ -293,7 +293,8 @@ class DiskTier(Tier):
             )
             self._notes = make_workers(f"{name}-n", [self._note], self._note_ended, post, clock)
         self.found_blocks = self._blocks
-        self.open_seconds = clock() - begun
+        self._opened_at = clock()
+        self.open_seconds = self._opened_at - begun
         for kind, sentence in file.errors:
             self._error(kind, sentence)
 
@@ -968,9 +969,10 @@ class DiskTier(Tier):
 
     @property
     def oldest_seconds(self) -> float:
-        """Time since the oldest block was written, to the hour; 0 without blocks."""
+        """Time since the oldest block was written, at most; 0 without blocks. The hour alone is written down."""
         hours = [int(np.frombuffer(region.hours, np.uint32).min()) for region in self._regions.values()]
-        return max(0.0, self._wall_clock() - min(hours, default=_NEVER) * _HOUR_S)
+        age_s = max(0.0, self._wall_clock() - min(hours, default=_NEVER) * _HOUR_S)
+        return age_s if self.found_blocks else min(age_s, self._clock() - self._opened_at)
 
     def tick(self) -> None:
         now = self._clock()

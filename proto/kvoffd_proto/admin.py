@@ -104,6 +104,8 @@ class SessionInfo(Wire, frozen=True):
         default_factory=list
     )
     pinned_bytes: Annotated[ByteCount, doc("Pool bytes of the blocks under the session's leases.")] = 0
+    stored_bytes: Annotated[ByteCount, doc("Bytes copied from the session's memory to the pool.")] = 0
+    loaded_bytes: Annotated[ByteCount, doc("Bytes copied from the pool to the session's memory.")] = 0
 
 
 class SessionsReply(Reply, frozen=True):

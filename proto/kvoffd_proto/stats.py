@@ -131,8 +131,17 @@ MISS_REASONS = {
     "lease_limit": "in the pool, but the session may lease no more",
     "late": "found, but the engine did not wait for it",
     "skipped": "found, but computing was faster than loading",
+    "quota": "evicted or not stored: its namespace had its quota",
 }
 """Why a key that was asked for was not brought, and what it means."""
+NO_SPACE_CAUSES = {
+    "quota": "a namespace had its quota, all of it pinned or being written",
+    "pinned": "leases and copies pinned the pool",
+    "filling": "the pool was full of blocks that were being written",
+    "sizes": "the space lay between pinned blocks of another size",
+    "too_large": "a block takes more than the pool has",
+}
+"""What had the space that keys to be stored did not get."""
 
 
 class Traffic(Part, frozen=True):
@@ -161,7 +170,12 @@ class Traffic(Part, frozen=True):
     stored_bytes: Annotated[ByteCount, counter("Bytes copied from engines to the pool.")] = 0
     stored_blocks: Annotated[Count, doc("Blocks that were stored whole and became readable.")] = 0
     evicted_blocks: Annotated[Count, counter("Blocks evicted from the pool to make space for others.")] = 0
-    no_space_keys: Annotated[Count, counter("Keys that were not stored, since the pool had no space.")] = 0
+    no_space_keys: Annotated[
+        Count, counter("Keys that were not stored, since the pool, or the namespace's quota, had no space.")
+    ] = 0
+    no_space_causes: Annotated[
+        Labelled, doc("These keys by what had the space: " + ", ".join(NO_SPACE_CAUSES) + ".")
+    ] = {}
     rejected_keys: Annotated[Count, doc("Keys that were not stored, since the eviction policy rejected them.")] = 0
     late_lookups: Annotated[Count, counter("Lookups whose answer engines did not wait for: they computed.")] = 0
     skipped_loads: Annotated[Count, doc("Loads that engines skipped, since computing was faster.")] = 0
@@ -401,7 +415,9 @@ class DiskStats(Part, frozen=True):
     used_bytes: Annotated[ByteCount, gauge("Bytes of the disk's blocks.")] = 0
     physical_bytes: Annotated[ByteCount, doc("Bytes that the file takes of its device.")] = 0
     blocks: Annotated[Count, doc("Blocks on the disk that can be promoted.")] = 0
-    oldest_seconds: Annotated[Seconds, doc("Age of the oldest block, to the hour.")] = 0.0
+    oldest_seconds: Annotated[
+        Seconds, doc("Age of the oldest block at most: of blocks of earlier runs the hour is known.")
+    ] = 0.0
     read_blocks: Annotated[Count, doc("Blocks read.")] = 0
     read_bytes: Annotated[ByteCount, counter("Bytes read from the disk, headers of blocks included.")] = 0
     written_blocks: Annotated[Count, doc("Blocks written.")] = 0
@@ -566,6 +582,9 @@ class DaemonStats(Part, frozen=True):
         list[NamespaceStats], part("The 100 largest namespaces, and one row for all others.", "namespace_")
     ] = []
     other_namespaces: Annotated[Count, doc("How many namespaces are in the row ``other``.")] = 0
+    gone_namespaces: Annotated[
+        Count, doc("Namespaces that are counted in ``since_start`` and are forgotten: empty, and without an engine.")
+    ] = 0
     integrity: Annotated[IntegrityStats, part("Comparisons with checksums.", "integrity_")] = field(
         default_factory=IntegrityStats
     )

@@ -157,7 +157,7 @@ def test_a_job_larger_than_the_pool_keeps_its_head_and_evicts_nothing_of_its_own
     ticket = rig.cache.begin_store(namespace, 0, [Part(1, keys_of(*range(20))), Part(0, keys_of(1, 2, 3))])
     assert (ticket.parts[0].copy, ticket.parts[0].no_space) == (list(range(5)), list(range(5, 20)))
     assert states(rig, namespace, keys_of(1, 2, 3)) == [R] * 3
-    assert namespace.counters.dropped_keys == 15
+    assert namespace.counters.no_space == {"filling": 15}
     check_invariants(rig.cache)
 
 

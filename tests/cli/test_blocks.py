@@ -47,7 +47,9 @@ def test_a_listing_ends_at_its_limit_and_takes_several_prefixes(engine: FakeEngi
     chosen = [key.hex() for key in KEYS[:2]]
     listed = json.loads(cli(*LIST_BLOCKS, *NAMED, "--prefix", chosen[0], "--prefix", chosen[1], "--json").out)
     assert ([block["key"] for block in listed["blocks"]], listed["more"]) == (chosen, False)
-    assert cli(*LIST_BLOCKS, *NAMED, "--prefix", "ff") == (0, "There is no such block.\n", "")
+    nothing = "There is no block in group 0 whose key begins with ff or fe.\n"
+    assert cli(*LIST_BLOCKS, *NAMED, "--prefix", "ff", "--prefix", "fe") == (1, nothing, "")
+    assert cli(*LIST_BLOCKS, *NAMED, "--prefix", "ff", "--json").status == 1
 
 
 def test_keys_that_a_terminal_cuts_are_said_to_be_cut(shared_daemon: DaemonProcess, engine: FakeEngine) -> None:

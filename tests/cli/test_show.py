@@ -37,9 +37,15 @@ def test_nothing_is_lost_on_80_columns(shared_daemon: DaemonProcess) -> None:
 
 
 def test_engines_have_a_row_each_and_the_command_none(shared_daemon: DaemonProcess, cli: Cli) -> None:
-    with FakeEngine(shared_daemon.directory, "one") as engine, FakeEngine(shared_daemon.directory, "two"):
+    with FakeEngine(shared_daemon.directory, "one") as engine, FakeEngine(shared_daemon.directory, "one"):
+        assert engine.store(keys(1, 2), [0, 1]).ok
+        assert engine.lookup(keys(1)) == 1
+        assert engine.load(keys(1), [2]).ok
         rows = json.loads(cli("clients", "--json").out)["engines"]
-        assert [(row["schedulers"], row["workers"]) for row in rows] == [(1, 1), (1, 1)]
+        assert [(row["schedulers"], row["workers"]) for row in rows] == [(1, 1), (1, 1)], "of one name, and two engines"
+        moved = [(row["stored_bytes"], row["loaded_bytes"]) for row in rows]
+        assert sorted(moved) == [(0, 0), (2 * BLOCK_BYTES, BLOCK_BYTES)]
+        assert "with 2 engines" in cli("doctor").out
         assert engine.namespace.fingerprint.hex() in rows[0]["namespaces"]
         sessions = json.loads(cli("clients", "--all", "--json").out)["sessions"]
         assert {one["role"] for one in sessions} == {"scheduler", "worker"}

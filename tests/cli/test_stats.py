@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvoffd_client import GroupSpec, NamespaceSpec
+from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from tests.kit.command import Cli, Terminal, run_cli, run_cli_here
 from tests.kit.daemon import DaemonProcess
@@ -64,6 +64,18 @@ def test_hits_misses_and_loads_are_those_that_there_were(cli: Cli) -> None:
     assert [rows[name] for name in ("loaded", "found, not needed", "missed")][1:] == [["22.2", "%"], ["33.3", "%"]]
     assert "44.4 %" in page
     assert "never stored" in cli("stats", "--misses").out
+
+
+def test_a_namespace_that_is_gone_is_counted_and_said_to_be_gone() -> None:
+    with DaemonProcess(limits={"max_namespaces": 1}) as daemon, AdminClient(daemon.directory) as admin:
+        with FakeEngine(daemon.directory, "short") as engine:
+            assert engine.lookup(keys(1)) == 0
+        wait_until(lambda: len(admin.sessions().sessions) == 1)
+        with FakeEngine(daemon.directory, "other"):
+            assert [one.model for one in admin.stats().namespaces] == ["other"]
+            assert (admin.stats().gone_namespaces, admin.stats().since_start.asked_keys) == (1, 1)
+            page = run_cli("stats", "--directory", str(daemon.directory)).stdout
+    assert page.splitlines()[-1] == "The sums above have 1 namespace, now empty and without an engine, as well."
 
 
 def test_http_says_the_same_as_the_socket(cli: Cli, port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,9 @@ CASES: dict[str, Facts] = {
     "not_pinned": machine(driver="570.86", memlock_bytes=None),
     "memlock": machine(driver="570.86"),
     "disk_space": with_disk(300 * GIB),
-    "disk_too_small": with_disk(used_bytes=499 * GIB, physical_bytes=500 * GIB, oldest_seconds=600.0),
+    "disk_too_small": with_disk(
+        used_bytes=450 * GIB, physical_bytes=500 * GIB, evicted_blocks=9, written_bytes=1000 * GIB, read_bytes=200 * GIB
+    ),
     "tier_late": space(misses={"tier_late": 500, "unknown": 3500}, found_keys={"pool": 4000, "disk": 2000}),
     "disk_writes": with_disk(written_bytes=600 * GIB),
     "not_shared": facts(namespaces=[info(1), info(2, "llama", tokens_per_hash=64)]),
@@ -253,9 +255,24 @@ def test_a_quota_that_is_used_is_no_reason_for_a_larger_pool() -> None:
 
 
 def test_stores_that_failed_for_want_of_space_are_told_from_others() -> None:
-    lost = Window(**traffic(no_space_keys=120))
+    lost = Window(**traffic(no_space_keys=120, no_space_causes={"pinned": 100, "filling": 20}))
     (found,) = find(facts({"store": CopyStats(jobs=1000, failed_jobs=50), "since_start": lost}))
-    assert found.evidence == "50 of 1,000 store jobs failed. The pool, or a quota, had no space for 120 blocks."
+    assert (
+        found.evidence == "50 of 1,000 store jobs failed. 100 blocks had no space: leases and copies pinned the pool."
+    )
+
+
+def test_what_gives_stores_space_is_what_has_it() -> None:
+    problem = {"health_problems": [Problem("stores_without_space", "In the last 100 s ...")]}
+    limited = counted(quota_bytes=GIB, no_space_causes={"quota": 7})
+    for cause, fix in (
+        ("pinned", "kvoffd-cli clients"),
+        ("quota", f"kvoffd-cli namespaces quota {limited.id} --max 2GiB"),
+        ("filling", 'pool_size = "40GiB" in kvoffd.toml, then: systemctl restart kvoffd'),
+    ):
+        lost = Window(**traffic(no_space_keys=7, no_space_causes={cause: 7}))
+        found = find(facts({**problem, "namespaces": [counted(2), limited], "last_minute": lost}))
+        assert [one.fix for one in found if one.check == "stores_without_space"] == [fix]
 
 
 def test_every_reason_of_health_has_its_meaning_and_what_mends_it() -> None:
@@ -270,7 +287,7 @@ def test_every_other_error_and_warning_comes_before_what_is_only_worth_knowing()
     problems = [Problem("disk_hangs", "A."), Problem("pool_corrupt", "B.")]
     many = facts({"health_problems": problems, "curve_seen_bytes": GIB}, sessions=[session(1, Role.SCHEDULER)])
     assert [one.check for one in find(many)] == ["pool_corrupt", "disk_hangs", "workers_missing", "pool_too_large"]
-    assert report_of(many).verdict[0].startswith("Not healthy, 1 error. ")
+    assert report_of(many).verdict[0].startswith("Not healthy, 1 error, 2 warnings, 1 note. ")
     down = facts({"ready": False, "health_problems": [Problem("stopping", "The daemon is stopping.")]})
     assert report_of(down).status == 2
 
@@ -390,7 +407,7 @@ def test_what_mends_it_is_said_as_the_daemon_was_started() -> None:
 def test_a_warning_is_something_to_improve_and_no_illness() -> None:
     report = report_of(CASES["not_shared"])
     assert (report.healthy, report.status) == (True, 1)
-    assert report.verdict[0] == "It works; 1 thing to improve. kvoffd 0.2.0, up for 2 h, with 1 engine."
+    assert report.verdict[0] == "It works, 1 warning. kvoffd 0.2.0, up for 2 h, with 1 engine."
 
 
 def test_what_a_rollout_left_behind_is_named_with_what_differs() -> None:

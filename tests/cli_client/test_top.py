@@ -151,6 +151,22 @@ def test_every_view_fits_every_screen(screen: Screen) -> None:
             assert marks <= PLAIN.keys(), "each has a plain form for a locale without it"
 
 
+def test_a_quota_and_blocks_without_a_count_of_tokens(screen: Screen) -> None:
+    for at in range(2):
+        shown = stats(at)
+        limited = [
+            structs.replace(one, quota_bytes=4 * GIB, loaded_tokens=0, saved_seconds=0.0) for one in shown.namespaces
+        ]
+        total = structs.replace(shown.since_start, loaded_tokens=0, saved_seconds=0.0)
+        screen.reading = Reading(structs.replace(shown, namespaces=limited, since_start=total))
+        screen.history.add(screen.reading.stats)
+    lines = drawn(screen, 100)
+    row = next(line for line in lines if "000000000001" in line)
+    assert row.split()[:9] == ["llama", "000000000001", "1.00", "GiB", "of", "4.00", "GiB", "-", "100"]
+    assert "Saved   prefill -, - tokens loaded" in lines
+    assert next(line for line in lines if line.startswith("now")).split()[1] == "-"
+
+
 def test_names_cannot_move_the_cursor_and_their_ids_stay_whole(screen: Screen) -> None:
     evil = ("\x1b[2Jevil\r\nname", "模型" * 40, "\u202egnip", "a" * 300)
     screen.reading = Reading(stats(10, evil))
@@ -169,11 +185,10 @@ def test_other_views(screen: Screen) -> None:
     assert "No answer so far." in drawn(screen)[2], "it was not asked for them yet"
     screen.reading = Reading(stats(1), [])
     assert "No engine is connected." in drawn(screen)
-    engine = Engine("vllm 7", [bytes.fromhex("000000000001") + bytes(26)], 1, 4, [7], 12, GIB, 3, 8 * GIB)
+    engine = Engine("vllm 7", [bytes.fromhex("000000000001") + bytes(26)], 1, 4, [7], 12, GIB, 3, 8 * GIB, GIB, 2 * GIB)
     screen.reading = Reading(stats(1), [engine])
-    assert drawn(screen)[3].split() == [
-        "vllm", "7", "llama", "(000000000001)", "4", "7", "1.00", "GiB", "3", "8.00", "GiB"
-    ]  # fmt: skip
+    assert " ".join(drawn(screen)[3].split()) == "vllm 7 llama 4 7 1.00 GiB 2.00 GiB 1.00 GiB 8.00 GiB"
+    assert drawn(screen)[4].split() == ["(000000000001)"]
     screen.view = "tiers"
     text = "\n".join(drawn(screen))
     assert "  corrupt 2: blocks read back were not as they were written: a bad drive" in text

@@ -77,6 +77,10 @@ def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pyte
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         done = json.loads(process.stdout.read())
+        replayed = ["trace", "replay", str(file), "--policy", "lru", "--json", "--directory", str(daemon.directory)]
+        assert main(replayed) == 0
+        sizes = [one["size"] for one in json.loads(capfd.readouterr().out)["results"]]
+        assert sizes[-1] == "32.0 MiB (now)", "the daemon's own pool is among the sizes"
     assert (done["chains"], done["keys"], done["dropped"], done["ended"]) == (3, 14, 0, "interrupt")
     assert done["bytes"] == file.stat().st_size
     lines = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]

@@ -55,7 +55,10 @@ def test_health_a_pool_that_one_lease_pins_is_degraded() -> None:
         assert "(fake engine scheduler)" in cause.sentence
         assert engine.store(keys(1000), [0]).error is ErrorCode.NO_ROOM
         assert reasons() == ["pool_pinned", "stores_without_space"]
-        assert "no space for 1 block" in admin.health().problems[1]
+        assert (
+            "no space for 1 block that engines offered: leases and copies pinned the pool, "
+            in (admin.health().problems[1])
+        )
         assert books(daemon.directory).problems == {"pool_pinned": 1, "stores_without_space": 1}
         engine.release()
         wait_until(lambda: reasons() == ["stores_without_space"])

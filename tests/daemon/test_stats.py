@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import AdminClient, SharedMemory
+from kvoffd_client import AdminClient, ErrorCode, SharedMemory
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
@@ -120,6 +120,26 @@ def test_a_quota_holds_and_outlives_the_daemon(pool_file: Path) -> None:
             assert maxima == {"flood": QUOTA_BLOCKS * BLOCK_BYTES, "polite": None}
         assert set_quota(daemon, "flood", "none") == 0
         assert store_blocks(daemon, "flood", 80) > QUOTA_BLOCKS
+
+
+def test_what_a_quota_takes_is_a_miss_by_the_quota_and_not_for_want_of_space() -> None:
+    with DaemonProcess("16MiB", eviction_policy="lru") as daemon, FakeEngine(daemon.directory, "tiny") as engine:
+        assert set_quota(daemon, "tiny", f"{4 * BLOCK_BYTES}") == 0
+        assert engine.store(keys(*range(4)), range(4)).ok
+        assert engine.store(keys(4, 5), range(2)).ok
+        assert engine.lookup(keys(*range(6))) == 2, "the chain's tail, 2 and 3, made space for 4 and 5"
+        with AdminClient(daemon.directory) as admin:
+            assert admin.stats().since_start.misses == {"quota": 2}
+            assert admin.health().healthy
+            lost = engine.store(keys(6, 7, 8), range(3))
+            assert (lost.error, len(lost.failed_keys)) == (ErrorCode.NO_ROOM, 3), "all that it has is leased"
+            (cause,) = admin.health().causes
+            assert cause.reason == "stores_without_space"
+            ends = "a namespace had its quota, all of it pinned or being written (tiny "
+            assert f"no space for 3 blocks that engines offered: {ends}" in cause.sentence
+            assert admin.stats().since_start.no_space_causes == {"quota": 3}
+            assert engine.lookup(keys(6)) == 0
+            assert admin.stats().since_start.misses == {"quota": 3}
 
 
 def test_a_quota_that_is_none_changes_nothing(shared_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,10 @@ def ls(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """List blocks, in no order."""
+    """List blocks, in no order.
+
+    Exit status: 0 done, 1 no key begins with a --prefix, 2 an error.
+    """
     with _open(directory) as client:
         fingerprint = client.find_namespace(namespace)
         every = (info for digits in prefix or [""] for info in client.list_blocks(fingerprint, group, digits))
@@ -55,7 +58,8 @@ def ls(
     if json:
         print_json({"blocks": found, "more": more})
     elif not found:
-        say("There is no such block.")
+        begins = f" whose key begins with {' or '.join(map(printable, prefix))}" if prefix else ""
+        say(f"There is no block in group {group}{begins}.")
     else:
         digits = max(12, make_console().width - 25)
         rows = [
@@ -67,7 +71,7 @@ def ls(
             say("Keys are cut to fit here, not in a pipe; `blocks show` takes their first digits.")
         if more:
             say(f"There are more blocks; --limit {10 * limit} shows more of them.")
-    return 0
+    return int(bool(prefix) and not found)
 
 
 @blocks_app.command()

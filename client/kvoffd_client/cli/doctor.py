@@ -37,6 +37,7 @@ TEST_BLOCKS, TEST_LAYERS, TEST_PAGE_BYTES = 8, 4, 1 << 18
 """Eight blocks of 1 MiB."""
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 STATUS = {"error": 2, "warning": 1, "info": 0}
+NOUNS = {"error": "error", "warning": "warning", "info": "note"}
 
 
 class SelfTest(msgspec.Struct, frozen=True):
@@ -189,11 +190,9 @@ def report_of(facts: Facts, test: SelfTest | None = None) -> Report:
 def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool, test: SelfTest | None) -> list[str]:
     count, up = facts.engine_count, format_duration(facts.stats.uptime_seconds)
     engines = "" if count is None else f", with {count or 'no'} engine{plural(count)}"
-    errors, warnings = (sum(one.level == level for one in found) for level in ("error", "warning"))
-    if healthy:
-        state = f"It works; {warnings} thing{plural(warnings)} to improve" if warnings else "Healthy"
-    else:
-        state = f"Not healthy, {errors} error{plural(errors)}" if errors else "Not healthy"
+    counts = {noun: sum(one.level == level for one in found) for level, noun in NOUNS.items()}
+    state = ("It works" if counts["warning"] else "Healthy") if healthy else "Not healthy"
+    state += "".join(f", {count} {noun}{plural(count)}" for noun, count in counts.items() if count)
     first = f"{state}. kvoffd {printable(facts.stats.version)}, up for {up}{engines}."
     lines = [first, _worth(facts.stats, value)]
     if count is None:

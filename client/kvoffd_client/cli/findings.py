@@ -16,11 +16,20 @@ import msgspec
 
 from kvoffd_client.cli.format import count_blocks, namespace_name, percent
 from kvoffd_client.cli.machine import Machine
+from kvoffd_client.cli.show import engines_of
 from kvoffd_client.namespace import LABEL_IN_NAME
 from kvoffd_client.namespace_differences import explain, fields_of_description
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import BENCH_LABEL, Role
-from kvoffd_proto.stats import MISS_REASONS, DaemonStats, HitCurve, NamespaceStats, Window, namespace_id
+from kvoffd_proto.stats import (
+    MISS_REASONS,
+    NO_SPACE_CAUSES,
+    DaemonStats,
+    HitCurve,
+    NamespaceStats,
+    Window,
+    namespace_id,
+)
 from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, printable
 
 FEWEST_LOOKUPS = 100
@@ -42,11 +51,12 @@ THRASH_SHARE = 0.2
 """Of the keys that are asked for, the part that was evicted before."""
 LOOP_BLOCKED_S = 0.05
 """What one of a hundred beats of the daemon's loop may be late."""
-FULL_DISK, FULL_POOL, AT_QUOTA = 0.98, 0.8, 0.9
+FULL_POOL, AT_QUOTA = 0.8, 0.9
 SHORT_LIFE_S = 3600.0
-"""On a full disk, the age of the oldest block under which it is too small."""
+"""A full disk that is written over in less is too small."""
 LONG_ENOUGH_S, ROOMY = 3600.0, 2.0
 """From then on the pool should not be so many times what was asked for."""
+DAY_S = 86_400.0
 CONNECTING_S = 60.0
 """What the workers of an engine may be later than its scheduler."""
 HUGE_PAGES_FROM_BYTES = 8 << 30
@@ -89,7 +99,7 @@ KINDS = {
     "pool_file_removed": Kind("warning", "The next daemon starts with an empty pool.", "lsof +L1"),
     "disk_file_removed": Kind("warning", "The next daemon starts with an empty disk.", "lsof +L1"),
     "pool_pinned": Kind("warning", "Stores find no space until blocks are released.", "kvoffd-cli clients"),
-    "stores_without_space": Kind("warning", "These blocks are computed again when asked for.", "kvoffd-cli clients"),
+    "stores_without_space": Kind("warning", "These blocks are computed again when asked for.", "{}"),
     "lookups_late": Kind("warning", "Engines computed these: they or the daemon have too little CPU.", _CPU),
     "sessions_taken": Kind("warning", "Further engines run without the cache.", "kvoffd-cli clients --all"),
     "descriptors": Kind("warning", "The daemon exits when it has no more.", "LimitNOFILE=65536" + _UNIT),
@@ -218,7 +228,7 @@ class Facts:
     @property
     def engine_count(self) -> int | None:
         """Engines that are connected; None where nothing is known of sessions."""
-        return None if self.sessions is None else sum(one.role == Role.SCHEDULER for one in self.sessions)
+        return None if self.sessions is None else len(engines_of(self.sessions))
 
     @property
     def counted(self) -> list[NamespaceStats]:
@@ -239,7 +249,21 @@ def _share(part: float, whole: float) -> float:
 
 def health(facts: Facts) -> Iterator[Finding]:
     for cause in facts.stats.health_problems:
-        yield finding(cause.reason, printable(cause.sentence), 1.0, level="" if facts.stats.ready else "error")
+        fix = _space(facts) if cause.reason == "stores_without_space" else ""
+        yield finding(cause.reason, printable(cause.sentence), 1.0, fix, "" if facts.stats.ready else "error")
+
+
+def _space(facts: Facts) -> str:
+    """What gives stores the space that others have."""
+    causes = facts.stats.last_minute.no_space_causes
+    cause = max(causes, key=causes.__getitem__, default="pinned")
+    if cause == "pinned":
+        return "kvoffd-cli clients"
+    limited = [one for one in facts.counted if one.quota_bytes]
+    if cause == "quota" and limited:
+        one = max(limited, key=lambda one: one.no_space_causes.get("quota", 0))
+        return f"kvoffd-cli namespaces quota {one.id} --max {exact_size(2 * (one.quota_bytes or 0))}"
+    return f'pool_size = "{exact_size(2 * facts.stats.pool.size_bytes)}"{_TOML}'
 
 
 def late_lookups(facts: Facts) -> Iterator[Finding]:
@@ -261,8 +285,9 @@ def growing_errors(facts: Facts) -> Iterator[Finding]:
     for name, copies in (("store", stats.store), ("load", stats.load)):
         if copies.failed_jobs >= FEWEST_ERRORS and copies.failed_jobs > ERROR_SHARE * copies.jobs:
             evidence = f"{format_count(copies.failed_jobs)} of {format_count(copies.jobs)} {name} jobs failed."
-            if name == "store" and (lost := stats.since_start.no_space_keys):
-                evidence += f" The pool, or a quota, had no space for {count_blocks(lost)}."
+            causes = stats.since_start.no_space_causes if name == "store" else {}
+            for cause, lost in sorted(causes.items(), key=lambda item: -item[1])[:1]:
+                evidence += f" {count_blocks(lost)} had no space: {NO_SPACE_CAUSES.get(cause, printable(cause))}."
             yield finding(f"failed_{name}s", evidence, _share(copies.failed_jobs, copies.jobs))
 
 
@@ -347,8 +372,10 @@ def disks(facts: Facts) -> Iterator[Finding]:
         if disk.up and free is not None and free < missing:
             evidence = f"{name} may take {format_size(missing)} more, and {format_size(free)} are free."
             yield finding("disk_space", evidence, _share(missing, disk.size_bytes))
-        if 0 < disk.oldest_seconds < SHORT_LIFE_S and disk.used_bytes >= FULL_DISK * disk.size_bytes:
-            evidence = f"{name} is full, and its oldest block is at most {format_duration(disk.oldest_seconds)} old."
+        # It evicts once no slot is free: how much of it blocks fill then depends on their sizes. What is used stays.
+        life_s = facts.stats.uptime_seconds * _share(disk.used_bytes, disk.written_bytes)
+        if disk.evicted_blocks and life_s < SHORT_LIFE_S:
+            evidence = f"{name} is full, and as much as it holds is written to it every {format_duration(life_s)}."
             yield finding("disk_too_small", evidence, 0.3, f'disk = ["{name}={exact_size(2 * disk.size_bytes)}"]')
 
 
@@ -370,8 +397,11 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
     if written and written >= max(size, DEAR * read) and stats.since_start.lookups >= FEWEST_LOOKUPS:
         times = f"{written / read:.1f} bytes for each byte" if read else f"{format_size(written)}, and no byte"
         mode = stats.tiers.write_mode if stats.tiers is not None else ""
-        fix = 'disk_write = "reuse"' if mode in ("always", "evict") else "disk_write_per_day"
-        yield finding("disk_writes", f"The disks wrote {times} that was read from them.", 0.3, fix)
+        day_bytes = written * DAY_S / max(1.0, stats.uptime_seconds)
+        less = f'disk_write_per_day = "{exact_size(round(min(size, day_bytes / 2)) >> 20 << 20)}"'
+        fix = 'disk_write = "reuse"' if mode in ("always", "evict") else less
+        evidence = f"The disks wrote {times} that was read from them. That is {format_size(day_bytes)} a day."
+        yield finding("disk_writes", evidence, 0.3, fix)
 
 
 # --- namespaces -------------------------------------------------------------------------------------
@@ -510,13 +540,8 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         gain -= 100 * _share(below, total.asked_keys)
         yield finding("pool_too_small", evidence, gain / 100, fix, "warning" if gain >= MANY_POINTS else "info")
     elif evicted >= THRASH_SHARE:
-        limited = max(
-            (one for one in facts.counted if one.quota_bytes), key=lambda one: one.evicted_blocks, default=None
-        )
         fix = 'eviction_policy = "learned"' + _TOML
-        if limited is not None:
-            fix = f"kvoffd-cli namespaces quota {limited.id} --max none"
-        elif stats.policy == "learned":
+        if stats.policy == "learned":
             fix = "kvoffd-cli trace record FILE; kvoffd-cli trace replay FILE"
         yield finding("thrash", f"{gone}, and more memory would find little more.", evicted, fix)
     elif stats.uptime_seconds >= LONG_ENOUGH_S and ROOMY * stats.curve_seen_bytes <= pool_bytes:

@@ -89,6 +89,11 @@ class Engine:
     pinned_bytes: int = 0
     jobs: int = 0
     registered_bytes: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+
+
+SUMMED = ("leases", "pinned_bytes", "jobs", "registered_bytes", "stored_bytes", "loaded_bytes")
 
 
 def clients(
@@ -102,8 +107,8 @@ def clients(
 ) -> int:
     """List the engines that are connected, oldest first.
 
-    pinned: pool memory that the engine's leases keep from being evicted. registered: the engine's own memory, to and
-    from which the daemon copies.
+    stored, loaded: copied since it connected. pinned: pool memory that its leases keep from being evicted.
+    registered: the engine's own memory, to and from which the daemon copies.
     """
     if request and not requests:
         raise CliError(f"{request!r} is taken for the id of a request; add --requests.")
@@ -126,22 +131,25 @@ def clients(
 
 
 def engines_of(found: Sequence[SessionInfo]) -> list[Engine]:
-    """The engines among the sessions, oldest first."""
-    rows: dict[tuple[str, tuple[bytes, ...]], Engine] = {}
-    for one in found:
+    """The engines among the sessions: each scheduler is one. Its workers have its name and its process, or are the
+    next ones of that name."""
+    rows: list[Engine] = []
+    for one in sorted(found, key=lambda one: one.role != Role.SCHEDULER):
         if one.role not in (Role.SCHEDULER, Role.WORKER):
             continue
-        name = _engine_name(one)
-        row = rows.setdefault((name, tuple(one.namespaces)), Engine(name, one.namespaces))
+        row = Engine(_engine_name(one), one.namespaces)
+        alike = [each for each in rows if (each.name, each.namespaces) == (row.name, row.namespaces)]
+        if one.role == Role.WORKER and alike:
+            row = min(alike, key=lambda each: (one.pid not in each.pids, each.workers))
+        else:
+            rows.append(row)
         row.schedulers += one.role == Role.SCHEDULER
         row.workers += one.role == Role.WORKER
         if one.pid and one.pid not in row.pids:
             row.pids.append(one.pid)
-        row.leases += one.leases
-        row.pinned_bytes += one.pinned_bytes
-        row.jobs += one.jobs
-        row.registered_bytes += one.registered_bytes
-    return list(rows.values())
+        for name in SUMMED:
+            setattr(row, name, getattr(row, name) + getattr(one, name))
+    return rows
 
 
 def _engine_name(session: SessionInfo) -> str:
@@ -151,16 +159,14 @@ def _engine_name(session: SessionInfo) -> str:
 def engine_table(rows: Sequence[Engine], labels: Mapping[str, str]) -> Table:
     """``labels``: of namespaces, by their ids."""
     return table_of(
-        ("engine", "namespace", ">workers", "pids", ">pinned", ">jobs", ">registered"),
+        ("engine", "namespace", ">workers", "pids", ">stored", ">loaded", ">pinned", ">registered"),
         [
             (
                 printable(row.name) or "-",
                 _names(row.namespaces, labels),
                 format_count(row.workers),
                 ", ".join(map(str, row.pids)) or "-",
-                format_size(row.pinned_bytes),
-                format_count(row.jobs),
-                format_size(row.registered_bytes),
+                *map(format_size, (row.stored_bytes, row.loaded_bytes, row.pinned_bytes, row.registered_bytes)),
             )
             for row in rows
         ],

@@ -30,6 +30,7 @@ from kvoffd_proto.stats import (
     DaemonStats,
     DiskFault,
     DiskStats,
+    NamespaceStats,
     PoolStats,
     SharedStats,
     TieringStats,
@@ -145,7 +146,7 @@ def print_stats(now: DaemonStats) -> None:
     _traffic(now)
     print_line("")
     _pool_bar(now.pool)
-    if now.namespaces:
+    if now.namespaces or now.gone_namespaces:
         print_line("")
         _namespaces(now, MOST_NAMESPACES)
     if any(map(is_untimed, (now.since_start, *now.namespaces))):
@@ -185,9 +186,9 @@ def _traffic(now: DaemonStats) -> None:
     print_table(
         ("", ">last minute", ">last hour", ">since start"),
         [
-            row("tokens loaded", lambda one: format_count(one.loaded_tokens)),
+            row("tokens loaded", lambda one: tokens(one.loaded_tokens, one.loaded_keys)),
             row("prefill saved", saved_time),
-            row("tokens asked for", lambda one: format_count(one.asked_tokens)),
+            row("tokens asked for", lambda one: tokens(one.asked_tokens, one.asked_keys)),
             row("keys asked for", lambda one: format_count(one.asked_keys)),
             share("  loaded", lambda one: one.loaded_keys),
             share("  found, not needed", lambda one: one.not_needed_keys),
@@ -200,9 +201,21 @@ def _traffic(now: DaemonStats) -> None:
     )
 
 
+def tokens(count: int, keys: int) -> str:
+    """Tokens of so many keys; a dash where the engine does not say how many a key has."""
+    return "-" if keys and not count else format_count(count)
+
+
 def saved_time(one: Traffic) -> str:
     """Seconds of prefill, where they are known."""
+    if one.loaded_keys and not one.loaded_tokens:
+        return "-"
     return "unknown" if is_untimed(one) else format_duration(one.saved_seconds)
+
+
+def size_of(one: NamespaceStats) -> str:
+    """What a namespace has of the pool, and its quota if it has one."""
+    return format_size(one.ready_bytes) + (f" of {format_size(one.quota_bytes)}" if one.quota_bytes is not None else "")
 
 
 def is_untimed(one: Traffic) -> bool:
@@ -281,29 +294,32 @@ def _pool(pool: PoolStats) -> None:
 
 
 def _namespaces(now: DaemonStats, most: int) -> None:
-    if not now.namespaces:
-        print_line(NO_NAMESPACE)
-        return
     found = sorted(now.namespaces, key=lambda one: (one.ready_bytes, one.asked_keys), reverse=True)
-    print_table(
-        ("namespace", "<id", ">size", ">loaded", ">tokens", ">saved", ">missed"),
-        [
-            (
-                printable(one.model) or "(no label)",
-                one.id,
-                format_size(one.ready_bytes),
-                format_size(one.loaded_bytes),
-                format_count(one.loaded_tokens),
-                saved_time(one),
-                percent(sum(one.misses.values()), one.asked_keys),
-            )
-            for one in found[:most]
-        ],
-    )
-    others = len(found) - most + now.other_namespaces
-    if others > 0:
+    if not found:
+        print_line(NO_NAMESPACE)
+    else:
+        print_table(
+            ("namespace", "<id", ">size", ">loaded", ">tokens", ">saved", ">missed"),
+            [
+                (
+                    printable(one.model) or "(no label)",
+                    one.id,
+                    size_of(one),
+                    format_size(one.loaded_bytes),
+                    tokens(one.loaded_tokens, one.loaded_keys),
+                    saved_time(one),
+                    percent(sum(one.misses.values()), one.asked_keys),
+                )
+                for one in found[:most]
+            ],
+        )
+    others = len(found) - min(most, len(found)) + now.other_namespaces
+    if others:
         more = f"and {format_count(others)} more; `kvoffd-cli stats namespaces` has the 100 largest"
         print_lines([(more, "dim")])
+    if gone := now.gone_namespaces:
+        which = f"{format_count(gone)} namespace{plural(gone)}, now empty and without an engine"
+        print_lines([(f"The sums above have {which}, as well.", "dim")])
 
 
 def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:
@@ -328,17 +344,15 @@ def tier_lines(now: DaemonStats) -> Iterator[Line]:
     if not now.disks and not now.shared:
         yield "There is no disk and no shared store; see --disk and --shared of `kvoffd serve`."
     for disk in now.disks:
-        yield from _disk(disk, now.uptime_seconds)
+        yield from _disk(disk)
     if now.tiers is not None and now.disks:
         yield from _disk_traffic(now.tiers)
     for one in now.shared:
         yield from _shared(one)
 
 
-def _disk(disk: DiskStats, uptime_s: float) -> Iterator[Line]:
-    is_new = disk.lifetime_written_bytes <= disk.written_bytes
-    oldest_s = min(disk.oldest_seconds, uptime_s if is_new else disk.oldest_seconds)  # it is known to the hour only
-    oldest = f", the oldest at most {format_duration(oldest_s)} old" if disk.blocks else ""
+def _disk(disk: DiskStats) -> Iterator[Line]:
+    oldest = f", the oldest at most {format_duration(disk.oldest_seconds)} old" if disk.blocks else ""
     yield f"{disk.directory}: {disk.state}", "bold" if disk.up else "bold yellow"
     if disk.problem:
         yield f"  {disk.problem}", "red"

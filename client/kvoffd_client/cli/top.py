@@ -26,7 +26,7 @@ from rich.text import Text
 from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, wrapped
 from kvoffd_client.cli.show import Engine, engine_table, engines_of
-from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_lines
+from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, size_of, tier_lines, tokens
 from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin, value_of
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel
@@ -264,14 +264,14 @@ class Pen:
 
 def _saved(stats: DaemonStats, pen: Pen) -> Text:
     total, life = stats.since_start, stats.lifetime
-    line = f"Saved   prefill {saved_time(total)}, {format_count(total.loaded_tokens)} tokens loaded"
+    line = f"Saved   prefill {saved_time(total)}, {tokens(total.loaded_tokens, total.loaded_keys)} tokens loaded"
     if life.saved_seconds > total.saved_seconds:
         line += f"; {format_duration(life.saved_seconds)} in all"
     return pen.text(line, "bold")
 
 
 RATES: tuple[tuple[str, int, Callable[[Window], str]], ...] = (
-    ("tokens/s", 8, lambda one: _rate(one.loaded_tokens, one)),
+    ("tokens/s", 8, lambda one: _tokens(one)),
     ("keys/s", 7, lambda one: _rate(one.asked_keys, one)),
     ("loaded", 7, lambda one: percent(one.loaded_keys, one.asked_keys)),
     ("not needed", 10, lambda one: percent(one.not_needed_keys, one.asked_keys)),
@@ -295,6 +295,10 @@ def _rates(stats: DaemonStats, now: Window, pen: Pen) -> list[Text]:
 
 def _rate(count: float, window: Window) -> str:
     return format_count(round(count / window.seconds)) if window.seconds else "-"
+
+
+def _tokens(one: Window) -> str:
+    return "-" if one.loaded_keys and not one.loaded_tokens else _rate(one.loaded_tokens, one)
 
 
 def _bytes(count: float, window: Window) -> str:
@@ -329,11 +333,14 @@ def _curve(stats: DaemonStats, pen: Pen) -> list[Text]:
 
 
 COLUMNS = ("NAMESPACE", "SIZE", "TOK/S", "KEYS/S", "LOADED", "MISSED", "MOST MISSED")
+QUOTA_CELLS = 12
+"""In the column of sizes, where a namespace has a quota: `` of 1.00 GiB``."""
 
 
 def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pen: Pen) -> list[Text]:
-    of_name = max(10, pen.width - 57)
-    widths = (-of_name, 9, 8, 8, 7, 7, -12)
+    of_quota = QUOTA_CELLS if any(one.quota_bytes is not None for one in found) else 0
+    of_name = max(10, pen.width - 57 - of_quota)
+    widths = (-of_name, 9 + of_quota, 8, 8, 7, 7, -12)
     head = pen.cells(COLUMNS, widths, "bold reverse")
     head.highlight_words([sort], "underline")
     lines = [Text(), head]
@@ -346,8 +353,8 @@ def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pe
         missed = sum(now.misses.values())
         cells = (
             name,
-            format_size(one.ready_bytes),
-            _rate(now.loaded_tokens, now),
+            size_of(one),
+            _tokens(now),
             _rate(now.asked_keys, now),
             percent(now.loaded_keys, now.asked_keys),
             percent(missed, now.asked_keys),

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -35,6 +35,8 @@ FETCH_S = 0.5
 """Between two questions for what was asked for."""
 MUCH_BYTES = 256 << 10
 """After an answer with so many bytes of keys the next one is asked for at once: the daemon keeps 8 MiB."""
+POOL_ANSWER_S = 1.0
+"""For the size of a daemon's pool, without which a trace can be replayed too."""
 ID_BITS = 53
 """Of a key's number: JSON's numbers are exact so far in every language."""
 
@@ -205,22 +207,29 @@ def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace of trace record, or in Mooncake's format.")],
     policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, separated by commas, or all.")] = "all",
     size: Annotated[
-        str, typer.Option(metavar="SIZE,...", help="Sizes of the pool. [default: up to all blocks of FILE]")
+        str,
+        typer.Option(
+            metavar="SIZE,...", help="Sizes of the pool. [default: up to all blocks of FILE, and that of the daemon]"
+        ),
     ] = "",
     blocks: Annotated[str, typer.Option(metavar="N,...", help="Sizes of the pool, in blocks of FILE.")] = "",
     block_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Bytes of a block of all ranks, where FILE does not say.")
     ] = "",
+    directory: Directory = None,
     json: Json = False,
 ) -> int:
     """Replay a trace with several policies and sizes of the pool.
 
-    Needs no daemon. Prints the hits, what was written, the most hits that were possible, and what follows for the
-    choice of a policy.
+    Needs no daemon; one that answers is asked for the size of its pool. Prints the hits, what was written, the most
+    hits that were possible, and what follows for the choice of a policy.
     """
     if find_spec("kvoffd") is None:
         raise CliError("A trace is replayed through the daemon's cache, and the package kvoffd is not installed here.")
     words = [sys.executable, "-m", "kvoffd.simulate.command", f"--policy={policy}"]
     named = {"--size": size, "--blocks": blocks, "--block-size": block_size}
     words += [f"{option}={value}" for option, value in named.items() if value]
+    if not size and not blocks:
+        with suppress(KvoffdClientError), AdminClient(local_directory(directory), POOL_ANSWER_S) as admin:
+            words.append(f"--pool={admin.stats().pool.size_bytes}")
     return subprocess.run([*words, *["--json"] * json, "--", str(file)], check=False).returncode
