@@ -10,9 +10,9 @@ import ctypes
 import os
 import weakref
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ class _Blocks(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("records", "state", "shard", "pins", "missing", "group", "next", "pages")
+            for name in ("records", "state", "shard", "pins", "missing", "group", "next", "pages", "misses")
         ),
         ("index", SlotIndex),
         ("crc", ctypes.c_uint32 * 256 * 8),
@@ -65,6 +65,22 @@ class Verdict(IntEnum):
     """It is to be written under an earlier number."""
     NARROW = 4
     """Its block begins later than what is offered, and nothing holds it."""
+
+
+class Found(NamedTuple):
+    """What a lookup of keys of one group found."""
+
+    states: bytes
+    """By key."""
+    ready: BlockIds
+    """The blocks of those that are READY."""
+    nbytes: int
+    loose_bytes: int
+    """Of the READY blocks, and of those of them that nothing pinned before, if they were pinned."""
+    run: int
+    """Keys before the first that is not READY."""
+    misses: Sequence[int]
+    """By ``MissReason``, keys that are not READY."""
 
 
 class BlockTable:
@@ -95,13 +111,13 @@ class BlockTable:
         """The slot of the next rank; behind the last comes the first."""
         self.pages = np.zeros(slots, np.uint32)
         """Of a block: pages of its slots."""
-        self._arrays = self.state, self.shard, self.pins, self.missing, self.group, self.next, self.pages
-        self._native = native()
         self._misses = np.zeros(KNOWN_MISSES, np.uint64)
-        self._misses_at = self._misses.ctypes.data
-        self._counts = (ctypes.c_uint64 * 16)()
+        arrays = self.state, self.shard, self.pins, self.missing, self.group, self.next, self.pages, self._misses
+        self._native = native()
+        self._counts = (ctypes.c_uint64 * 21)()
         self._counts_at = ctypes.addressof(self._counts)
-        self._blocks = _Blocks(records.ctypes.data, *(one.ctypes.data for one in self._arrays))
+        self._blocks = _Blocks(records.ctypes.data, *(one.ctypes.data for one in arrays))
+        self._arrays_bytes = sum(one.nbytes for one in arrays)
         self.address = ctypes.addressof(self._blocks)
         """Of the ``struct blocks``."""
         if not self._native.blocks_open(self.address, os.urandom(16)):
@@ -118,7 +134,7 @@ class BlockTable:
     @property
     def nbytes(self) -> int:
         """Memory of the index and the arrays, untouched pages among it."""
-        return int(8 << self._blocks.index.bits) + self._misses.nbytes + sum(one.nbytes for one in self._arrays)
+        return int(8 << self._blocks.index.bits) + self._arrays_bytes
 
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
         """By key: the state of its block and the number; FREE and NO_BLOCK where there is none."""
@@ -127,6 +143,19 @@ class BlockTable:
             self._make_buffers(count)
         self._native.blocks_find(self.address, group, keys, count, key_bytes, self._bytes_at, self._words_at)
         return self._bytes[:count].tobytes(), self._words[:count].copy()
+
+    def lookup(self, group: int, keys: bytes, key_bytes: int, *, pin: bool) -> Found:
+        """Find keys, and pin the blocks of those that are READY."""
+        count = len(keys) // key_bytes
+        if count > len(self._words):
+            self._make_buffers(count)
+        some = self.address, group, keys, count, key_bytes
+        self._native.blocks_lookup(*some, pin, self._bytes_at, self._words_at, self._counts_at)
+        changed, pages, loose_pages, ready, run, *misses = self._counts[:]
+        self.pinned_blocks += changed
+        self.pinned_bytes += loose_pages * PAGE_BYTES
+        nbytes = pages * PAGE_BYTES, loose_pages * PAGE_BYTES
+        return Found(self._bytes[:count].tobytes(), self._words[:ready].copy(), *nbytes, run, misses)
 
     def plan(
         self, group: int, keys: bytes, key_bytes: int, rank: int, first_blocks: Mapping[int, int]
@@ -215,8 +244,7 @@ class BlockTable:
         if len(blocks) * ranks > len(self._words):
             self._make_buffers(len(blocks) * ranks)
         dropped = self._native.blocks_drop(
-            *(self.address, packed(blocks), len(blocks), self._misses_at, KNOWN_MISSES, reason),
-            *(self._bytes_at, self._words_at, self._counts_at),
+            *(self.address, packed(blocks), len(blocks), reason, self._bytes_at, self._words_at, self._counts_at)
         )
         assert dropped == len(blocks), "a block is not in the index"
         return self._bytes[: len(blocks) * key_bytes].tobytes(), *self._released()
@@ -256,20 +284,22 @@ class BlockTable:
         if len(blocks) > len(self._words):
             self._make_buffers(len(blocks))
         some = packed(blocks), len(blocks)
-        self.pinned_blocks += self._native.blocks_pin(self.address, *some, 1, self._words_at, self._counts_at)
-        nbytes, fresh_bytes = self._counts[0] * PAGE_BYTES, self._counts[1] * PAGE_BYTES
-        self.pinned_bytes += fresh_bytes
-        return nbytes, fresh_bytes
+        self._native.blocks_pin(self.address, *some, 1, self._words_at, self._counts_at)
+        changed, pages, loose_pages = self._counts[:3]
+        self.pinned_blocks += changed
+        self.pinned_bytes += loose_pages * PAGE_BYTES
+        return pages * PAGE_BYTES, loose_pages * PAGE_BYTES
 
     def unpin(self, blocks: BlockIds) -> BlockIds:
         """Undo one pin for each time a block is named. Returns those that nothing pins any more."""
         if len(blocks) > len(self._words):
             self._make_buffers(len(blocks))
         some = packed(blocks), len(blocks)
-        found = self._native.blocks_pin(self.address, *some, -1, self._words_at, self._counts_at)
-        self.pinned_blocks -= found
-        self.pinned_bytes -= self._counts[1] * PAGE_BYTES
-        return self._words[:found].copy()
+        self._native.blocks_pin(self.address, *some, -1, self._words_at, self._counts_at)
+        changed, _, loose_pages = self._counts[:3]
+        self.pinned_blocks -= changed
+        self.pinned_bytes -= loose_pages * PAGE_BYTES
+        return self._words[:changed].copy()
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] the slots of blocks that have so many, or more."""
@@ -308,17 +338,13 @@ class BlockTable:
 
     def note_misses(self, group: int, keys: bytes, key_bytes: int, reason: int) -> None:
         """These keys are not there from now on, for this reason, 1 to 15."""
-        self._native.blocks_note(
-            *(self.address, self._misses_at, KNOWN_MISSES, group, keys, len(keys) // key_bytes, key_bytes, reason)
-        )
+        self._native.blocks_note(self.address, group, keys, len(keys) // key_bytes, key_bytes, reason)
 
-    def count_misses(self, group: int, keys: bytes, key_bytes: int, states: bytes) -> list[tuple[int, int]]:
+    def count_misses(self, group: int, keys: bytes, key_bytes: int, states: bytes) -> Sequence[int]:
         """For each reason, 0 where it is not known, for which keys whose state is FREE are not there: how many."""
-        self._native.blocks_count(
-            *(self.address, self._misses_at, KNOWN_MISSES, group, keys),
-            *(len(states), key_bytes, states, self._counts_at),
-        )
-        return [one for one in enumerate(self._counts) if one[1]]
+        some = self.address, group, keys, len(states), key_bytes
+        self._native.blocks_count(*some, states, self._counts_at)
+        return self._counts[:16]
 
 
 def packed(numbers: npt.NDArray[np.uint32]) -> bytes:

@@ -9,13 +9,15 @@
 #include <stdatomic.h>
 
 /* Of everything that C and Python share: system/native.py has it too, and refuses another one. */
-const uint32_t kvoffd_version = 2;
+const uint32_t kvoffd_version = 3;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
-/* A table of the reasons for which keys left has words of all but the last four bits of a key's hash, and a reason. What
- * falls on the same place replaces what was there. */
-static const uint64_t REASON = 15;
+/* Words of `misses` have all but the last four bits of a key's hash, and the reason why it left. What falls on the same place
+ * replaces what was there. */
+static const uint64_t MISSES = 1 << 19; /* KNOWN_MISSES of block_table.py */
+#define REASON 15ULL
+enum { PARTIAL = 3 }; /* of MissReason in namespace.py: a shard is missing */
 
 static void set_record(uint8_t *record, uint64_t state)
 {
@@ -44,31 +46,105 @@ void kvoffd_blocks_close(struct blocks *x)
     close_index(&x->index);
 }
 
-/* Writes the block of each of `count` keys, which lie end to end, NONE for those that are not there; and its state. */
+/* Finds up to TOGETHER keys, which lie end to end: their hashes and blocks, NONE for those that are not there, and states. */
+static void find_some(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                      uint64_t *hashed, uint8_t *states, uint32_t *blocks)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        hashed[i] = hash(x, group, keys + i * key_bytes, key_bytes);
+        __builtin_prefetch(&x->index.entries[home(&x->index, hashed[i])]);
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t entry = x->index.entries[home(&x->index, hashed[i])];
+        if (!entry)
+            continue;
+        __builtin_prefetch(key_of(x, slot_of(entry)));
+        __builtin_prefetch(&x->group[slot_of(entry)]);
+        __builtin_prefetch(&x->state[slot_of(entry)]);
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t entry = x->index.entries[find(x, hashed[i], group, keys + i * key_bytes, key_bytes)];
+        blocks[i] = entry ? slot_of(entry) : NONE;
+        states[i] = entry ? x->state[slot_of(entry)] : FREE;
+    }
+}
+
+/* Writes the block of each key, and its state. */
 void kvoffd_blocks_find(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                         uint8_t *states, uint32_t *blocks)
 {
     uint64_t hashed[TOGETHER];
 
+    for (uint64_t begin = 0; begin < count; begin += TOGETHER)
+        find_some(x, group, keys + begin * key_bytes, count - begin < TOGETHER ? count - begin : TOGETHER, key_bytes,
+                  hashed, states + begin, blocks + begin);
+}
+
+/* What pins of blocks came to: those that had none before, or have none now, and the pages of all, and of these. */
+struct pinned {
+    uint64_t changed, pages, changed_pages;
+};
+
+/* Adds `by`, 1 or -1, to a block's pins; returns whether it had none before or has none now. */
+static int pin(struct blocks *x, uint32_t block, int32_t by, struct pinned *pinned)
+{
+    uint32_t before = x->pins[block];
+    int changed = !before || !(before + by);
+
+    x->pins[block] = before + by;
+    pinned->pages += x->pages[block];
+    if (changed) {
+        pinned->changed++;
+        pinned->changed_pages += x->pages[block];
+    }
+    return changed;
+}
+
+/* Adds `by` to the pins of blocks, which may come more than once; writes those that had none, or have none. */
+void kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count, int32_t by, uint32_t *changed,
+                       struct pinned *pinned)
+{
+    *pinned = (struct pinned){ 0 };
+    for (uint64_t i = 0; i < count; i++)
+        if (pin(x, blocks[i], by, pinned))
+            changed[pinned->changed - 1] = blocks[i];
+}
+
+/* The number of the reason for which a key that is not there left, 0 where that is not known. */
+static uint64_t reason_of(const struct blocks *x, uint64_t hashed)
+{
+    uint64_t there = x->misses[hashed & (MISSES - 1)];
+
+    return (there ^ hashed) & ~REASON ? 0 : there & REASON;
+}
+
+/* What a lookup found: READY keys, those of them before the first that is not; and the others by reason. */
+struct found {
+    struct pinned pinned;
+    uint64_t ready, run, misses[REASON + 1];
+};
+
+/* Looks keys up: writes their states, and the blocks of those that are READY, which are pinned if `pins`. */
+void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                          uint32_t pins, uint8_t *states, uint32_t *ready, struct found *found)
+{
+    uint64_t hashed[TOGETHER];
+    uint32_t blocks[TOGETHER];
+
+    *found = (struct found){ 0 };
     for (uint64_t begin = 0; begin < count; begin += TOGETHER) {
         uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
+        find_some(x, group, keys + begin * key_bytes, together, key_bytes, hashed, states + begin, blocks);
+        for (uint64_t i = 0; i < together; i++)
+            __builtin_prefetch(blocks[i] == NONE ? (void *)&x->misses[hashed[i] & (MISSES - 1)] : &x->pins[blocks[i]]);
         for (uint64_t i = 0; i < together; i++) {
-            hashed[i] = hash(x, group, keys + (begin + i) * key_bytes, key_bytes);
-            __builtin_prefetch(&x->index.entries[home(&x->index, hashed[i])]);
-        }
-        for (uint64_t i = 0; i < together; i++) {
-            uint64_t entry = x->index.entries[home(&x->index, hashed[i])];
-            if (!entry)
-                continue;
-            __builtin_prefetch(key_of(x, slot_of(entry)));
-            __builtin_prefetch(&x->group[slot_of(entry)]);
-            __builtin_prefetch(&x->state[slot_of(entry)]);
-        }
-        for (uint64_t i = 0; i < together; i++) {
-            const uint8_t *key = keys + (begin + i) * key_bytes;
-            uint64_t entry = x->index.entries[find(x, hashed[i], group, key, key_bytes)];
-            blocks[begin + i] = entry ? slot_of(entry) : NONE;
-            states[begin + i] = entry ? x->state[slot_of(entry)] : FREE;
+            if (states[begin + i] == READY) {
+                found->run += found->ready == begin + i;
+                ready[found->ready++] = blocks[i];
+                if (pins)
+                    pin(x, blocks[i], 1, &found->pinned);
+            } else
+                found->misses[blocks[i] == NONE ? reason_of(x, hashed[i]) : PARTIAL]++;
         }
     }
 }
@@ -213,10 +289,15 @@ void kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_t co
         release(x, blocks[i], slots, released);
 }
 
+static void note(const struct blocks *x, uint64_t hashed, uint64_t reason)
+{
+    x->misses[hashed & (MISSES - 1)] = (hashed & ~REASON) | reason;
+}
+
 /* Takes blocks out of the index, and writes their keys. They are DROPPED then, no successor brings them back, and those that
  * nothing holds are ended. Notes why they left where there is a reason. Returns how many: fewer where one is not there. */
-uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t *misses, uint64_t words,
-                            uint64_t reason, uint8_t *keys, uint32_t *slots, struct released *released)
+uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t reason, uint8_t *keys,
+                            uint32_t *slots, struct released *released)
 {
     *released = (struct released){ 0 };
     for (uint64_t i = 0; i < count; i++) {
@@ -230,7 +311,7 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t c
         memcpy(keys, key, key_bytes);
         keys += key_bytes;
         if (reason)
-            misses[hashed & (words - 1)] = (hashed & ~REASON) | reason;
+            note(x, hashed, reason);
         x->state[block] = DROPPED;
         do {
             set_record(record_of(x, at), FREE_RECORD);
@@ -250,26 +331,6 @@ uint32_t kvoffd_blocks_alike(const struct blocks *x, const uint32_t *blocks, uin
             (ready && x->state[blocks[i]] != READY))
             return 0;
     return count ? x->group[blocks[0]] : 0;
-}
-
-/* Adds `by`, 1 or -1, to the pins of blocks, which may come more than once; writes those that had none, or have none, and
- * returns how many these are. The sums are the pages of all, and of these. */
-uint64_t kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count, int32_t by, uint32_t *changed,
-                           uint64_t sums[2])
-{
-    uint64_t found = 0;
-
-    sums[0] = sums[1] = 0;
-    for (uint64_t i = 0; i < count; i++) {
-        uint32_t before = x->pins[blocks[i]];
-        x->pins[blocks[i]] = before + by;
-        sums[0] += x->pages[blocks[i]];
-        if (!before || !x->pins[blocks[i]]) {
-            changed[found++] = blocks[i];
-            sums[1] += x->pages[blocks[i]];
-        }
-    }
-    return found;
 }
 
 /* The slot of one rank's shard of a block. */
@@ -331,34 +392,20 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
     return 1;
 }
 
-/* Notes in a table of `words`, a power of two, why each of `count` keys left, 1 to 15. */
-void kvoffd_blocks_note(const struct blocks *x, uint64_t *table, uint64_t words, uint32_t group, const uint8_t *keys,
-                        uint64_t count, uint64_t key_bytes, uint64_t reason)
+/* Notes why each of `count` keys left, 1 to 15. */
+void kvoffd_blocks_note(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                        uint64_t reason)
 {
-    for (uint64_t i = 0; i < count; i++) {
-        uint64_t hashed = hash(x, group, keys + i * key_bytes, key_bytes);
-        table[hashed & (words - 1)] = (hashed & ~REASON) | reason;
-    }
+    for (uint64_t i = 0; i < count; i++)
+        note(x, hash(x, group, keys + i * key_bytes, key_bytes), reason);
 }
 
 /* Counts by reason the keys whose state is 0; those of which nothing is noted under the first. */
-void kvoffd_blocks_count(const struct blocks *x, const uint64_t *table, uint64_t words, uint32_t group,
-                         const uint8_t *keys, uint64_t count, uint64_t key_bytes, const uint8_t *states,
-                         uint64_t counts[16])
+void kvoffd_blocks_count(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                         const uint8_t *states, uint64_t counts[REASON + 1])
 {
-    uint64_t hashed[TOGETHER];
-
-    memset(counts, 0, 16 * sizeof *counts);
-    for (uint64_t begin = 0; begin < count; begin += TOGETHER) {
-        uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
-        for (uint64_t i = 0; i < together; i++) {
-            hashed[i] = hash(x, group, keys + (begin + i) * key_bytes, key_bytes);
-            __builtin_prefetch(&table[hashed[i] & (words - 1)]);
-        }
-        for (uint64_t i = 0; i < together; i++) {
-            uint64_t there = table[hashed[i] & (words - 1)];
-            if (!states[begin + i])
-                counts[(there ^ hashed[i]) & ~REASON ? 0 : there & REASON]++;
-        }
-    }
+    memset(counts, 0, (REASON + 1) * sizeof *counts);
+    for (uint64_t i = 0; i < count; i++)
+        if (!states[i])
+            counts[reason_of(x, hash(x, group, keys + i * key_bytes, key_bytes))]++;
 }

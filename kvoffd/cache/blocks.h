@@ -24,6 +24,7 @@ struct blocks {
     uint32_t *pins;
     uint8_t *missing;
     uint32_t *group, *next, *pages;
+    uint64_t *misses; /* why keys left: see blocks.c */
     struct slot_index index;
     uint32_t crc[8][256]; /* what a byte, and so many zeros behind it, make of a CRC-32 */
 };

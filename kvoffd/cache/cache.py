@@ -42,6 +42,7 @@ from kvoffd.cache.block_table import (
     WRITTEN,
     BlockIds,
     BlockTable,
+    Found,
     Verdict,
 )
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
@@ -89,7 +90,7 @@ RECOVERED_AT_ONCE = 4096
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
 _REASONS = list(MissReason)
-_READY_BYTE, _LACKING = bytes([READY]), bytes([Verdict.LACKING])
+_LACKING = bytes([Verdict.LACKING])
 
 
 class Cache:
@@ -405,121 +406,96 @@ class Cache:
         for index, keys in groups:
             if not 0 <= index < len(current) or len(keys) % size:
                 namespace.check(index, keys)  # which raises
-        known = [current[index] for index, _ in groups]
-        found = [self.blocks.find(group.number, keys, size) for group, (_, keys) in zip(known, groups, strict=True)]
-        pool = [one for one, _ in found]
-        states = pool
-        if self.tiers is not None and [one for one in pool if one.count(READY) < len(one)]:
-            states = self.tiers.find(namespace, session, lease_id, groups, pool, again)
-        ready = [_NOTHING] * len(states)
-        if [one for one in states if READY in one]:
+        found = [self.blocks.lookup(current[index].number, keys, size, pin=lease is None) for index, keys in groups]
+        ready = found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
+        if self.tiers is not None and len(ready) < sum([len(one.states) for one in found]):
+            try:
+                shown = self.tiers.find(namespace, session, lease_id, groups, [one.states for one in found], again)
+            except BaseException:
+                if lease is None:
+                    self.unpin(ready)
+                raise
+            every = zip(groups, found, shown, strict=True)
+            found = [self._coming(current[index], keys, one, states) for (index, keys), one, states in every]
+        if ready.size:
+            held = self.held.get(session) or Held()
             if lease is None:
-                lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
-            states, ready = self._lease(lease, states, [blocks for _, blocks in found])
+                lease, fresh = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING), ready
+                nbytes, loose_bytes = sum([one.nbytes for one in found]), sum([one.loose_bytes for one in found])
+            else:
+                fresh = ready[~np.isin(ready, lease.blocks)]
+                nbytes, loose_bytes = self.blocks.pin(fresh)
+            if (part := self._leasable(held, len(fresh), loose_bytes)) < 1.0:
+                self.blocks.unpin(fresh)
+                self.shortened_lookups += 1
+                found = [_shortened(one, lease.blocks, part) for one in found]
+                ready = np.concatenate([one.ready for one in found])
+                fresh = ready[~np.isin(ready, lease.blocks)]
+                nbytes, loose_bytes = self.blocks.pin(fresh)
+            if fresh.size:
+                if not lease.blocks.size:
+                    self.leases[lease_id], self.held[session] = lease, held
+                    held.leases += 1
+                lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
+                lease.nbytes += nbytes
+                held.nbytes += nbytes
+                lease.charged_bytes += loose_bytes
+                held.charged_bytes += loose_bytes
+                held.keys += len(fresh)
         if not again:
-            runs = [len(one) - len(one.lstrip(_READY_BYTE)) for one in states]
-            namespace.counters.prefix_keys_ready += sum(runs)
-            self._count_lookup(namespace, groups, known, pool, states)
+            counters, tokens, chains = namespace.counters, 0, []
+            counters.lookups += 1
+            for (index, keys), one in zip(groups, found, strict=True):
+                group = current[index]
+                counters.keys_asked += len(one.states)
+                counters.keys_ready += len(one.ready)
+                counters.prefix_keys_ready += one.run
+                tokens = max(tokens, len(one.states) * group.tokens)
+                if len(one.ready) < len(one.states):
+                    self._count_missing(namespace, one.misses)
+                if group.sizes:
+                    chains.append(Chain(group, keys, one.ready, one.run))
+            counters.asked_tokens += tokens
             if self._requested is not None:
                 self.note_requests()
-            parts = zip(known, groups, ready, runs, strict=True)
-            chains = [Chain(group, keys, blocks, run) for group, (_, keys), blocks, run in parts if group.sizes]
             self._requested = (namespace, chains) if chains else None
-        return states, 0 if lease is None else len(lease.blocks)
+        return [one.states for one in found], 0 if lease is None else len(lease.blocks)
 
-    def _lease(
-        self, lease: Lease, states: list[bytes], blocks: Sequence[BlockIds]
-    ) -> tuple[list[bytes], list[BlockIds]]:
-        """Pin what is READY, as far as leases may; returns the states to answer with, and the READY blocks."""
-        held = self.held.get(lease.session) or Held()
-        for shortened in (False, True):
-            ready = []
-            for one, found in zip(states, blocks, strict=True):
-                count = one.count(READY)
-                if one.startswith(_READY_BYTE * count):
-                    ready.append(found[:count])
-                else:
-                    ready.append(found[np.frombuffer(one, np.uint8) == READY])
-            every = ready[0] if len(ready) == 1 else np.concatenate([_NOTHING, *ready])
-            fresh = every[~np.isin(every, lease.blocks)] if lease.blocks.size else every
-            if not fresh.size:
-                return states, ready
-            nbytes, loose_bytes = self.blocks.pin(fresh)
-            roomy = self.blocks.pinned_bytes <= self._max_leased_bytes // 2
-            if shortened or (roomy and held.keys + len(fresh) <= self._max_leased_keys):
-                break
-            if (part := self._leasable(lease.session, len(fresh), loose_bytes)) >= 1.0:
-                break
-            self.blocks.unpin(fresh)
-            self.shortened_lookups += 1
-            states = [_shortened(one, found, lease.blocks, part) for one, found in zip(states, blocks, strict=True)]
-        if not lease.blocks.size:
-            self.leases[lease.lease_id], self.held[lease.session] = lease, held
-            held.leases += 1
-        lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-        lease.nbytes += nbytes
-        held.nbytes += nbytes
-        lease.charged_bytes += loose_bytes
-        held.charged_bytes += loose_bytes
-        held.keys += len(fresh)
-        return states, ready
+    def _leasable(self, held: Held, keys: int, loose_bytes: int) -> float:
+        """The part of so many keys, which are pinned, that a session may lease besides what it has: 1.0 for all.
 
-    def _leasable(self, session: int, keys: int, loose: int) -> float:
-        """The part of so many keys that a session may lease besides what it has: 1.0 for all.
-
-        ``loose``: of their bytes, those that nothing else pins. Only such bytes are taken from others.
+        ``loose_bytes``: of those of their bytes that nothing else pins. Only such bytes are taken from others.
         """
-        held = self.held.get(session)
-        most = self._max_leased_bytes
-        part = (self._max_leased_keys - (0 if held is None else held.keys)) / max(1, keys)
-        if loose and self.blocks.pinned_bytes > most // 2:
-            share = most // (len(self.held) + 1) if held is None else most // len(self.held) - held.charged_bytes
-            part = min(part, share / loose)
+        part, most = (self._max_leased_keys - held.keys) / max(1, keys), self._max_leased_bytes
+        if loose_bytes and self.blocks.pinned_bytes > most // 2:
+            sharers = len(self.held) + (not held.leases)
+            part = min(part, (most // sharers - held.charged_bytes) / loose_bytes)
         return max(0.0, min(1.0, part))
 
     def leases_of(self, session: int) -> Held:
         """What a session has leased."""
         return self.held.get(session) or Held()
 
-    def _count_lookup(
-        self,
-        namespace: Namespace,
-        groups: Sequence[tuple[int, bytes]],
-        known: Sequence[Group],
-        pool: Sequence[bytes],
-        states: Sequence[bytes],
-    ) -> None:
-        counters = namespace.counters
-        counters.lookups += 1
-        tokens = 0
-        for group, (number, keys), before, after in zip(known, groups, pool, states, strict=True):
-            asked, ready = len(after), after.count(READY)
-            counters.keys_asked += asked
-            counters.keys_ready += ready
-            tokens = max(tokens, asked * namespace.groups[number].tokens_per_block)
-            if ready == asked:
-                continue
-            if before.count(READY) > ready:  # what a fill of this lookup has evicted comes up again
-                of_pool, shown = np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)
-                if limited := int(((of_pool == READY) & (shown == ABSENT)).sum()):
-                    counters.misses[MissReason.LEASE_LIMIT] += limited
-            if partial := after.count(WRITING):
-                counters.misses[MissReason.PARTIAL] += partial
-            if ABSENT in after:
-                if before is not after:
-                    after = np.maximum(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)).tobytes()
-                self._count_missing(namespace, group, keys, after)
-        counters.asked_tokens += tokens
+    def _coming(self, group: Group, keys: bytes, found: Found, states: bytes) -> Found:
+        """What a lookup found, where tiers bring some of it up: that is no miss yet."""
+        if states == found.states:
+            return found
+        covered = np.maximum(np.frombuffer(found.states, np.uint8), np.frombuffer(states, np.uint8)).tobytes()
+        misses = list(self.blocks.count_misses(group.number, keys, group.key_bytes, covered))
+        misses[MissReason.PARTIAL] += states.count(WRITING)
+        return found._replace(states=states, misses=misses)
 
-    def _count_missing(self, namespace: Namespace, group: Group, keys: bytes, states: bytes) -> None:
-        """Count the keys whose state is ABSENT by the reason for it."""
-        misses = namespace.counters.misses
-        for reason, number in self.blocks.count_misses(group.number, keys, namespace.key_bytes, states):
-            misses[_REASONS[reason]] += number
+    def _count_missing(self, namespace: Namespace, misses: Sequence[int]) -> None:
+        """Count keys by the number of the reason for which they are not there."""
+        for reason, count in enumerate(misses):
+            if count:
+                namespace.counters.misses[_REASONS[reason]] += count
 
     def count_misses(self, namespace: Namespace, group: int, keys: bytes) -> None:
         """Count keys as missed, of which a lookup could not tell whether they would come."""
-        self._count_missing(namespace, self.group(namespace, group), keys, bytes(len(keys) // namespace.key_bytes))
+        states = bytes(len(keys) // namespace.key_bytes)
+        number = self.group(namespace, group).number
+        self._count_missing(namespace, self.blocks.count_misses(number, keys, namespace.key_bytes, states))
 
     def note_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
         """These keys are not there from now on, for this reason."""
@@ -528,7 +504,7 @@ class Cache:
     def reason_of(self, namespace: Namespace, group: int, key: bytes) -> MissReason:
         """Why a key was not there when it was asked for, as far as is known; it may have been stored since."""
         counts = self.blocks.count_misses(self.group(namespace, group).number, key, namespace.key_bytes, bytes(1))
-        return _REASONS[counts[0][0]]
+        return _REASONS[counts.index(1)]
 
     def note_requests(self) -> None:
         """Tell the policy and the watchers what was asked for last, but by a bench. For when the reply is out."""
@@ -1255,9 +1231,13 @@ def _shortened_record(record: NamespaceRecord) -> NamespaceRecord:
     return replace(record, description=description, shards=(None,) * record.world_size)
 
 
-def _shortened(states: bytes, blocks: BlockIds, held: BlockIds, part: float) -> bytes:
-    """The states with only this part of the READY keys, the first ones, called READY, beside what is ``held``."""
-    shown = np.frombuffer(states, np.uint8).copy()
-    fresh = np.flatnonzero((shown == READY) & ~np.isin(blocks, held))
-    shown[fresh[int(fresh.size * part) :]] = ABSENT
-    return shown.tobytes()
+def _shortened(found: Found, held: BlockIds, part: float) -> Found:
+    """The same with only this part of the READY keys, the first ones, called READY, beside what is ``held``."""
+    states, ready = np.frombuffer(found.states, np.uint8).copy(), np.isin(found.ready, held)
+    fresh = np.flatnonzero(~ready)
+    ready[fresh[: int(fresh.size * part)]] = True
+    states[np.flatnonzero(states == READY)[~ready]] = ABSENT
+    misses = list(found.misses)
+    misses[MissReason.LEASE_LIMIT] += len(ready) - int(ready.sum())
+    run = min(found.run, int(np.append(ready, False).argmin()))
+    return found._replace(states=states.tobytes(), ready=found.ready[ready], run=run, misses=misses)

@@ -11,7 +11,7 @@ from typing import Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 2
+VERSION = 3
 """Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
 changes: an old library would read wrong memory."""
 
@@ -58,6 +58,9 @@ class Native:
             self.blocks_open = with_gil("blocks_open", ctypes.c_int, address, text)
             self.blocks_close = with_gil("blocks_close", None, address)
             self.blocks_find = with_gil("blocks_find", None, address, slot, text, number, number, address, address)
+            self.blocks_lookup = with_gil(
+                "blocks_lookup", None, address, slot, text, number, number, slot, address, address, address
+            )
             self.blocks_enter = with_gil(
                 "blocks_enter", number, address, *some, number, slot, slot, text, number, slot, slot
             )
@@ -65,11 +68,11 @@ class Native:
                 "blocks_publish", slot, address, address, *some, address, slot, address, number, address, address
             )
             self.blocks_set_checksum = with_gil("blocks_set_checksum", None, address, slot, number)
-            self.blocks_drop = with_gil("blocks_drop", number, address, *some, *some, number, address, address, address)
+            self.blocks_drop = with_gil("blocks_drop", number, address, *some, number, address, address, address)
             self.blocks_alike = with_gil("blocks_alike", slot, address, *some, slot, slot)
             self.blocks_written_now = with_gil("blocks_written_now", None, address, *some, address)
             self.blocks_release = with_gil("blocks_release", None, address, *some, address, address)
-            self.blocks_pin = with_gil("blocks_pin", number, address, *some, ctypes.c_int32, address, address)
+            self.blocks_pin = with_gil("blocks_pin", None, address, *some, ctypes.c_int32, address, address)
             self.blocks_keys = with_gil("blocks_keys", None, address, *some, number, address)
             self.blocks_plan = with_gil(
                 "blocks_plan", number, address, slot, text, number, number, slot, address, address, address
@@ -80,10 +83,8 @@ class Native:
             self.disk_close = with_gil("disk_close", None, address)
             self.disk_find = with_gil("disk_find", None, address, slot, text, number, number, address)
             self.disk_remove = with_gil("disk_remove", None, address, *some)
-            self.blocks_note = with_gil("blocks_note", None, address, *some, slot, text, number, number, number)
-            self.blocks_count = with_gil(
-                "blocks_count", None, address, *some, slot, text, number, number, text, address
-            )
+            self.blocks_note = with_gil("blocks_note", None, address, slot, text, number, number, number)
+            self.blocks_count = with_gil("blocks_count", None, address, slot, text, number, number, text, address)
             self.lru_insert = with_gil("lru_insert", None, address, address, address, number)
             self.lru_use = with_gil("lru_use", None, address, address, address, number)
             self.lru_remove = with_gil("lru_remove", None, address, address, address, number)

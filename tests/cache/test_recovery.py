@@ -309,7 +309,7 @@ def test_a_writer_may_be_killed_at_any_instruction() -> None:
     names, room = np.empty(16, np.uint8), np.zeros((2, 3), np.uint64)
     rooms = names.ctypes.data, *(row.ctypes.data for row in room)
     calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
-        (lib.blocks_drop, (at, gone.ctypes.data, 1, 0, 0, 0, *rooms)),
+        (lib.blocks_drop, (at, gone.ctypes.data, 1, 0, *rooms)),
         (lib.blocks_enter, (at, new.ctypes.data, 2, 2, 5, geometry.number, keys, 8, 3, 0)),
         *(
             (
