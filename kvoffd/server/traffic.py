@@ -104,7 +104,6 @@ class TrafficCounts:
             id=OTHERS,
             ready_blocks=sum(one.ready_blocks for one in rest),
             ready_bytes=sum(one.ready_bytes for one in rest),
-            filling_blocks=sum(one.writing_blocks for one in rest),
             **figures(total),
         )
         return largest, [row]

@@ -169,7 +169,7 @@ class Traffic(Part, frozen=True):
     loaded_bytes: Annotated[ByteCount, counter("Bytes copied from the pool to engines.")] = 0
     stored_bytes: Annotated[ByteCount, counter("Bytes copied from engines to the pool.")] = 0
     stored_blocks: Annotated[Count, doc("Blocks that were stored whole and became readable.")] = 0
-    evicted_blocks: Annotated[Count, counter("Blocks evicted from the pool to make space for others.")] = 0
+    evicted_blocks: Annotated[Count, counter("Blocks evicted from the pool for others, by a quota too.")] = 0
     no_space_keys: Annotated[
         Count, counter("Keys that were not stored, since the pool, or the namespace's quota, had no space.")
     ] = 0
@@ -225,7 +225,6 @@ class NamespaceStats(Traffic, frozen=True):
     of_bench: Annotated[bool, doc("Whether a bench made it: it is in no sum.")] = False
     ready_blocks: Annotated[Count, doc("Blocks of the namespace that can be read.")] = 0
     ready_bytes: Annotated[ByteCount, gauge("Pool bytes of the namespace's readable blocks.")] = 0
-    filling_blocks: Annotated[Count, doc("Blocks of the namespace that lack a part of some rank.")] = 0
     pending_keys: Annotated[Count, doc("Keys that lookups asked for and that a tier is still reading.")] = 0
     invalidated_blocks: Annotated[
         Count, doc("Blocks dropped by a reset, a clear, an engine, a timeout or a wrong checksum.")
@@ -234,9 +233,6 @@ class NamespaceStats(Traffic, frozen=True):
     quota_bytes: Annotated[ByteCount | None, gauge("Pool bytes that the namespace may have at most.")] = None
     prefill_tokens_per_second: Annotated[
         PerSecond, doc("Prompt tokens that an engine computes a second, as it reported last; 0 if not known.")
-    ] = 0.0
-    load_tokens_per_second: Annotated[
-        PerSecond, doc("Tokens that loads bring an engine a second, as it reported last; 0 if not known.")
     ] = 0.0
     curve: Annotated[HitCurve | None, doc("What pools of other sizes would have found.")] = None
 
@@ -595,7 +591,6 @@ class DaemonStats(Part, frozen=True):
     curve_seen_bytes: Annotated[
         ByteCount, doc("Bytes of the different blocks asked for, up to ten pools: beyond, nothing is known.")
     ] = 0
-    curve_bytes: Annotated[ByteCount, doc("Memory of the sample from which the curve is made.")] = 0
     ghost_entries: Annotated[Count, doc("Keys without a block that the policy remembers.")] = 0
     policy_bytes: Annotated[ByteCount, doc("Memory of what the policy knows of keys.")] = 0
     learned: Annotated[LearnedStats, doc("What the policy learned.")] = field(default_factory=LearnedStats)

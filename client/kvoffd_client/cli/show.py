@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvoffd_client.admin_client import AdminClient, read_stats
+from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.format import (
     NO_NAMESPACE,
     namespace_name,
@@ -116,13 +116,12 @@ def clients(
         return _show_requests(directory, request, as_json=json)
     with open_admin(directory) as admin:
         found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
-        labels = {} if json or every else _labels(admin)
     if json:
         print_json({"sessions": found} if every else {"engines": [vars(one) for one in engines_of(found)]})
     elif every:
         _show_sessions(found)
     elif rows := engines_of(found):
-        print_page(engine_table(rows, labels))
+        print_page(engine_table(rows))
         if without := sum(not row.workers for row in rows):
             say(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
     else:
@@ -156,14 +155,13 @@ def _engine_name(session: SessionInfo) -> str:
     return re.sub(rf" {session.role}( \d+)?$", "", session.name)
 
 
-def engine_table(rows: Sequence[Engine], labels: Mapping[str, str]) -> Table:
-    """``labels``: of namespaces, by their ids."""
+def engine_table(rows: Sequence[Engine]) -> Table:
     return table_of(
-        ("engine", "namespace", ">workers", "pids", ">stored", ">loaded", ">pinned", ">registered"),
+        ("engine", "<namespace", ">workers", "pids", ">stored", ">loaded", ">pinned", ">registered"),
         [
             (
                 printable(row.name) or "-",
-                _names(row.namespaces, labels),
+                _ids(row.namespaces),
                 format_count(row.workers),
                 ", ".join(map(str, row.pids)) or "-",
                 *map(format_size, (row.stored_bytes, row.loaded_bytes, row.pinned_bytes, row.registered_bytes)),
@@ -184,7 +182,7 @@ def _show_sessions(found: Sequence[SessionInfo]) -> None:
                 str(one.session_id),
                 one.role or "new",
                 " ".join(map(printable, filter(None, (one.name, one.software)))) or "-",
-                ", ".join(map(namespace_id, one.namespaces)) or "-",
+                _ids(one.namespaces),
                 str(one.pid or "-"),
                 format_duration(one.idle_seconds),
                 format_size(one.pinned_bytes),
@@ -195,12 +193,8 @@ def _show_sessions(found: Sequence[SessionInfo]) -> None:
     )
 
 
-def _labels(admin: AdminClient) -> dict[str, str]:
-    return {namespace_id(one.namespace): one.label for one in admin.namespaces().namespaces}
-
-
-def _names(namespaces: Sequence[bytes], labels: Mapping[str, str]) -> str:
-    return ", ".join(namespace_name(labels.get(namespace_id(one), ""), one) for one in namespaces) or "-"
+def _ids(namespaces: Sequence[bytes]) -> str:
+    return ", ".join(map(namespace_id, namespaces)) or "-"
 
 
 # --- why a miss ------------------------------------------------------------------------------------
@@ -221,15 +215,13 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
     with open_admin(directory) as admin:
         found = admin.ask(Requests, name).requests
         names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
-        labels = _labels(admin)
     if as_json:
         print_json({"requests": found})
         return 0
     before = None
     for one in found:
         if before != (before := (one.session_id, one.namespace)):
-            engine = printable(names.get(one.session_id, ""))
-            say(f"Engine {engine}, namespace {_names([one.namespace], labels)}:")
+            say(f"Engine {printable(names.get(one.session_id, ''))}, namespace {namespace_id(one.namespace)}:")
         say(request_sentence(one.report))
     if not found:
         say(

@@ -166,7 +166,7 @@ class Screen:
         if self.reading.far and self.view == "clients":
             body = [Text(), pen.text("This is shown on the daemon's own machine: HTTP has statistics alone.", "dim")]
         elif self.view == "clients":
-            body = [pen.cut(line) for line in _clients(self.reading.engines, stats, console)]
+            body = [pen.cut(line) for line in _clients(self.reading.engines, console)]
         elif self.view == "tiers":
             body = _page(tier_lines(stats), pen)
         elif self.view == "policy":
@@ -378,11 +378,11 @@ def _tier_lines(stats: DaemonStats, pen: Pen) -> list[Text]:
     return [Text(), *lines] if lines else []
 
 
-def _clients(engines: Sequence[Engine] | None, stats: DaemonStats, console: Console) -> list[Text]:
+def _clients(engines: Sequence[Engine] | None, console: Console) -> list[Text]:
     if not engines:
         return [Text(), Text("No answer so far." if engines is None else "No engine is connected.")]
-    table = engine_table(engines, {one.id: one.model for one in stats.namespaces})
-    lines = [Text.assemble(*((part.text, part.style or "") for part in line)) for line in console.render_lines(table)]
+    found = console.render_lines(engine_table(engines))
+    lines = [Text.assemble(*((part.text, part.style or "") for part in line)) for line in found]
     note = Text("pinned: pool memory under its leases. registered: memory of its own, for copies.", "dim")
     return [Text(), *lines, Text(), note]
 
