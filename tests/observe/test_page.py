@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvoffd_client import NamespaceSpec
+from kvoffd_client import AdminClient, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.admin import SetQuota
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
@@ -42,8 +43,10 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
     with (
         DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon,
         FakeEngine(daemon.directory, spec) as engine,
-        FakeEngine(daemon.directory, "another"),
+        FakeEngine(daemon.directory, "another") as limited,
+        AdminClient(daemon.directory) as admin,
     ):
+        admin.ask(SetQuota, limited.namespace.fingerprint, 1 << 30)
         engine.scheduler.report(100.0, 1000.0, 0, 0)
         block_keys = [bytes([number]) * 32 for number in range(8)]
         assert engine.store(block_keys[:4], range(4)).ok
@@ -57,9 +60,11 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         assert outcomes["found, not needed by the engine"] == ["1", "(12.5", "%)"]
         assert outcomes["missed: never stored"] == ["4", "(50.0", "%)"]
         assert browser.text("totals").startswith("48 tokens loaded since the start, 480.0 ms of prefill saved, 37.5 %")
+        assert browser.value("uncounted({loaded_keys: 5, loaded_tokens: 0})")
         assert browser.value("saved({loaded_tokens: 5, saved_seconds: 0})") == "unknown seconds"
         # Names are text, whatever they are.
         assert [row[0] for row in rows(browser, "namespaces")] == [EVIL, "another"]
+        assert rows(browser, "namespaces")[1][3] == "0 B of 1.0 GiB", "a quota is shown where there is one"
         assert browser.value("document.images.length") == 0
         assert browser.value("document.title") == "kvoffd"
         # By the keyboard: sorting keeps the focus where it was.

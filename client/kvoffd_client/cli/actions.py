@@ -19,8 +19,7 @@ from kvoffd_client.cli.format import (
     print_status,
     say,
 )
-from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, confirmed, open_admin
-from kvoffd_proto.admin import ScrubReply
+from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, open_admin
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, EventBatch, KvEvent
 from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
@@ -55,10 +54,14 @@ def clear(
         where += " on all nodes" * all_nodes
         blocks, nbytes = sum(each.ready_blocks for each in chosen), sum(each.ready_bytes for each in chosen)
         below = ", and those on disks," if any(one.blocks for one in admin.stats().disks) else ""
-        question = f"Drop {count_blocks(blocks)} ({format_size(nbytes)}){below} from {where}? [y/N] "
-        if not yes and not confirmed(question, "cleared"):
-            say("Nothing was cleared.")
-            return 1
+        if not yes:
+            if not sys.stdin.isatty():
+                raise CliError("Nothing was cleared, since there is no terminal to confirm it on; add --yes.")
+            question = f"Drop {count_blocks(blocks)} ({format_size(nbytes)}){below} from {where}? [y/N] "
+            print(question, end="", file=sys.stderr, flush=True)  # stdout holds nothing but the result
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                say("Nothing was cleared.")
+                return 1
         stores = [admin.reset_fleet(each.namespace) for each in chosen] if all_nodes else []
         fingerprint = None if one is None else one.namespace
         dropped = admin.clear(fingerprint)
@@ -90,23 +93,19 @@ def scrub(directory: Directory = None, json: Json = False) -> int:
     if json:
         print_json(reply)
     else:
-        say(_scrub_result(reply))
+        speed = f", {format_rate(reply.checked_bytes / reply.seconds)}" if reply.seconds > 0 else ""
+        result = "all match."
+        if reply.mismatches:
+            some = "1 does" if reply.mismatches == 1 else f"{format_count(reply.mismatches)} do"
+            result = (
+                f"{some} not match: the blocks are dropped and the slots not used before a restart. The daemon's log "
+                "names them; check the machine's memory (dmesg, edac-util)."
+            )
+        say(
+            f"{format_count(reply.checked_slots)} slots ({format_size(reply.checked_bytes)}) were compared with their "
+            f"checksums in {format_duration(reply.seconds)}{speed}; {result}"
+        )
     return int(reply.mismatches > 0)
-
-
-def _scrub_result(reply: ScrubReply) -> str:
-    speed = f", {format_rate(reply.checked_bytes / reply.seconds)}" if reply.seconds > 0 else ""
-    read = (
-        f"{format_count(reply.checked_slots)} slots ({format_size(reply.checked_bytes)}) were compared with their "
-        f"checksums in {format_duration(reply.seconds)}{speed}"
-    )
-    if not reply.mismatches:
-        return f"{read}; all match."
-    some = "1 does" if reply.mismatches == 1 else f"{format_count(reply.mismatches)} do"
-    return (
-        f"{read}; {some} not match: the blocks are dropped and the slots not used before a restart. "
-        "The daemon's log names them; check the machine's memory (dmesg, edac-util)."
-    )
 
 
 # --- KV events -------------------------------------------------------------------------------------
@@ -126,7 +125,11 @@ def events(directory: Directory = None, json: Json = False) -> int:
         if sys.stderr.isatty():
             print("Waiting for events; Ctrl-C ends.", file=sys.stderr)
         for topic, sequence, batch in admin.events():
-            if gap := describe_gap(sequence, last.get(topic)):
+            missing = sequence - last.get(topic, sequence - 1) - 1
+            if missing:
+                gap = f"{missing} event message{plural(missing)} before number {sequence} did not arrive here."
+                if missing < 0:
+                    gap = "The daemon was restarted, or the namespace opened anew: its events count from 1 again."
                 print(f"kvoffd-cli: {gap}", file=sys.stderr, flush=True)
             last[topic] = sequence
             fingerprint = topic_fingerprint(topic)
@@ -146,16 +149,6 @@ def topic_fingerprint(topic: bytes) -> bytes:
         return bytes.fromhex(topic.removeprefix(KV_TOPIC_PREFIX).decode("ascii"))
     except ValueError:
         return b""
-
-
-def describe_gap(sequence: int, last: int | None) -> str:
-    """Return a sentence where messages between ``last`` and ``sequence`` did not arrive, else an empty string."""
-    if last is None or sequence == last + 1:
-        return ""
-    if sequence <= last:
-        return "The daemon was restarted, or the namespace opened anew: its events count from the start again."
-    missing = sequence - last - 1
-    return f"{missing} event message{plural(missing)} before number {sequence} did not arrive here."
 
 
 def event_lines(

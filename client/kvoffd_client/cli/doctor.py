@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvoffd_client.admin_client import AdminClient, open_url, read_stats
 from kvoffd_client.cli.findings import FEWEST_LOOKUPS, Engine, Facts, Finding, Value, find, value_of
-from kvoffd_client.cli.format import Line, percent, print_json, print_line, print_lines, print_status
+from kvoffd_client.cli.format import Line, percent, print_json, print_line, print_status, say
 from kvoffd_client.cli.machine import Machine, look_at
 from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, local_directory, open_admin
@@ -233,13 +233,13 @@ def _worth(stats: DaemonStats, value: Value) -> str:
 
 
 def show(report: Report, most: int) -> None:
-    print_lines([(line, "bold") for line in report.verdict])
+    say(*((line, "bold") for line in report.verdict))
     for number, one in enumerate(report.findings[:most], 1):
         head: Line = f"{number}. {one.level} {one.check}", STYLES[one.level]
-        print_lines(["", head, f"{one.evidence} {one.meaning}"])
+        say("", head, f"{one.evidence} {one.meaning}")
         if one.fix:
             print_line(f"   > {one.fix}")
     if (more := len(report.findings) - most) > 0:
-        print_line(f"\n{more} more finding{plural(more)}: kvoffd-cli doctor --all")
+        say("", f"{more} more finding{plural(more)}: kvoffd-cli doctor --all")
     elif not report.findings:
-        print_line("No findings.")
+        say("No findings.")

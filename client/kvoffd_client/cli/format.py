@@ -18,8 +18,8 @@ from kvoffd_client.namespace_differences import fields_of_description
 from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_count, format_size, plural, printable
 
-TEXT_CELLS, PIPE_CELLS = 80, 1000
-"""In a pipe pages of text have lines that fit; sentences and tables are whole: who filters them wants whole names."""
+PIPE_CELLS = 1000
+"""In a pipe sentences and tables are whole: who filters them wants whole names."""
 
 NO_NAMESPACE = "There is no namespace; an engine opens its own when it connects."
 Line = str | tuple[str, str]
@@ -28,10 +28,10 @@ Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 """A value that JSON has a form for."""
 
 
-def make_console(pipe_cells: int = PIPE_CELLS) -> Console:
+def make_console() -> Console:
     """Make a console on stdout. Colours obey NO_COLOR; a pipe gets no control codes, whatever FORCE_COLOR says."""
     plain = partial(Console, highlight=False, markup=False, emoji=False)
-    return plain() if sys.stdout.isatty() else plain(width=pipe_cells, color_system=None, force_terminal=False)
+    return plain() if sys.stdout.isatty() else plain(width=PIPE_CELLS, color_system=None, force_terminal=False)
 
 
 def print_page(page: RenderableType, console: Console | None = None) -> None:
@@ -45,9 +45,9 @@ def print_page(page: RenderableType, console: Console | None = None) -> None:
     print_line("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def print_lines(lines: Iterable[Line], pipe_cells: int = TEXT_CELLS) -> None:
-    """Print a page of lines with their styles."""
-    console = make_console(pipe_cells)
+def say(*lines: Line) -> None:
+    """Print sentences and other lines: on a terminal in lines that fit."""
+    console = make_console()
     for line, style in wrapped(lines, console.width):
         print_page(Text(line, style=style), console)
 
@@ -59,11 +59,6 @@ def wrapped(lines: Iterable[Line], width: int) -> Iterator[tuple[str, str]]:
         indent = " " * (2 + len(text) - len(text.lstrip()))
         for part in wrap(printable(text), max(8, width), subsequent_indent=indent, break_on_hyphens=False) or [""]:
             yield part, style
-
-
-def say(*sentences: str) -> None:
-    """Print sentences: on a terminal in lines that fit."""
-    print_lines(sentences, PIPE_CELLS)
 
 
 def print_line(text: str) -> None:

@@ -40,8 +40,6 @@ from kvoffd_proto.messages import Outcome, RequestReport, Role
 from kvoffd_proto.stats import MISS_REASONS, namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_size, printable
 
-NO_QUOTA = "none"
-
 
 def health(
     live: Annotated[bool, typer.Option("--live", help="Exit status 0 when the daemon answers at all.")] = False,
@@ -346,7 +344,7 @@ def quota(
 
     Exit status: 0 done, 2 an error, 3 done, but a kill may undo it.
     """
-    quota_bytes = None if most == NO_QUOTA else value_of("--max", most, parse_size)
+    quota_bytes = None if most == "none" else value_of("--max", most, parse_size)
     with open_admin(directory) as admin:
         admin.ask(SetQuota, admin.namespace(name).namespace, quota_bytes)
         now = admin.namespace(name)

@@ -10,20 +10,19 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.format import (
     NO_NAMESPACE,
-    TEXT_CELLS,
     Line,
     make_console,
     percent,
     print_json,
-    print_line,
-    print_lines,
     print_page,
     print_table,
     reason_name,
+    say,
 )
-from kvoffd_client.cli.target import CliError, Directory, Json, Url, read_statistics
+from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, open_admin
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.stats import (
     MISS_REASONS,
@@ -39,6 +38,7 @@ from kvoffd_proto.stats import (
 )
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
 
+BAR_CELLS = 80
 MOST_NAMESPACES = 5
 """On the page; ``stats namespaces`` has all."""
 RARE_CLASS = 0.03
@@ -106,7 +106,12 @@ def stats(
     """
     if misses and section:
         raise CliError("--misses is a page of its own; leave the section away.")
-    now = read_statistics(directory, url)
+    check_names_one(directory, url)
+    if url:
+        now = read_stats(url)
+    else:
+        with open_admin(directory) as admin:
+            now = admin.stats()
     if json:
         print_json({name: one.misses for name, one in _windows(now).items()} if misses else now)
     elif misses:
@@ -116,9 +121,9 @@ def stats(
     elif section is Section.NAMESPACES:
         _namespaces(now, len(now.namespaces))
     elif section is Section.TIERS:
-        print_lines(tier_lines(now))
+        say(*tier_lines(now))
     elif section is Section.POLICY:
-        print_lines(policy_lines(now))
+        say(*policy_lines(now))
     elif section is Section.SETTINGS:
         settings = [(one.name, printable(one.value) or "-", printable(one.source)) for one in now.settings]
         print_table(("setting", "value", "from"), settings)
@@ -142,18 +147,18 @@ def _reasons(windows: Iterable[Window]) -> list[str]:
 
 def print_stats(now: DaemonStats) -> None:
     """Print the page of all statistics."""
-    print_lines([*_head(now), ""])
+    say(*_head(now), "")
     _traffic(now)
-    print_line("")
+    say("")
     _pool_bar(now.pool)
     if now.namespaces or now.gone_namespaces:
-        print_line("")
+        say("")
         _namespaces(now, MOST_NAMESPACES)
     if any(map(is_untimed, (now.since_start, *now.namespaces))):
-        print_lines([(f"unknown: {UNTIMED}", "dim")])
+        say((f"unknown: {UNTIMED}", "dim"))
     tiers = tier_lines(now) if now.disks or now.shared else ()
     if lines := [*tiers, *_errors(now)]:
-        print_lines(["", *lines])
+        say("", *lines)
 
 
 def _head(now: DaemonStats) -> Iterator[Line]:
@@ -245,9 +250,9 @@ def _misses(now: DaemonStats) -> None:
 
 def _pool_bar(pool: PoolStats) -> None:
     console = make_console()
-    for line in pool_bar(pool, min(TEXT_CELLS, console.width)):
+    for line in pool_bar(pool, min(BAR_CELLS, console.width)):
         print_page(line, console)
-    print_lines((f"     {text}", style) for text, style in _pool_notes(pool))
+    say(*((f"     {text}", style) for text, style in _pool_notes(pool)))
 
 
 def pool_bar(pool: PoolStats, width: int) -> list[Text]:
@@ -283,7 +288,7 @@ def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
 
 def _pool(pool: PoolStats) -> None:
     _pool_bar(pool)
-    print_line("")
+    say("")
     sizes = {name: getattr(pool, name) for name in pool.__struct_fields__ if name.endswith("_bytes")}
     rows = [
         (name.removesuffix("_bytes").replace("_", " ").replace("gpu", "GPU"), format_size(size))
@@ -296,7 +301,7 @@ def _pool(pool: PoolStats) -> None:
 def _namespaces(now: DaemonStats, most: int) -> None:
     found = sorted(now.namespaces, key=lambda one: (one.ready_bytes, one.asked_keys), reverse=True)
     if not found:
-        print_line(NO_NAMESPACE)
+        say(NO_NAMESPACE)
     else:
         print_table(
             ("namespace", "<id", ">size", ">loaded", ">tokens", ">saved", ">missed"),
@@ -315,11 +320,10 @@ def _namespaces(now: DaemonStats, most: int) -> None:
         )
     others = len(found) - min(most, len(found)) + now.other_namespaces
     if others:
-        more = f"and {format_count(others)} more; `kvoffd-cli stats namespaces` has the 100 largest"
-        print_lines([(more, "dim")])
+        say((f"and {format_count(others)} more; `kvoffd-cli stats namespaces` has the 100 largest", "dim"))
     if gone := now.gone_namespaces:
         which = f"{format_count(gone)} namespace{plural(gone)}, now empty and without an engine"
-        print_lines([(f"The sums above have {which}, as well.", "dim")])
+        say((f"The sums above have {which}, as well.", "dim"))
 
 
 def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:

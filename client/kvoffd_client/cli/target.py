@@ -9,9 +9,8 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, read_stats
+from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient
 from kvoffd_proto.paths import default_directory
-from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import UnitError
 
 T = TypeVar("T")
@@ -44,17 +43,6 @@ def value_of(option: str, text: str, parse: Callable[[str], T]) -> T:
         raise CliError(f"{option}: {error}.") from None
 
 
-def confirmed(question: str, done: str) -> bool:
-    """Ask on stderr, so that stdout holds nothing but the result. Raises CliError where nobody can answer.
-
-    ``done``: what would be done, a participle.
-    """
-    if not sys.stdin.isatty():
-        raise CliError(f"Nothing was {done}, since there is no terminal to confirm it on; add --yes.")
-    print(question, end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
 def local_directory(directory: Path | None) -> Path:
     """Return the directory of the daemon's sockets."""
     return directory or default_directory()
@@ -72,12 +60,3 @@ def check_names_one(directory: Path | None, url: str) -> None:
     """Raise CliError where the command line names two daemons."""
     if url and directory is not None:
         raise CliError("--url and --directory name two daemons; give one of them.")
-
-
-def read_statistics(directory: Path | None, url: str) -> DaemonStats:
-    """The statistics of the daemon that the command line names: over its sockets, or over HTTP from anywhere."""
-    check_names_one(directory, url)
-    if url:
-        return read_stats(url)
-    with open_admin(directory) as admin:
-        return admin.stats()

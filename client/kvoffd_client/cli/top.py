@@ -68,7 +68,12 @@ HELP = (
     "            stores left out; lru: in pools of other sizes, empty at the start",
     "pinned      under a lease or a copy: it cannot be evicted",
 )
-SORTS = ("TOK/S", "SIZE", "MISSED")
+SORTS: dict[str, Callable[[Window], float]] = {
+    "TOK/S": lambda now: now.loaded_tokens,
+    "SIZE": lambda now: 0,
+    "MISSED": lambda now: sum(now.misses.values()),
+}
+"""By what comes before the size."""
 SPARKS = " ▁▂▃▄▅▆▇█"
 MOST_AWAY_LINES = 3
 
@@ -148,7 +153,7 @@ class Screen:
     reading: Reading | None = None
     history: History = field(default_factory=History)
     view: str = VIEWS[0]
-    sort: str = SORTS[0]
+    sort: str = "TOK/S"
     paused: bool = False
     away: str = ""
     """Since when the daemon does not answer, and why; empty while it does."""
@@ -216,12 +221,8 @@ class Screen:
 
     def _sorted(self, stats: DaemonStats) -> list[NamespaceStats]:
         """The namespaces in the order that was chosen; those of the same rank by size."""
-        by_size = sorted(stats.namespaces, key=lambda one: -one.ready_bytes)
-        if self.sort == "TOK/S":
-            return sorted(by_size, key=lambda one: -self.history.now_of(one).loaded_tokens)
-        if self.sort == "MISSED":
-            return sorted(by_size, key=lambda one: -sum(self.history.now_of(one).misses.values()))
-        return by_size
+        rank = SORTS[self.sort]
+        return sorted(stats.namespaces, key=lambda one: (-rank(self.history.now_of(one)), -one.ready_bytes))
 
     def _sparks(self, pen: Pen) -> list[Text]:
         cells = pen.width - 40
@@ -483,7 +484,8 @@ def _obey(screen: Screen, key: str) -> None:
     elif key in "h?":
         screen.view = VIEWS[0] if screen.view == "help" else "help"
     elif key == "s":
-        screen.sort = SORTS[(SORTS.index(screen.sort) + 1) % len(SORTS)]
+        names = [*SORTS]
+        screen.sort = names[(names.index(screen.sort) + 1) % len(names)]
     elif key == "p":
         screen.paused = not screen.paused
 
