@@ -51,6 +51,7 @@ class Native:
             self.host_copy = without_gil("host_copy", number, *columns, *columns, address)
             self.digests = without_gil("digests", None, *columns)
             self.gpu_copy = without_gil("gpu_copy", None, address, address)
+            self.disk_read = without_gil("disk_read", None, ctypes.c_int, *some)
             self.disk_enter = without_gil("disk_enter", number, address, *some, address)
             # These take microseconds, less than to get the GIL back from another thread: they keep it.
             self.recover_records = without_gil("recover_records", None, address, address, number, number)

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.errors import ShardTooLarge
-from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, page_up
+from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES, SlotAllocator, page_up
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
-from kvoffd.system.files import FileCalls, OnError, ShortRead, aligned_buffer, read_all, write_all
+from kvoffd.system.files import FileCalls, OnError, Run, ShortRead, address_of, aligned_buffer, read_all, write_all
 from kvoffd.system.native import SlotIndex, native
 from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header, fits_header, parse_header
 from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
@@ -84,14 +84,14 @@ class DiskOptions(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A read or write of a block: its slot and the views of the pool, one a shard, of whole pages."""
+    """A read or write of a block: its slot, and by rank the offsets in the pool."""
 
     space: Space
     key: bytes
     slot: int
     offset: int
     """In the file, of the slot's header."""
-    views: list[memoryview]
+    shards: Sequence[int]
     on_end: Callable[..., None]
     begun_at: float
     deadline: float = float("inf")
@@ -237,6 +237,7 @@ class DiskTier(Tier):
         self.removed = False
         """Whether a file has no name any more: the next daemon finds nothing."""
         self._file, self._pool, self._options = file, pool, options
+        self._pool_at = address_of(pool)
         self._clock, self._wall_clock, self._post, self._listener = clock, wall_clock, post, listener
         self._errors: Counter[DiskFault] = Counter()
         self._counts: Counter[str] = Counter()  # by their names in TierStats
@@ -285,7 +286,7 @@ class DiskTier(Tier):
             self.found_generations = self._find_blocks(generation, should_stop)
             """By fingerprint, the highest generations of which blocks were found."""
             self._reads = make_workers(
-                *(name, [self._works(self._read) for _ in readers], self._read_ended, post, clock, self._neighbours)
+                *(name, [self._works(self._read) for _ in readers], self._read_ended, post, clock, self._next_reads)
             )
             self._writes = make_workers(
                 *(f"{name}-w", [self._works(self._write) for _ in writers], self._write_ended, post, clock),
@@ -490,55 +491,64 @@ class DiskTier(Tier):
         deadline: float = float("inf"),
         block: Block | None = None,
     ) -> Job:
-        views: list[memoryview] = []
+        nbytes = HEADER_BYTES
         for length, offset in zip(space.lengths, offsets, strict=True):
-            nbytes = page_up(length)
-            if offset < 0 or offset % PAGE_BYTES or offset + nbytes > len(self._pool):
+            nbytes += (padded := page_up(length))
+            if offset < 0 or offset % PAGE_BYTES or offset + padded > len(self._pool):
                 raise ValueError(f"{length} bytes at offset {offset} are no slot of the pool.")
-            views.append(self._pool[offset : offset + nbytes])
-        nbytes = HEADER_BYTES + sum(map(len, views))
-        return Job(space, key, slot, self._offset(slot), views, on_end, self._clock(), deadline, block, nbytes)
+        return Job(space, key, slot, self._offset(slot), offsets, on_end, self._clock(), deadline, block, nbytes)
 
-    def _neighbours(self, waiting: deque[Job]) -> list[Job]:
-        """The first job, and those behind it that go on where the one before ends."""
+    def _next_reads(self, waiting: deque[Job]) -> list[Job]:
+        """Half of what waits, which one call of the kernel begins; through the page cache each waits for the last."""
+        return self._some(waiting, -(-len(waiting) // 2) if self.direct else 1)
+
+    def _some(self, waiting: deque[Job], most: int) -> list[Job]:
+        """The first jobs, of so many bytes as go into one call: ``most``, and those that go on where the last ends."""
         jobs = [waiting.popleft()]
         end, left = jobs[0].offset + jobs[0].nbytes, self._options.merge_bytes - jobs[0].nbytes
-        while waiting and waiting[0].offset == end and (left := left - waiting[0].nbytes) >= 0:
+        while waiting and (waiting[0].offset == end or len(jobs) < most) and (left := left - waiting[0].nbytes) >= 0:
             jobs.append(waiting.popleft())
-            end += jobs[-1].nbytes
+            end = jobs[-1].offset + jobs[-1].nbytes
         return jobs
 
-    def _works(self, do: Callable[[list[Job], list[memoryview]], list[End]]) -> Callable[[list[Job]], list[End]]:
+    def _works(self, do: Callable[[list[Job], memoryview, int], list[End]]) -> Callable[[list[Job]], list[End]]:
         """The work of one thread, which has pages of its own for headers."""
-        pages: list[memoryview] = []
+        headers = aligned_buffer(max(1, self._options.merge_bytes // MIN_SLOT_BYTES) * HEADER_BYTES)
+        address = address_of(headers)
+        return lambda jobs: do(jobs, headers, address)
 
-        def work(jobs: list[Job]) -> list[End]:
-            while len(pages) < len(jobs):
-                pages.append(aligned_buffer(HEADER_BYTES))
-            return do(jobs, pages[: len(jobs)])
+    def _read(self, jobs: list[Job], headers: memoryview, address: int) -> list[End]:
+        """In a thread: read blocks, those that follow one another as one run, or each alone where that fails."""
+        runs, numbers = list[Run](), list[list[int]]()  # of the jobs of each run
+        for number, job in enumerate(jobs):
+            if not number or job.offset != jobs[number - 1].offset + jobs[number - 1].nbytes:
+                runs.append(Run(job.offset, []))
+                numbers.append([])
+            shards = zip(job.shards, job.space.lengths, strict=True)
+            runs[-1].parts.append((address + number * HEADER_BYTES, HEADER_BYTES, 0))
+            runs[-1].parts.extend((self._pool_at + offset, page_up(length), length) for offset, length in shards)
+            numbers[-1].append(number)
+        ends = list[End]()
+        for some, sums in zip(numbers, self._file.calls.read_runs(self._file.fd, runs), strict=True):
+            for number in some:
+                job, header = jobs[number], bytes(headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES])
+                if not isinstance(sums, OSError):
+                    ends.append(self._compared(job, header, sums[1 : 1 + len(job.shards)]))
+                    del sums[: 1 + len(job.shards)]
+                elif len(some) > 1:
+                    ends += self._read([job], headers, address)
+                else:
+                    ends.append(self._failed(job, "read", sums))
+        return ends
 
-        return work
-
-    def _read(self, jobs: list[Job], headers: list[memoryview]) -> list[End]:
-        """In a thread: read blocks that follow one another, each alone where that fails."""
-        try:
-            views = [view for job, header in zip(jobs, headers, strict=True) for view in (header, *job.views)]
-            read_all(self._file.calls, self._file.fd, views, jobs[0].offset)
-        except OSError as error:
-            if len(jobs) > 1:
-                pairs = zip(jobs, headers, strict=True)
-                return [end for job, header in pairs for end in self._read([job], [header])]
-            return [self._failed(jobs[0], "read", error)]
-        return [self._compared(job, bytes(header)) for job, header in zip(jobs, headers, strict=True)]
-
-    def _compared(self, job: Job, header: bytes) -> End:
+    def _compared(self, job: Job, header: bytes, sums: Sequence[int]) -> End:
         """Whether what was read is the block that was asked for, and as it was written."""
         block = decode_header(header, job.space, job.key)
         if block is None and parse_header(header) is not None:
             return End(Result.GONE)  # the index was of another copy of the file, or of before a power cut
         if block is not None:
-            lengths = zip(block.space.lengths, job.views, block.checksums, strict=True)
-            if all(digest(view[:length]) == checksum for length, view, checksum in lengths):
+            shards = zip(block.checksums, sums, job.shards, job.space.lengths, strict=True)
+            if all(right == (found or digest(self._pool[at : at + length])) for right, found, at, length in shards):
                 return End(Result.DONE, block)
         sentence = (
             f"The block {job.key.hex()} at offset {job.offset} of {self._file.path} is not what was written there; it "
@@ -703,21 +713,26 @@ class DiskTier(Tier):
         """Reads go first, for a while."""
         if self._reads.waiting and self._clock() - waiting[0].begun_at < WRITE_PATIENCE_S:
             return []
-        return self._neighbours(waiting)
+        return self._some(waiting, 1)
 
-    def _write(self, jobs: list[Job], headers: list[memoryview]) -> list[End]:
+    def _views(self, job: Job) -> list[memoryview]:
+        """Its shards in the pool, of whole pages."""
+        shards = zip(job.shards, job.space.lengths, strict=True)
+        return [self._pool[offset : offset + page_up(length)] for offset, length in shards]
+
+    def _write(self, jobs: list[Job], headers: memoryview, address: int) -> list[End]:
         """In a thread: write blocks that follow one another, each alone where that fails; then their records."""
         buffers: list[memoryview] = []
-        for job, header in zip(jobs, headers, strict=True):
+        for number, job in enumerate(jobs):
             assert job.block is not None
+            header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
             header[:] = encode_header(job.block)
-            buffers += [header, *job.views]
+            buffers += [header, *self._views(job)]
         try:
             write_all(self._file.calls, self._file.fd, buffers, jobs[0].offset)
         except OSError as error:
             if len(jobs) > 1:
-                pairs = zip(jobs, headers, strict=True)
-                return [end for job, header in pairs for end in self._write([job], [header])]
+                return [end for job in jobs for end in self._write([job], headers, address)]
             return [self._failed(jobs[0], "write", error)]
         return list(map(self._note_written, jobs))
 

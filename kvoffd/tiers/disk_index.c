@@ -1,7 +1,18 @@
-/* Finds the blocks of a disk by the number of their space and their key: see disk.py, which owns the memory. */
+/* Finds the blocks of a disk by the number of their space and their key, and reads them: see disk.py, which owns the
+ * memory. */
 #include "../system/slot_index.h"
 
+#include <errno.h>
+#include <linux/aio_abi.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *sum, uint64_t slots);
+
 enum { ROW = 64 }; /* bytes for a key: MAX_KEY_BYTES of pool/slot_table.py */
+enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_RUNS = 64 };
 
 /* What is known of a region's slots, by their places in it. */
 struct disk_region {
@@ -108,4 +119,99 @@ void kvoffd_disk_remove(struct disk_index *x, const uint32_t *slots, uint64_t co
         if (entry && slot_of(entry) == slots[count])
             remove_at(&x->index, place);
     }
+}
+
+/* Parts of memory that lie one after another in a file, from `offset` on. FileCalls.read_runs has the same fields. */
+struct run {
+    int64_t offset;
+    const struct iovec *part;
+    uint64_t parts;
+    const uint64_t *summed; /* [parts] of how many of its first bytes the checksum is wanted */
+    uint64_t *sum;          /* [parts] becomes it: see kvoffd_digests */
+    int64_t found;          /* becomes how many bytes were there, or -errno */
+};
+
+/* Fills a run, of which `got` bytes are there if that is all, and takes its checksums. */
+static void fill(int fd, struct run *run, int64_t got)
+{
+    struct iovec vector[MOST_PARTS];
+    uint64_t at = 0, done = 0; /* bytes of part `at` that are there */
+    int64_t wanted = 0;
+
+    for (uint64_t i = 0; i < run->parts; i++)
+        wanted += (int64_t)run->part[i].iov_len;
+    run->found = got == wanted ? got : 0; /* else from the beginning, to learn why */
+    while (run->found < wanted) {
+        uint64_t count = run->parts - at < MOST_PARTS ? run->parts - at : MOST_PARTS;
+        memcpy(vector, run->part + at, count * sizeof *vector);
+        vector[0].iov_base = (uint8_t *)vector[0].iov_base + done;
+        vector[0].iov_len -= done;
+        got = preadv(fd, vector, (int)count, run->offset + run->found);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0) {
+            run->found = got ? -errno : run->found;
+            return;
+        }
+        run->found += got;
+        for (done += (uint64_t)got; at < run->parts && done >= run->part[at].iov_len; at++)
+            done -= run->part[at].iov_len;
+    }
+    for (uint64_t i = 0; i < run->parts; i++) {
+        uint64_t address = (uint64_t)run->part[i].iov_base;
+        kvoffd_digests(&address, run->summed + i, run->sum + i, 1);
+    }
+}
+
+static pthread_key_t aio_key;
+static pthread_once_t aio_once = PTHREAD_ONCE_INIT;
+
+static void close_aio(void *context)
+{
+    syscall(SYS_io_destroy, (aio_context_t)context);
+}
+
+static void make_aio_key(void)
+{
+    pthread_key_create(&aio_key, close_aio);
+}
+
+/* Of this thread, until it ends; 0 where the kernel gives none. */
+static aio_context_t aio_context(void)
+{
+    pthread_once(&aio_once, make_aio_key);
+    aio_context_t context = (aio_context_t)pthread_getspecific(aio_key);
+    if (!context && !syscall(SYS_io_setup, MOST_RUNS, &context))
+        pthread_setspecific(aio_key, (void *)context);
+    return context;
+}
+
+/* Fills up to MOST_RUNS runs at the same time. */
+static void fill_some(int fd, struct run *run, uint64_t runs)
+{
+    struct iocb calls[MOST_RUNS], *call[MOST_RUNS];
+    struct io_event events[MOST_RUNS];
+    aio_context_t context = runs > 1 ? aio_context() : 0;
+    int64_t under_way = 0;
+
+    for (uint64_t i = 0; i < runs; i++) {
+        calls[i] = (struct iocb){.aio_data = i, .aio_lio_opcode = IOCB_CMD_PREADV, .aio_fildes = (uint32_t)fd,
+                                 .aio_buf = (uint64_t)run[i].part, .aio_nbytes = run[i].parts, .aio_offset = run[i].offset};
+        call[i] = &calls[i];
+    }
+    if (context)
+        under_way = syscall(SYS_io_submit, context, runs, call);
+    for (uint64_t i = under_way > 0 ? (uint64_t)under_way : 0; i < runs; i++)
+        fill(fd, &run[i], 0);
+    while (under_way > 0) { /* until all have ended the kernel uses their memory */
+        int64_t ended = syscall(SYS_io_getevents, context, 1, under_way, events, NULL);
+        for (int64_t i = 0; i < ended; i++, under_way--)
+            fill(fd, &run[events[i].data], events[i].res);
+    }
+}
+
+void kvoffd_disk_read(int fd, struct run *run, uint64_t runs)
+{
+    for (uint64_t at = 0; at < runs; at += MOST_RUNS)
+        fill_some(fd, run + at, runs - at < MOST_RUNS ? runs - at : MOST_RUNS);
 }

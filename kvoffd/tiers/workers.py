@@ -67,7 +67,7 @@ class Workers(Generic[T, R]):
         self._waiting: deque[T] = deque()
         self._running: dict[int, tuple[float, list[T]]] = {}  # by thread: since when, and what
         self._ended: deque[tuple[T, R | Exception]] = deque()
-        self._posted = self._stopped = False
+        self._posted = self._stopped = self._called = False
         self._busy_seconds = 0.0
         self._start()
 
@@ -84,7 +84,7 @@ class Workers(Generic[T, R]):
     def put(self, task: T) -> None:
         with self._changed:
             self._waiting.append(task)
-            self._changed.notify()
+            self._call_one()
 
     def end(self, result: R | Exception, which: Callable[[T], bool] = lambda task: True) -> int:
         """End tasks that nobody has begun, in this thread and with this result; returns how many."""
@@ -170,10 +170,19 @@ class Workers(Generic[T, R]):
         """The next tasks; None once stopped."""
         with self._changed:
             while not self._stopped:
+                self._called = False
                 if tasks := self._begin(number):
+                    if self._waiting:
+                        self._call_one()
                     return tasks
                 self._changed.wait(AGAIN_S if self._waiting else None)
         return None
+
+    def _call_one(self) -> None:
+        """Wake a thread; one that takes tasks and leaves some wakes the next."""
+        if not self._called:
+            self._called = True
+            self._changed.notify()
 
     def _begin(self, number: int) -> list[T]:
         tasks = self._take(self._waiting) if self._waiting else []

@@ -6,11 +6,13 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import c_ubyte
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvoffd.system.files import FileCalls
+from kvoffd.pool.checksums import digest
+from kvoffd.system.files import FileCalls, Run, read_all
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import DISK_NAME
@@ -160,6 +162,18 @@ class MemoryDisk(FileCalls):
             if len(part) < len(buffer):
                 break
         return done
+
+    def read_runs(self, fd: int, runs: Sequence[Run]) -> list[list[int] | OSError]:
+        ends: list[list[int] | OSError] = []
+        for run in runs:
+            buffers = [memoryview((c_ubyte * size).from_address(at)).cast("B") for at, size, _ in run.parts]
+            try:
+                read_all(self, fd, buffers, run.offset)
+            except OSError as error:
+                ends.append(error)
+            else:
+                ends.append([digest(view[:summed]) for view, (_, _, summed) in zip(buffers, run.parts, strict=True)])
+        return ends
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         data, direct = b"".join(buffers), fd == 1_000_000

@@ -314,7 +314,7 @@ def _is_whole(files: MemoryDisk, tier: DiskTier, space: Space, key: bytes) -> bo
 def _shards_at(job: Job) -> list[int]:
     """By shard, where it begins behind the slot's."""
     places, at = [], PAGE
-    for view in job.views:
+    for length in job.space.lengths:
         places.append(at)
-        at += len(view)
+        at += page_up(length)
     return places
