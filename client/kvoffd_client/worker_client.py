@@ -148,7 +148,8 @@ class WorkerClient(Session):
                 self._refuse(jobs, ErrorCode.SESSION_ENDED)
                 return
             accepted = max(0, limits.max_jobs_in_flight - len(self._sent))
-            self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
+            if len(jobs) > accepted:
+                self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
             most_keys, most_bytes = most = limits.max_keys_per_request, limits.max_frame_bytes // 2
             messages: list[tuple[int, list[Job]]] = []
             """By the id of the request, jobs and parts of jobs."""
@@ -233,9 +234,8 @@ class WorkerClient(Session):
     # --- jobs, with the lock held ----------------------------------------------------------------
 
     def _refuse(self, jobs: Sequence[Job], code: ErrorCode) -> None:
-        if jobs:
-            self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]
-            self._transport.notify()
+        self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]
+        self._transport.notify()
 
     def _fail_sent(self, ids: Iterable[int], code: ErrorCode) -> None:
         """Fail jobs, or parts of jobs, by their ids on the wire."""
