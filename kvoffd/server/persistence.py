@@ -165,6 +165,8 @@ class Content(msgspec.Struct, forbid_unknown_fields=True):
     """By URL of a shared store, the generations that were followed."""
     unshared: dict[bytes, bool] = {}
     """Namespaces that an engine has reset: no shared store is asked for them until the fleet is reset."""
+    missed: dict[str, dict[bytes, bool]] = {}
+    """By a disk's directory, the namespaces of which blocks were invalidated that it may still have."""
     quotas: dict[bytes, Count] = {}
     lifetime: Lifetime = Lifetime()
     disk_spent: tuple[float, float] = (0.0, 0.0)
@@ -225,6 +227,16 @@ class State:
     def _set_generation(self, fingerprint: bytes, generation: int) -> None:
         self.known.last = max(self.known.last, generation)
         put_newest(self.known.generations, fingerprint, generation, MAX_NAMES, self.is_there)
+        self._save()
+
+    def missed(self, directory: str, fingerprint: bytes) -> None:
+        """A disk could not note that blocks of a namespace were invalidated: none of its comes back with it."""
+        put_newest(self.known.missed.setdefault(directory, {}), fingerprint, True, MAX_NAMES, self.is_there)
+        self._save()
+
+    def caught_up(self, directory: str) -> None:
+        """A disk has noted all that was removed."""
+        del self.known.missed[directory]
         self._save()
 
     # --- what is shared --------------------------------------------------------------------------

@@ -218,7 +218,7 @@ def invalidate(service: Service, session: Session, message: m.Invalidate) -> Pen
         raise _too_many_keys(keys, most)
     count = service.cache.invalidate(namespace, groups)
     service.tiers.invalidated(message.namespace)
-    return service.removed(message.request_id, count)
+    return service.removed(message.request_id, count, message.namespace)
 
 
 @answers(m.ReportEngine)

@@ -46,8 +46,8 @@ from kvoffd_proto.errors import ErrorCode
 logger = logging.getLogger(__name__)
 _refused = RareWarnings(logger, logging.INFO)
 
-REMOVAL_WAIT_S = 0.5
-"""For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
+REMOVAL_WAIT_S, STATE_WAIT_S = 0.5, 1.0
+"""For disks to note what was removed, and then for ``kvoffd.state`` to be written; the answer waits that long."""
 MAX_PENDING = 64
 """Requests of a session whose replies wait."""
 
@@ -258,25 +258,33 @@ class Service:
         self.state.raise_generation(namespace.fingerprint)
         return self.cache.reset(namespace, generation=self.state.generation(namespace.fingerprint))
 
-    def removed(self, request_id: int, count: int) -> Pending:
+    def removed(self, request_id: int, count: int, invalidated: bytes | None = None) -> Pending:
         """The reply to a request that removed blocks: once they stay away after a kill too, or that takes long.
 
-        Raises NOT_NOTED then where neither a disk nor ``kvoffd.state``, which the next daemon reads, has noted it.
+        Where a disk takes long ``kvoffd.state`` makes it so for the next daemon: by a generation, or, where only blocks
+        were ``invalidated``, by the name of their namespace. Raises NOT_NOTED where that is not written either.
         """
-        unsaved = self.tiers.unsaved_removals()
+        unsaved, since = self.tiers.unsaved_removals(), self.clock()
+        missed = invalidated is None
 
         def poll(late: bool) -> m.Done | None:
-            if files := unsaved():
-                if not late:
-                    return None
-                said = f"What was removed is gone here, but it is not noted yet in {' and '.join(files)}: a kill or a "
-                said += "power cut before it is would bring it back."
+            nonlocal missed
+            if not (files := unsaved()):
+                return m.Done(request_id, count)
+            if invalidated is not None and not missed and self.clock() >= since + REMOVAL_WAIT_S:
+                self.tiers.missed(invalidated)
+                missed = True
+            if not late and not (missed and self.state.file.is_saved and self.clock() >= since + REMOVAL_WAIT_S):
+                return None
+            said = f"What was removed is gone here, but it is not noted yet in {' and '.join(files)}"
+            if self.state.file.problem:
+                said += ": a kill or a power cut before it is would bring it back."
                 logger.warning("%s", said)
-                if self.state.file.problem:
-                    raise KvoffdError(said, ErrorCode.NOT_NOTED)
+                raise KvoffdError(said, ErrorCode.NOT_NOTED)
+            logger.warning("%s. %s has it noted for the next daemon.", said, self.state.file.path)
             return m.Done(request_id, count)
 
-        return Pending(poll, self.clock() + REMOVAL_WAIT_S)
+        return Pending(poll, since + REMOVAL_WAIT_S + STATE_WAIT_S)
 
     # --- work of its own ---------------------------------------------------------------------------
 

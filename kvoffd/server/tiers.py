@@ -149,6 +149,12 @@ class Tiers:
             if disk.tier is None:
                 disk.invalidated.add(fingerprint)
 
+    def missed(self, fingerprint: bytes) -> None:
+        """Have the next daemon take nothing of a namespace from disks that have not noted what was removed."""
+        for disk in self._disks:
+            if disk.tier is None or not disk.tier.removals_kept()():
+                self._state.missed(disk.size.directory, fingerprint)
+
     def remove_all(self, fingerprint: bytes | None) -> int:
         """Remove what disks have of a namespace that need not be open, or of all; returns how many blocks."""
         return 0 if self.tiering is None else self.tiering.remove_all(fingerprint)
@@ -176,8 +182,16 @@ class Tiers:
             for fingerprint in self._cache.namespaces if tier.available() else ():
                 tier.poll(fingerprint)
         tiering.tick()
+        self._note_caught_up()
         if (spent := tiering.disks.writer.budget.to_note()) is not None:
             self._state.note_disk_spent(spent)
+
+    def _note_caught_up(self) -> None:
+        """Have the next daemon use all of disks that have noted by now what they had missed."""
+        for disk in self._disks if self._state.known.missed else ():
+            directory = disk.size.directory
+            if directory in self._state.known.missed and disk.tier is not None and disk.tier.removals_kept()():
+                self._state.caught_up(directory)
 
     def take_voided(self) -> set[bytes]:
         """Fingerprints of namespaces that were reset for all nodes since the last call.
@@ -246,6 +260,7 @@ class Tiers:
             if disk.tier is not None and not disk.tier.close(0.0 if disk.tier.hangs else left_s):
                 logger.warning("The disk at %s does not answer; it is left open.", disk.size.directory)
                 closed = False
+        self._note_caught_up()
         for tier in self.shared:
             if not tier.close(max(CLOSE_STEP_S, until - time.monotonic())):
                 logger.warning("%s does not answer; it is left open.", tier.name)
@@ -306,10 +321,11 @@ class Tiers:
             format_size(disk.size.size_bytes),
             "" if tier.direct else ", through the page cache, since it refuses O_DIRECT",
         )
+        missed = disk.invalidated | self._state.known.missed.get(disk.size.directory, {}).keys()
         for fingerprint, generation in tier.found_generations.items():
             # It may have been raised since the file was read.
-            if generation < self._state.generation(fingerprint) or fingerprint in disk.invalidated:
-                tier.remove_all(fingerprint, wiped=fingerprint in disk.invalidated)
+            if generation < self._state.generation(fingerprint) or fingerprint in missed:
+                tier.remove_all(fingerprint, wiped=fingerprint in missed)
             elif generation > self._state.generation(fingerprint):
                 self._raised_elsewhere(fingerprint, generation)
         tiering.disks.tiers.append(tier)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
-from kvoffd_client import AdminClient, GroupKeys, SharedMemory
+from kvoffd_client import AdminClient, GroupKeys, RequestRefused, SharedMemory
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.require import missing, require
 from tests.kit.waiting import wait_until
 from tests.kit.wire import PAGE_BYTES as WIRE_PAGE_BYTES
-from tests.kit.wire import Books, DiskStats, WireClient, books, keys
+from tests.kit.wire import Books, DiskStats, WireClient, books, invalidate, keys
 
 PAGE_BYTES = 65536
 BATCH = 8
@@ -179,6 +180,33 @@ def test_a_kill_behind_the_answer_brings_nothing_back(daemon: DaemonProcess) -> 
             daemon.kill()
         with running(daemon) as engine:
             assert engine.lookup(keys(0)) == disk_of(daemon).blocks == 0, how
+
+
+@pytest.mark.parametrize("drop", ["clear", "invalidate"])
+@pytest.mark.parametrize("state_too", [False, True])
+def test_what_cannot_be_written_down_stays_away_once_it_can(daemon: DaemonProcess, state_too: bool, drop: str) -> None:
+    """The kernel refuses writes to the disk, and where ``state_too`` to ``kvoffd.state``. Then both are mended."""
+    with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
+        fill(daemon, engine, 48)
+        limit = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (0 if state_too else WIRE_PAGE_BYTES, limit[1]))
+        with pytest.raises(RequestRefused, match="not noted") if state_too else nullcontext():
+            if drop == "clear":
+                admin.clear()
+            else:
+                invalidate(engine.scheduler, engine.namespace.fingerprint, keys(*range(48)))
+        assert engine.lookup(keys(3)) == 0
+        if state_too:
+            resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, limit)
+            daemon.stop()
+        else:
+            daemon.kill()
+    with running(daemon) as engine:
+        assert engine.lookup(keys(3)) == 0
+        sums = fill(daemon, engine, 16, seed=500)
+    daemon.stop()
+    with running(daemon) as engine:
+        assert load(engine, 3) == of(sums, 3), "only what was there before is gone"
 
 
 def test_clear_reaches_namespaces_that_nobody_opened(daemon: DaemonProcess) -> None:

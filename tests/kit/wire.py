@@ -29,7 +29,7 @@ import msgspec
 import zmq
 from msgspec import structs
 
-from kvoffd_client import SharedMemory
+from kvoffd_client import SchedulerClient, SharedMemory
 from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_client.session import Closing
 from kvoffd_proto import admin as a
@@ -68,6 +68,17 @@ def key(number: int) -> bytes:
 def keys(*numbers: int) -> list[bytes]:
     """Several keys."""
     return list(map(key, numbers))
+
+
+def invalidate(scheduler: SchedulerClient, namespace: bytes, keys: Sequence[bytes]) -> None:
+    """As an engine does, but wait for the answer. Raises RequestRefused."""
+    answers: list[Any] = []
+    with scheduler._transport.lock:
+        message = m.Invalidate(scheduler._next_request_id(), namespace, [m.GroupKeys(0, b"".join(keys))])
+        scheduler._send(message, scheduler._transport.now(), lambda reply, _: answers.append(reply), TIMEOUT_S)
+    scheduler._transport.wait(lambda: bool(answers), TIMEOUT_S)
+    if isinstance(answers[0], Exception):
+        raise answers[0]
 
 
 # --- what is sent ----------------------------------------------------------------------------------
