@@ -189,7 +189,7 @@ class AdminClient(Session):
         return self.ask(a.Clear, fingerprint).count
 
     def reset_fleet(self, fingerprint: bytes) -> int:
-        """Make every block of a namespace void on all nodes that share a store; returns how many stores were told."""
+        """Make every block of a namespace void on all nodes that share a store; returns how many stores know it."""
         return self.ask(a.ResetFleet, fingerprint).count
 
     def trace(self) -> a.TraceReply:

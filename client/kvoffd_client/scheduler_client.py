@@ -22,7 +22,7 @@ _READY_BYTE = bytes([m.READY])
 MAX_BUFFERED_EVENTS = 100_000
 """KV events kept until take_events(); beyond it all are dropped and counted."""
 REPORT_PAUSE_S = 1.0
-"""How long what became of requests waits to be told together."""
+"""How long reports of requests wait to be sent together."""
 
 
 class Lookup(Struct, eq=False):
@@ -263,7 +263,7 @@ class SchedulerClient(Session):
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
         elif held or not isinstance(reply, RequestRefused):
-            self._release(found.lease_id)  # the daemon may answer later and pin blocks in vain
+            self._release(found.lease_id)  # the daemon may answer later and pin blocks for nobody
 
     def _split(self, groups: Sequence[m.GroupKeys]) -> list[tuple[Sequence[int], Sequence[m.GroupKeys]]]:
         """What one request may name, of each request the places of its groups in ``groups`` and their keys."""

@@ -51,7 +51,7 @@ class SocketTransport:
 
     The user's threads call the session directly, under the lock, and send from there: a request is on its way before
     the call returns. One thread of its own waits for time and for messages. A thread that waits for a reply polls the
-    sockets and reads the reply itself: meanwhile messages do not wake the transport's own thread.
+    sockets and reads the reply itself: until it has it, messages do not wake the transport's own thread.
 
     ZeroMQ's descriptors are edge-triggered: they tell of what comes after a socket was seen empty, and not of what a
     later use of the socket has noticed. Hence one rule: **who has used a socket reads it empty before it releases the
@@ -305,12 +305,12 @@ class SocketTransport:
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        told: list[int] = []
+        ended: list[int] = []
         while not self._closed:
             try:
                 with self.lock:
-                    poller, pause_s = self._work(told)
-                told = self._sleep(poller, pause_s)
+                    poller, pause_s = self._work(ended)
+                ended = self._sleep(poller, pause_s)
             except Exception as error:
                 with self.lock:
                     self._sleeping_until, self._reading = 0.0, None
@@ -319,16 +319,16 @@ class SocketTransport:
         with self.lock:
             self._shut()
 
-    def _work(self, told: list[int]) -> tuple[select.poll, float]:
+    def _work(self, ended: list[int]) -> tuple[select.poll, float]:
         """Do what is due, with the lock held; returns what to sleep on then, and how long at most.
 
-        ``told``: the descriptors that ended the last sleep.
+        ``ended``: the descriptors that ended the last sleep.
         """
         self._sleeping_until, self._reading = 0.0, -1
         # Completions before the end: what arrived before the daemon died still counts.
         self._receive()
         now = time.monotonic()
-        if self._stream is not None and (self._draining or not self._threaded or self._stream.fileno() in told):
+        if self._stream is not None and (self._draining or not self._threaded or self._stream.fileno() in ended):
             self._read_lifeline(self._stream, now)
         self._session.tick(now)
         unread = self._receive()  # last: see the rule above
@@ -341,10 +341,10 @@ class SocketTransport:
 
     def _sleep(self, poller: select.poll, pause_s: float) -> list[int]:
         """Returns the descriptors that ended the sleep."""
-        told = [fd for fd, _ in poller.poll(pause_s * 1000)]
-        if self._wake_fd in told:
+        ended = [fd for fd, _ in poller.poll(pause_s * 1000)]
+        if self._wake_fd in ended:
             os.eventfd_read(self._wake_fd)
-        return told
+        return ended
 
     def _shut(self) -> None:
         self.disconnect(drain=False)

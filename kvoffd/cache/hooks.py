@@ -12,7 +12,7 @@ from kvoffd_proto.events import MEDIUM_CPU
 
 
 class BlockTokens(NamedTuple):
-    """What a store told of a block, as in ``GroupTransfer``: the key before it, and its token ids."""
+    """What a store sent with a block, as in ``GroupTransfer``: the key before it, and its token ids."""
 
     parent: bytes
     token_ids: bytes
@@ -36,7 +36,7 @@ class CacheListener(Protocol):
         medium: str = MEDIUM_CPU,
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> None:
-        """These keys are there from now on; none of them was before. ``tokens``: of those of which a store told it."""
+        """These keys are there from now on; none of them was before. ``tokens``: of those whose store sent them."""
 
     def removed(self, namespace: Namespace, group: int, keys: list[bytes], medium: str = MEDIUM_CPU) -> None:
         """These keys are not there any more; all of them were before. Of those that a disk had when it was opened

@@ -110,7 +110,7 @@ class Counters:
     paused_stores: int = 0
     late_lookups: int = 0
     prefill_tokens_per_second: float = 0.0
-    """Of the engine that told its own last."""
+    """Of the engine that reported last."""
     misses: Counter[MissReason] = field(default_factory=Counter)
     no_space: Counter[str] = field(default_factory=Counter)
     """Keys that were not stored, by what had the space: NO_SPACE_CAUSES."""

@@ -123,7 +123,7 @@ class LoadTicket:
     offsets: Offsets
     """Pool offset in bytes of each key's slot."""
     tokens: int = 0
-    """That it brings, of its group. Whoever begins the load sets it."""
+    """That it brings, of its group. The job that begins the load sets it."""
 
     @property
     def lease_id(self) -> int:

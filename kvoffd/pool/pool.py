@@ -17,7 +17,7 @@ from kvoffd.system.numa import Locality
 
 logger = logging.getLogger(__name__)
 
-# While engines are served, the pool is touched in short steps: nothing is mapped or unmapped meanwhile.
+# While engines are served, the pool is touched in short steps: nothing is mapped or unmapped between them.
 _SHORT_TOUCH_BYTES = 4 << 20
 
 

@@ -14,7 +14,7 @@ records       ``RECORD``, 128 bytes each, by slot number (see ``allocator``)
 
 ``cache/blocks.c`` writes a record in this order: its owner, while the state is FREE_RECORD; the slot's bytes;
 generation, first block, length and checksum; the CRC of all behind the state; then the state READY_RECORD, in one
-aligned 8-byte store. Whoever finds that and a right CRC therefore finds whole bytes, wherever the writer was killed.
+aligned 8-byte store. So a reader that finds that and a right CRC finds whole bytes, wherever the writer was killed.
 
 That needs no fences. A killed process stops between two instructions of each of its threads: what a thread stored
 before is in the shared pages, on x86 as on ARM, since a store that was retired cannot be taken back. That one thread's

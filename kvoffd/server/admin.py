@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLEET_WAIT_S = 1.5
-"""For all shared stores to be told of a reset; the client waits for 2 s."""
+"""For a reset to reach all shared stores; the client waits for 2 s."""
 LISTED_PLACES, LISTED_SHARDS = 65536, 2048
 """One page of a listing looks at so many places of the index, and has so many shards: a few milliseconds."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
@@ -48,7 +48,7 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
 
 @answers(a.ResetFleet)
 def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pending:
-    """Make a namespace's blocks void for all nodes; the count is that of the stores that were told."""
+    """Make a namespace's blocks void for all nodes; the count is that of the stores that know it."""
     stores = service.tiers.shared
     if not stores:
         why = "No tier is shared with other nodes; start the daemon with --shared URL."
@@ -59,7 +59,7 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
         if not late and not all(one.ended for one in raises):
             return None
         if problems := [one.problem or "It has not answered yet." for one in raises if one.problem or not one.ended]:
-            raise KvoffdError(f"Not every shared store could be told: {' '.join(problems)}", ErrorCode.NOT_READY)
+            raise KvoffdError(f"The reset did not reach every shared store: {' '.join(problems)}", ErrorCode.NOT_READY)
         logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)
         return m.Done(message.request_id, len(raises))
 

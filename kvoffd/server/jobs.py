@@ -104,16 +104,16 @@ class Part:
     spans: list[Span]
     """Of the jobs that name the group, in their order."""
     parents: bytes
-    """Of each key, end to end; empty where no store told them."""
+    """Of each key, end to end; empty where no store sent them."""
     token_ids: bytes
-    """Of each key's block, end to end; empty where no store told them."""
+    """Of each key's block, end to end; empty where no store sent them."""
     first_blocks: Mapping[int, int]
     """By number of a key, the engine block from which on it is written, where that is not the first."""
     starts: Sequence[int] | None
     """Of a store: the first key of each job; None where the policy has no say."""
 
     def tokens(self) -> Mapping[bytes, BlockTokens]:
-        """By key, its parent and token ids, which its store told."""
+        """By key, its parent and token ids, which its store sent."""
         size, each = len(self.parents) // len(self.split), len(self.token_ids) // len(self.split)
         return {
             key: BlockTokens(self.parents[at * size : (at + 1) * size], self.token_ids[at * each : (at + 1) * each])
@@ -185,11 +185,11 @@ def checked_parts(
             if len(set(ids)) < len(ids) and any(len(set(ids[at:end])) < end - at for _, _, _, at, end, _ in spans):
                 raise BadBlockIds(f"Group {group} loads into an engine block twice; name each block once.")
         if part.parents and len(part.parents) != len(part.keys):
-            raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; tell all or none.")
+            raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; send all or none.")
         tokens = namespace.groups[group].tokens_per_block
         if part.tokens and len(part.tokens) != len(keys) * tokens * TOKEN_ID_BYTES:
-            told = f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens} tokens"
-            raise BadKeys(f"{told}; tell all or none.")
+            sent = f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens} tokens"
+            raise BadKeys(f"{sent}; send all or none.")
         parts.append(
             Part(
                 group,

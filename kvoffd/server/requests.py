@@ -168,7 +168,7 @@ def _claim(session: Session, handles: list[Handle]) -> dict[int, int]:
 
 
 def _give_back(session: Session, descriptors: dict[int, int]) -> None:
-    """Undo a claim. A new attachment may have got the same id meanwhile; then the old one has lost it."""
+    """Undo a claim. A new attachment may have the same id by now; then the old one has lost it."""
     for segment_id, fd in descriptors.items():
         if session.ended or segment_id in session.segments:
             session.lifeline.close_descriptor(fd)

@@ -83,7 +83,7 @@ class DaemonDirectory:
                 logger.info("Removed %d sockets that an earlier daemon left in %s.", stale, directory)
 
     def _check_lock(self, fd: int, found: os.stat_result) -> None:
-        """Whoever may write in the directory could have put a link there, to a file that would be emptied."""
+        """Another user who may write in the directory could have put a link there, to a file that would be emptied."""
         if not is_regular(found) or found.st_uid not in (0, os.geteuid()):
             raise DirectoryError(
                 f"{self.sockets.directory}/{LOCK_FILE} is not the daemon's own: it is no regular file, has other names "

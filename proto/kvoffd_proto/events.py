@@ -42,7 +42,7 @@ class BlockStored(Struct, frozen=True, array_like=True, tag="stored"):
     group_idx: Annotated[int, doc("KV cache group of the blocks.", ge=0)]
     parents: Annotated[
         list[bytes],
-        doc("As ``GroupBlocks.parents``, one for each block; empty where the store told none."),
+        doc("As ``GroupBlocks.parents``, one for each block; empty where the store sent none."),
     ] = []
     token_ids: Annotated[bytes, doc("As ``GroupBlocks.tokens``; empty where ``parents`` is.")] = b""
 

@@ -497,7 +497,7 @@ class Reset(Request[Done], frozen=True):
 
 @exchange(Section.SCHEDULER, SCHEDULER)
 class ReportEngine(Request[Done], frozen=True):
-    """Tells how fast an engine computes and loads, and what it left out since it last told that."""
+    """Tells how fast an engine computes and loads, and what it left out since its last report."""
 
     namespace: Fingerprint
     prefill_tokens_per_second: Annotated[Speed, doc("Prompt tokens that it computes a second; 0 if not known.")]
@@ -583,14 +583,14 @@ class GroupBlocks(Wire, frozen=True):
         bytes,
         doc(
             "Of stores, for their KV events: for each key the block hash before it in its prompt, end to end; zeros "
-            "for the first of a prompt. Empty where they are not told."
+            "for the first of a prompt. Empty where they are not sent."
         ),
     ] = b""
     tokens: Annotated[
         bytes,
         doc(
             "With ``parents``: the token ids of the keys' blocks, little-endian uint32, end to end. Empty where they "
-            "are not told, as for prompts whose hashes do not follow from their tokens alone."
+            "are not sent, as for prompts whose hashes do not follow from their tokens alone."
         ),
     ] = b""
 

@@ -18,7 +18,7 @@ from kvoffd_proto.events import BlockStored as DaemonStored
 from kvoffd_proto.messages import TOKEN_ID_BYTES
 
 MAX_KNOWN = 131_072
-"""Blocks of which the tokens are kept, some 40 MiB: a block on a disk is published with those that its store told."""
+"""Blocks of which the tokens are kept, some 40 MiB: a block on a disk is published with those that its store sent."""
 MAX_BLOCKS_PER_STEP = 1024
 """Blocks of the daemon's events that one step publishes; the rest waits, so that the scheduler is not held up."""
 

@@ -64,8 +64,8 @@ guess, for a large GPU; a slower engine waits less than it might."""
 LEAST_UNKNOWN_S = 0.02
 """The least time for which an answer is waited for while the rate is not known."""
 WAIT_PAUSE_S = 0.1
-"""After an answer was awaited in vain none is awaited for so long: a daemon that hangs costs a hundredth of the time,
-until it counts as not connected."""
+"""After an answer that did not come in time none is awaited for so long. A daemon that hangs costs a hundredth of the
+time, until it counts as not connected."""
 REPORT_EVERY_S = 10.0
 MOST_SCHEDULED = 256
 """Requests that wait for a step without a new one before they are reported."""
@@ -77,7 +77,7 @@ class KeyedLookup:
 
     Attributes:
         chunks: by index on the wire, the chunks of each group that has whole ones.
-        found: after ``read``, by vLLM's keys, what it is told of those that are in the pool, or on their way up from a
+        found: after ``read``, by vLLM's keys, the answer for those that are in the pool, or on their way up from a
             tier and waited for.
         coming: the states of those that are on their way.
         given_up: its answer is waited for no longer. It is used if it comes before the request runs.
@@ -203,7 +203,7 @@ class KvoffdManager(OffloadingManager):
         self._counters = metrics.Counters()
         self._report_at = clock() + REPORT_EVERY_S
         self._reported = Counter[str]()
-        """Counters when the daemon was last told."""
+        """Counters at the last report to the daemon."""
         self.namespace = namespace
         namespace.on_leave = self._disable_adapters
         self.loads = self.stores = True
@@ -234,7 +234,7 @@ class KvoffdManager(OffloadingManager):
         self.harm = DoNoHarm(self._clock, prefill, active=self._do_no_harm)
 
     def look_up(self, request: Request) -> None:
-        """Ask for all whole chunks of a request, if the daemon may be asked. vLLM has told of the request before."""
+        """Ask for all whole chunks of a request, if the daemon may be asked. vLLM has announced the request before."""
         state, namespace = self._requests[request.request_id], self.namespace
         state.request = request
         if request.skip_reading_prefix_cache and request.pooling_params is not None:
@@ -643,6 +643,6 @@ class KvoffdManager(OffloadingManager):
         state.answer = state.pending = None
 
     def _release(self, lookup: KeyedLookup | None, unused: str = "") -> None:
-        """End a lookup's lease, if there is one, or may be one since no answer told. ``unused``: as of the client."""
+        """End a lookup's lease, if there is one, or may be one since no answer came. ``unused``: as of the client."""
         if lookup is not None and (unused or lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done):
             self.namespace.client.release(lookup.ticket.lease_id, unused)

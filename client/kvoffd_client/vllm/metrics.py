@@ -43,7 +43,7 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
 }
 
 REPORTED = (SLOW_LOADS, PAUSED_STORES, LATE_LOOKUPS)
-"""Counters of which the daemon is told too, as ``SchedulerClient.report`` has them."""
+"""Counters that are reported to the daemon too, as ``SchedulerClient.report`` has them."""
 
 
 class Counters(Counter[str]):

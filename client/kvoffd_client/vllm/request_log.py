@@ -1,4 +1,4 @@
-"""Why a request hit or missed: a report of each, told to the daemon for ``clients --requests``."""
+"""Why a request hit or missed: a report of each, sent to the daemon for ``clients --requests``."""
 
 from __future__ import annotations
 
