@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 
 from kvoffd.cache.block_table import BlockIds
-from kvoffd.cache.policy import BATCH, GHOST_PART, AdmitsAll, Chain, Group
+from kvoffd.cache.policy import BATCH, GHOST_PART, MAX_BATCH, AdmitsAll, Chain, Group
 
 GHOST_BYTES = 200
 """Memory of a ghost with a key of 32 bytes: a tuple, the key, and its place in a dict. Measured: 185 to 199 bytes."""
@@ -74,11 +74,12 @@ class Arc(AdmitsAll):
             if not group.namespace.of_bench:
                 ghosts[ghost] = None
 
-    def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        first = max(0, len(self._once) - int(self._target))
-        following = chain(islice(self._once, first), self._again, islice(self._once, first, None))
-        while batch := list(islice(following, BATCH)):
+    def candidates(self, below: float = inf, first: int = BATCH) -> Iterator[BlockIds]:
+        of_once = max(0, len(self._once) - int(self._target))
+        following = chain(islice(self._once, of_once), self._again, islice(self._once, of_once, None))
+        while batch := list(islice(following, first)):
             yield np.array(batch, np.uint32)
+            first = MAX_BATCH
 
     @property
     def ghosts(self) -> int:

@@ -195,6 +195,7 @@ class BlockTable:
         one block.
         """
         count, ranks = slots.shape
+        assert len(keys) >= count * key_bytes
         entered = self._native.blocks_enter(
             *(self.address, packed(slots), count, ranks, nbytes // PAGE_BYTES),
             *(group, keys, key_bytes, namespace, group_in_it),
@@ -202,24 +203,44 @@ class BlockTable:
         assert entered == count, "a key is there, a slot is not free, or there is no memory"
         return slots[:, 0].copy()
 
+    def replace(
+        self, blocks: BlockIds, ranks: int, group: int, keys: bytes, key_bytes: int, reason: int
+    ) -> tuple[npt.NDArray[np.uint32], bytes, int]:
+        """``drop`` blocks of a group that nothing holds, and ``enter`` others of it in their slots, for the first keys.
+
+        Returns the slots, [blocks, ranks], the keys of those that are gone, and how many slots were UNVERIFIED.
+        """
+        count = len(blocks)
+        if count * ranks > len(self._words):
+            self._make_buffers(count * ranks)
+        replaced = self._native.blocks_replace(
+            *(self.address, packed(blocks), count, ranks, group, keys, key_bytes, reason),
+            *(self._bytes_at, self._words_at, self._counts_at),
+        )
+        assert replaced == count, "a block is held, or a key is there"
+        names, slots = self._bytes[: count * key_bytes].tobytes(), self._words[: count * ranks].copy()
+        return slots.reshape(count, ranks), names, self._counts[1]
+
     def publish(
         self,
         blocks: BlockIds,
         slots: SlotIds,
-        first_blocks: Iterable[int],
+        first_blocks: Iterable[int] | None,
         length: int,
-        checksums: Iterable[int],
+        checksums: array[int],
         key_bytes: int,
     ) -> tuple[BlockIds, bytes] | None:
         """Note that one rank's shards of blocks are whole. Returns the blocks that are READY by it, and their keys.
 
         They come from the last to the first, with rising generations: it is the order of use for a successor, and a
         chain's tail is older than its root. A successor does not trust bytes without a checksum, which is 0.
+        ``first_blocks``: None for 0 of all.
         None, and nothing is done, where a block is not WRITING.
         """
         count = len(blocks)
-        firsts, sums = array("H", first_blocks).tobytes(), array("Q", checksums).tobytes()
-        assert 8 * count == 4 * len(firsts) == 8 * len(slots) == len(sums)
+        firsts, sums = None if first_blocks is None else array("H", first_blocks).tobytes(), checksums.tobytes()
+        assert 8 * count == 8 * len(slots) == len(sums)
+        assert firsts is None or 2 * count == len(firsts)
         if count > len(self._words):
             self._make_buffers(count)
         found = self._native.blocks_publish(
@@ -264,10 +285,10 @@ class BlockTable:
         slots, unverified, corrupt = self._counts[:3]
         return self._words[:slots].copy(), unverified, corrupt
 
-    def group_of(self, blocks: BlockIds, *, loose: bool = False, ready: bool = False) -> int:
-        """The number of the group that all the blocks are of; 0 where there is none, where one has pins and they should
-        be ``loose``, or one is not READY and they should be."""
-        return int(self._native.blocks_alike(self.address, packed(blocks), len(blocks), loose, ready))
+    def group_of(self, blocks: BlockIds, *, loose: bool = False) -> int:
+        """The number of the group that all the blocks are of; 0 where there is none, or one has pins and they should be
+        ``loose``."""
+        return int(self._native.blocks_alike(self.address, packed(blocks), len(blocks), loose))
 
     def is_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether a store writes a shard of each block."""

@@ -194,7 +194,8 @@ static void seal(const struct blocks *x, uint8_t *record)
     WRITE(record, uint32_t, CRC, crc);
 }
 
-/* Notes that shards of `length` bytes are whole, from the last one to the first, with rising generations. Writes the blocks
+/* Notes that shards of `length` bytes are whole, from the last one to the first, with rising generations. `first_blocks` may
+ * be NULL for 0. Writes the blocks
  * that lack no shard now, in the order in which they were noted, and their keys; returns how many. Where a block is not
  * WRITING nothing is done, and NONE returned. */
 uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const uint32_t *slots, uint64_t count,
@@ -209,7 +210,7 @@ uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const u
     while (count--) {
         uint8_t *record = record_of(x, slots[count]);
         WRITE(record, uint64_t, GENERATION, ++generation);
-        WRITE(record, uint16_t, FIRST_BLOCK, first_blocks[count]);
+        WRITE(record, uint16_t, FIRST_BLOCK, first_blocks ? first_blocks[count] : 0);
         WRITE(record, uint32_t, LENGTH, length);
         WRITE(record, uint64_t, CHECKSUM, checksums[count]);
         seal(x, record);
@@ -322,13 +323,27 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t c
     return count;
 }
 
-/* The number of the group that all the blocks are of; 0 where one has pins and they should be `loose`, or one is not READY
- * and they should be. */
-uint32_t kvoffd_blocks_alike(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t loose, uint32_t ready)
+/* Drops blocks of a group, and enters others of it, for keys none of which is there, in their slots: writes the keys of the
+ * former, and the slots, [count][ranks]. Returns how many it entered: fewer where a block was held or a key is there. */
+uint64_t kvoffd_blocks_replace(struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t ranks, uint32_t group,
+                               const uint8_t *keys, uint64_t key_bytes, uint64_t reason, uint8_t *gone, uint32_t *slots,
+                               struct released *released)
+{
+    const uint8_t *record = record_of(x, blocks[0]);
+
+    if (kvoffd_blocks_drop(x, blocks, count, reason, gone, slots, released) < count)
+        return 0;
+    if (released->slots < count * ranks || released->corrupt)
+        return 0;
+    return kvoffd_blocks_enter(x, slots, count, ranks, x->pages[blocks[0]], group, keys, key_bytes,
+                               READ(record, uint32_t, NAMESPACE), READ(record, uint16_t, GROUP));
+}
+
+/* The number of the group that all the blocks are of; 0 where one has pins and they should be `loose`. */
+uint32_t kvoffd_blocks_alike(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t loose)
 {
     for (uint64_t i = 0; i < count; i++)
-        if (x->group[blocks[i]] != x->group[blocks[0]] || (loose && x->pins[blocks[i]]) ||
-            (ready && x->state[blocks[i]] != READY))
+        if (x->group[blocks[i]] != x->group[blocks[0]] || (loose && x->pins[blocks[i]]))
             return 0;
     return count ? x->group[blocks[0]] : 0;
 }

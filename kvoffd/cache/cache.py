@@ -161,6 +161,8 @@ class Cache:
         """Blocks that lack a shard which nobody writes, and since when."""
         self._requested: tuple[Namespace, list[Chain]] | None = None
         """What was asked for last, until ``note_requests``."""
+        self._some_left = False
+        """READY blocks left the index since then."""
         self._dead: set[int] = set()
         """Numbers of groups that were reset and are to be swept out."""
         self.unannounced = np.zeros(len(blocks.state), np.bool_)
@@ -425,7 +427,12 @@ class Cache:
             else:
                 fresh = ready[~np.isin(ready, lease.blocks)]
                 nbytes, loose_bytes = self.blocks.pin(fresh)
-            if (part := self._leasable(held, len(fresh), loose_bytes)) < 1.0:
+            roomy = self.blocks.pinned_bytes <= self._max_leased_bytes // 2
+            if roomy and held.keys + len(fresh) <= self._max_leased_keys:
+                part = 1.0
+            else:
+                part = self._leasable(held, len(fresh), loose_bytes)
+            if part < 1.0:
                 self.blocks.unpin(fresh)
                 self.shortened_lookups += 1
                 found = [_shortened(one, lease.blocks, part) for one in found]
@@ -458,7 +465,7 @@ class Cache:
             counters.asked_tokens += tokens
             if self._requested is not None:
                 self.note_requests()
-            self._requested = (namespace, chains) if chains else None
+            self._requested, self._some_left = (namespace, chains) if chains else None, False
         return [one.states for one in found], 0 if lease is None else len(lease.blocks)
 
     def _leasable(self, held: Held, keys: int, loose_bytes: int) -> float:
@@ -515,7 +522,7 @@ class Cache:
         chains = []
         for chain in found:
             if not chain.group.dead:
-                if chain.ready.size and not self.blocks.group_of(chain.ready, ready=True):
+                if self._some_left:
                     chain = chain._replace(ready=chain.ready[self.blocks.state[chain.ready] == READY])
                 chains.append(chain)
         if self.tiers is not None:
@@ -647,7 +654,7 @@ class Cache:
         size, begin, names = group.key_bytes, 0, part.keys
         if len(lacking) * size < len(names):
             names = _some(names, lacking, size)
-        numbers, blocks = [plan.mine_keys], [plan.mine]
+        numbers, blocks = ([plan.mine_keys], [plan.mine]) if plan.mine_keys else ([], [])
         runs: Sequence[tuple[int, float]] = [(len(lacking), inf)]
         short, kept = -inf, False  # what has such a score gives no space; whether there is other
         try:
@@ -659,9 +666,9 @@ class Cache:
                 limit = inf if self.tiers is not None else score  # the pool is the way down to them
                 if score != REJECTED and limit > short:
                     slots = self._take(group, names[begin * size : end * size], limit)
-                    taken = len(slots)
-                    blocks.append(slots[:, 0])
-                    numbers.append(lacking[begin : begin + taken])
+                    if taken := len(slots):
+                        blocks.append(slots[:, 0])
+                        numbers.append(lacking[begin : begin + taken])
                     if taken < count:
                         short, kept = limit, limit != inf and self._victims.are_left(self._bytes_in[READY])
                 if taken < count:
@@ -673,14 +680,12 @@ class Cache:
             if stored.rejected:
                 self.policy.rejected(group, _some(part.keys, stored.rejected, size))
         finally:  # what was taken is the store's, also where it fails
-            if len(blocks) < 3 and not plan.mine.size:
-                stored.copy, stored.blocks = list(numbers[-1]), blocks[-1]
-            else:
-                copied = np.array([key for some in numbers for key in some], np.intp)
-                order = np.argsort(copied)
-                stored.copy, stored.blocks = copied[order].tolist(), np.concatenate(blocks)[order]
+            stored.copy = list(numbers[0]) if len(numbers) == 1 else [key for some in numbers for key in some]
+            stored.blocks = blocks[0] if len(blocks) == 1 else np.concatenate([_NOTHING, *blocks])
+            if plan.mine_keys:
+                order = np.argsort(stored.copy)
+                stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
             stored.slots = self.blocks.slots(stored.blocks, rank + 1)[:, rank] if rank else stored.blocks
-            stored.first_blocks = [0] * len(stored.copy)
             if part.first_blocks:
                 stored.first_blocks = [part.first_blocks.get(key, 0) for key in stored.copy]
             self.blocks.shard[stored.slots] = WRITING_SHARD
@@ -708,7 +713,7 @@ class Cache:
         rank: int,
         blocks: BlockIds,
         slots: SlotIds,
-        first_blocks: Iterable[int],
+        first_blocks: Iterable[int] | None,
         checksums: Iterable[int],
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> int:
@@ -722,7 +727,7 @@ class Cache:
             living = self.blocks.state[blocks] == WRITING
             self._let_go(group, blocks[~living], slots[~living])
             blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
-            firsts = array("H", compress(first_blocks, living))
+            firsts = None if first_blocks is None else array("H", compress(first_blocks, living))
             published = self.blocks.publish(blocks, slots, firsts, group.lengths[rank], sums, size)
             assert published is not None
         ready, names = published
@@ -866,27 +871,26 @@ class Cache:
         count, entered = len(keys) // size if ranks else 0, 0
         if self.quotas and count and group.namespace.fingerprint in self.quotas:
             count = self._within_quota(group, count, below)
-        nodes = [group.namespace.nodes.get(rank) for rank in range(ranks)]
         found: list[npt.NDArray[np.uint32]] = []
         try:
             while entered < count:
-                slots = _NO_SLOTS
+                left, slots = keys[entered * size :] if entered else keys, _NO_SLOTS
                 if self.slots.free_bytes >= group.block_bytes:
+                    nodes = [group.namespace.nodes.get(rank) for rank in range(ranks)]
                     slots = self.slots.take_blocks(group.sizes, count - entered, nodes)
                     for region in self.slots.opened:
                         self.table.set_region(region, int(self.slots.slot_bytes[region]))
                     self.slots.opened.clear()
-                if not len(slots):
-                    made = self._make_space(group, count - entered, below)
-                    if made is None:
-                        break
-                    if not made.size:
-                        continue
-                    slots = made.reshape(-1, ranks)
-                names = keys[entered * size : (entered + len(slots)) * size]
-                of_namespace = group.namespace.number, group.group, group.block_bytes
-                self.blocks.enter(slots, group.number, names, size, *of_namespace)
-                self._count(group, FREE, WRITING, len(slots))
+                if len(slots):
+                    of_namespace = group.namespace.number, group.group, group.block_bytes
+                    self.blocks.enter(slots, group.number, left, size, *of_namespace)
+                    self._count(group, FREE, WRITING, len(slots))
+                elif (victims := self._make_space(group, count - entered, below)) is None:
+                    break
+                elif not victims.size:
+                    continue
+                else:
+                    slots = self._replace(group, victims, left)
                 found.append(slots)  # and maybe more, where one rank took what another lacked
                 entered += len(slots)
         except BaseException:
@@ -919,9 +923,9 @@ class Cache:
             return "sizes"
         return "pinned" if usage.pinned >= usage.writing else "filling"
 
-    def _make_space(self, group: Group, count: int, below: float) -> SlotIds | None:
-        """Free slots for about ``count`` blocks of a group; None where nothing may go. Slots of blocks of the same
-        group are returned, and are the caller's."""
+    def _make_space(self, group: Group, count: int, below: float) -> BlockIds | None:
+        """Blocks of a group, up to ``count``, for others of it to replace; none where space was made otherwise, and
+        None where nothing may go."""
         if self._dead:
             self.background()
             return _NOTHING
@@ -932,28 +936,39 @@ class Cache:
             if partial := [block for block in partial if not self.blocks.pins[block]]:
                 self._drop_partial(partial[:count])
                 return _NOTHING
-        victims = self._victims.for_space(group, count, below)
-        return self._evict(victims, group if len(victims) <= count else None) if victims.size else None
+        if (own := self._victims.own(group, count, below)) is not None:
+            return own if own.size else None
+        if not (victims := self._victims.for_space(group, count, below)).size:
+            return None
+        self._evict(victims)
+        return _NOTHING
+
+    def _replace(self, group: Group, victims: BlockIds, keys: bytes) -> npt.NDArray[np.uint32]:
+        """Evict READY blocks of a group, and make WRITING ones of as many of the keys in their slots. Returns these."""
+        if self.tiers is not None:
+            self.tiers.evicted(victims)
+        group.namespace.counters.evicted_blocks += len(victims)
+        slots, names, unverified = self.blocks.replace(
+            *(victims, len(group.sizes), group.number, keys, group.key_bytes, MissReason.EVICTED)
+        )
+        self.unverified_slots -= unverified
+        self._left(group, victims, names)
+        self._count(group, READY, WRITING, len(victims))
+        return slots
 
     def _partial_since(self, until: float) -> list[int]:
         return [block for block, _ in takewhile(lambda item: item[1] <= until, self._partial.items())]
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _evict(
-        self, blocks: BlockIds, for_group: Group | None = None, reason: MissReason = MissReason.EVICTED
-    ) -> SlotIds:
-        """Free READY blocks that nothing pins, because others need the space. Slots of blocks of ``for_group``, which
-        needs it, stay handed out, and are returned."""
+    def _evict(self, blocks: BlockIds, reason: MissReason = MissReason.EVICTED) -> None:
+        """Free READY blocks that nothing pins, because others need the space."""
         if self.tiers is not None and blocks.size:
             self.tiers.evicted(blocks)
-        left = _NOTHING
         for group, alike in self.by_group(blocks):
             if not group.dead:
                 group.namespace.counters.evicted_blocks += len(alike)
-            slots = self._remove(group, READY, alike, reason, keep=group is for_group)
-            left = slots if group is for_group else left
-        return left
+            self._remove(group, READY, alike, reason)
 
     def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
         """Forget keys, in the tiers too. What is held keeps its slots. Returns how many blocks were in the pool.
@@ -985,51 +1000,49 @@ class Cache:
             group.namespace.counters.partial_blocks += len(alike)
             self.drop(alike, MissReason.PARTIAL)
 
-    def _remove(
-        self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None, *, keep: bool = False
-    ) -> SlotIds:
-        """Take blocks, all of one state, out of index and policy, and free the slots of those that nothing holds, or
-        ``keep`` them for others. Returns these slots."""
+    def _remove(self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None) -> None:
+        """Take blocks, all of one state, out of index and policy, and free the slots of those that nothing holds."""
         if not blocks.size:
-            return _NOTHING
+            return
         noted = reason if reason is not None and not group.dead else 0
         names, slots, unverified, corrupt = self.blocks.drop(blocks, group.key_bytes, len(group.sizes), noted)
         if state == READY:
-            self.policy.remove(group, blocks, names)
+            self._left(group, blocks, names)
         for block in blocks.tolist() if self._partial else ():
             self._partial.pop(block, None)
+        held = len(blocks) - len(slots) // len(group.sizes)
+        if held and not group.dead:
+            self._count(group, state, DROPPED, held)
+        self._freed(group, DROPPED if group.dead else state, slots, unverified, corrupt)
+
+    def _left(self, group: Group, blocks: BlockIds, names: bytes) -> None:
+        """Blocks that were READY are gone: the policy and listeners hear of it."""
+        self._some_left = True
+        self.policy.remove(group, blocks, names)
         if self._unannounced.size:  # listeners have not heard of these
             silent = self.unannounced[blocks]
             self.unannounced[blocks] = False
             names = np.frombuffer(names, group.namespace.key_type)[~silent].tobytes()
-        if state == READY and not group.dead:
+        if not group.dead:
             self._events.removed(group.namespace, group.group, group.namespace.split(group.group, names))
-        held = len(blocks) - len(slots) // len(group.sizes)
-        if held and not group.dead:
-            self._count(group, state, DROPPED, held)
-        return self._freed(group, DROPPED if group.dead else state, slots, unverified, corrupt, keep)
 
     def _free_dropped(self, blocks: BlockIds) -> None:
         """Free the slots of those of the blocks that are DROPPED and that nothing holds."""
         for group, alike in self.by_group(blocks):
             self._freed(group, DROPPED, *self.blocks.release(alike, len(group.sizes)))
 
-    def _freed(
-        self, group: Group, state: int, slots: SlotIds, unverified: int, corrupt: int, keep: bool = False
-    ) -> SlotIds:
-        """Blocks of a group, which were counted as of this state, have ended. Returns the slots that are free now, or
-        that are to be kept."""
+    def _freed(self, group: Group, state: int, slots: SlotIds, unverified: int, corrupt: int) -> None:
+        """Blocks of a group, which were counted as of this state, have ended."""
         self.unverified_slots -= unverified
         self._count(group, state, FREE, len(slots) // len(group.sizes))
         if corrupt:  # they stay handed out, so that nobody else gets them
             bad = self.blocks.shard[slots] != 0
             self._quarantine(slots[bad])
             slots = slots[~bad]
-        if slots.size and not keep:
+        if slots.size:
             self.slots.free(slots)
         if group.dead and not group.blocks_in.total():
             del self._groups[group.number]
-        return slots
 
     def _quarantine(self, slots: SlotIds) -> None:
         self.quarantined_slots += len(slots)

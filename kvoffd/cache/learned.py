@@ -142,8 +142,8 @@ class Learned:
         unknown = self._native.learned_remove(self._at, *of)
         assert not unknown, "removed what is not there"
 
-    def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        given, most = 0, BATCH
+    def candidates(self, below: float = inf, first: int = BATCH) -> Iterator[BlockIds]:
+        given, most = 0, first
         while True:
             if most > len(self._batch):
                 self._make_batch(most)
@@ -152,7 +152,7 @@ class Learned:
                 yield self._batch[given:found].copy()
             if found < most:
                 return
-            given, most = found, 4 * most
+            given, most = found, max(4 * most, BATCH)
 
     def _make_batch(self, count: int) -> None:
         """A buffer: to ask each new array for its address takes longer than a copy."""

@@ -74,9 +74,9 @@ class Policy(Protocol):
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         """Remove blocks, in any order, a chain's tail before its root if it is to be quick."""
 
-    def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        """Blocks whose score is lower, next to evict first, some at a time: first ``BATCH`` if there are so many. Any
-        change of the policy ends it."""
+    def candidates(self, below: float = inf, first: int = BATCH) -> Iterator[BlockIds]:
+        """Blocks whose score is lower, next to evict first, some at a time: ``first`` of them if there are so many, and
+        more then. Any change of the policy ends it."""
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         """Lengths of runs of keys that a store offers and that have no block, each with the score of its keys: only
@@ -155,15 +155,12 @@ class Lru(AdmitsAll):
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         self._native.lru_remove(*self._links, packed(blocks), len(blocks))
 
-    def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        after, most = 0, BATCH
-        while True:
-            found = self._native.lru_next(self._links[1], after, self._batch_at, most)
-            if not found:
-                return
+    def candidates(self, below: float = inf, first: int = BATCH) -> Iterator[BlockIds]:
+        after, most = 0, min(first, MAX_BATCH)
+        while found := self._native.lru_next(self._links[1], after, self._batch_at, most):
             batch = self._batch[:found].copy()
             yield batch
-            after, most = int(batch[-1]) + 1, min(4 * most, MAX_BATCH)
+            after, most = int(batch[-1]) + 1, MAX_BATCH
 
     @property
     def ghosts(self) -> int:

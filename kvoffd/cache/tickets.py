@@ -78,7 +78,8 @@ class Stored:
     """This rank's slot of each; it belongs to the store until its end."""
     copy: list[int] = field(default_factory=list)
     """Keys to copy, ascending."""
-    first_blocks: list[int] = field(default_factory=list)
+    first_blocks: list[int] | None = None
+    """Of these keys, the engine block from which on each is written; None where it is the first of all."""
     again: list[int] = field(default_factory=list)
     """Keys that come under an earlier number too, which is copied, or in one of the next lists."""
     no_space: list[int] = field(default_factory=list)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.block_table import READY, BlockIds, BlockTable
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import BATCH, Group, Policy
+from kvoffd.cache.policy import Group, Policy
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
 from kvoffd_proto.errors import ErrorCode
@@ -62,6 +62,12 @@ class Victims:
             (self._blocks.pins[batch] == 0).any() for batch in self._policy.candidates()
         )
 
+    def own(self, group: Group, count: int, below: float) -> BlockIds | None:
+        """The next ``count`` blocks with a score lower than ``below``, or as many as there are, if all are of the group
+        and may go, as a rule; otherwise None."""
+        first = next(self._policy.candidates(below, count), _NOTHING)[:count]
+        return first if not first.size or self._blocks.group_of(first, loose=True) == group.number else None
+
     def for_space(self, group: Group, count: int, below: float) -> BlockIds:
         """Blocks with a score lower than ``below`` to evict so that slots for ``count`` blocks of a group come free;
         too few or none if need be.
@@ -72,12 +78,6 @@ class Victims:
         by age of use, none starves, and one slot of an odd size does not cost a region of blocks in use.
         """
         blocks = self._blocks
-        first = next(self._policy.candidates(below), None)
-        if first is None:
-            return _NOTHING
-        own = first[:count]
-        if (len(own) == count or len(first) < BATCH) and blocks.group_of(own, loose=True) == group.number:
-            return own  # as a rule its own go
         wanted = {size: count * group.sizes.count(size) for size in group.sizes}
         chosen: list[int] = []
         passed: list[BlockIds] = []

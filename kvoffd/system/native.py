@@ -70,7 +70,10 @@ class Native:
             )
             self.blocks_set_checksum = with_gil("blocks_set_checksum", None, address, slot, number)
             self.blocks_drop = with_gil("blocks_drop", number, address, *some, number, address, address, address)
-            self.blocks_alike = with_gil("blocks_alike", slot, address, *some, slot, slot)
+            self.blocks_replace = with_gil(
+                "blocks_replace", number, address, *some, number, slot, text, number, number, address, address, address
+            )
+            self.blocks_alike = with_gil("blocks_alike", slot, address, *some, slot)
             self.blocks_written_now = with_gil("blocks_written_now", None, address, *some, address)
             self.blocks_release = with_gil("blocks_release", None, address, *some, address, address)
             self.blocks_pin = with_gil("blocks_pin", None, address, *some, ctypes.c_int32, address, address)

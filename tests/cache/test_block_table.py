@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import numpy as np
 
@@ -36,7 +37,7 @@ def test_the_index_finds_what_a_dict_does() -> None:
             blocks = table.enter(ids(taken).reshape(-1, ranks), group, b"".join(names), key_bytes, 5, 0, 8192)
             for rank in range(ranks):
                 shards, count = ids([row[rank] for row in taken]), len(names)
-                table.publish(blocks, shards, [0] * count, 8192, [7] * count, key_bytes)
+                table.publish(blocks, shards, [0] * count, 8192, array("Q", [7] * count), key_bytes)
             there.update(zip(names, taken, strict=True))
         else:
             names_of = list(there)[: choose.randrange(1, 1 + len(there))]

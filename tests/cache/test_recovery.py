@@ -9,6 +9,7 @@ import signal
 import sys
 import weakref
 import zlib
+from array import array
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -98,7 +99,7 @@ class Pool:
         for rank, column in enumerate(slots.T):
             geometry, count = NAMESPACES[namespace][group], len(slots)
             length = geometry.shard_bytes[rank]
-            self.blocks.publish(slots[:, 0], column, [0] * count, length, [7] * count, geometry.key_bytes)
+            self.blocks.publish(slots[:, 0], column, [0] * count, length, array("Q", [7] * count), geometry.key_bytes)
 
     def store(self, namespace: int, group: int, keys: list[bytes]) -> np.ndarray:
         slots = self.take(namespace, group, keys)
@@ -187,9 +188,9 @@ def test_whole_blocks_come_back_in_order_of_use_and_nothing_else() -> None:
     first, second = pool.store(3, 0, keys_of(1, 2, 3)), pool.store(9, 0, keys_of(4, 5, key_bytes=32))
     pool.take(3, 1, keys_of(6))  # being written
     part = pool.take(3, 0, keys_of(7))
-    pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, [7], 8)  # of one rank only
+    pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, array("Q", [7]), 8)  # of one rank only
     unchecked = pool.take(9, 0, keys_of(8, key_bytes=32))[0]
-    pool.blocks.publish(unchecked, unchecked, [0], 20000, [0], 8)
+    pool.blocks.publish(unchecked, unchecked, [0], 20000, array("Q", [0]), 8)
     heir, recovered = check(pool)
     assert recovered.blocks.tolist() == [*first[::-1, 0].tolist(), *second[::-1, 0].tolist()]
     assert recovered[2:] == (0, 0, 1, 1)  # what was claimed only is free
@@ -346,7 +347,7 @@ def test_a_successor_may_be_killed_while_it_recovers() -> None:
     pool = Pool()
     pool.store(3, 0, keys_of(1, 2))
     part = pool.take(3, 0, keys_of(7))
-    pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, [7], 8)
+    pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, array("Q", [7]), 8)
     wanted = check(pool)[0].found()
     line, killed = 0, True
     while killed:
