@@ -6,6 +6,7 @@ there: T1 ``_once``, T2 ``_again``, B1 ``_once_ghosts``, B2 ``_again_ghosts``, p
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -15,9 +16,10 @@ import numpy as np
 
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.policy import BATCH, GHOST_PART, MAX_BATCH, AdmitsAll, Chain, Group
+from kvoffd.system.native import native
 
-GHOST_BYTES = 200
-"""Memory of a ghost with a key of 32 bytes: a tuple, the key, and its place in a dict. Measured: 185 to 199 bytes."""
+GHOST_BYTES = 160
+"""Memory of a ghost: a number, and its place in an OrderedDict."""
 _BLOCK_BYTES = 100
 """Memory of a block's place in a queue."""
 
@@ -32,9 +34,10 @@ class Arc(AdmitsAll):
     def __init__(self, pool_bytes: int) -> None:
         self._once: OrderedDict[int, None] = OrderedDict()
         self._again: OrderedDict[int, None] = OrderedDict()
-        self._once_ghosts: OrderedDict[tuple[int, bytes], None] = OrderedDict()
-        """By number of the group, and key."""
-        self._again_ghosts: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        self._once_ghosts: OrderedDict[int, None] = OrderedDict()
+        """By a hash of the group's number and the key. Two with one hash would cost a decision about one block."""
+        self._again_ghosts: OrderedDict[int, None] = OrderedDict()
+        self._seed = os.urandom(16)
         self._target = 0.0
         self._capacity = 0
         self._most_ghosts = pool_bytes // GHOST_PART // GHOST_BYTES
@@ -51,8 +54,11 @@ class Arc(AdmitsAll):
 
     def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         once, once_ghosts, again_ghosts = self._once, self._once_ghosts, self._again_ghosts
-        resident = len(once) + len(self._again)
-        for block, ghost in zip(blocks.tolist(), _names(group, keys), strict=True):
+        resident, names = len(once) + len(self._again), self._names(group, keys)
+        if once_ghosts.keys().isdisjoint(names) and again_ghosts.keys().isdisjoint(names):
+            once.update(dict.fromkeys(blocks.tolist()))
+            names = []
+        for block, ghost in zip(blocks.tolist(), names, strict=False):
             if ghost in once_ghosts:
                 self._target += max(1.0, len(again_ghosts) / len(once_ghosts))
                 del once_ghosts[ghost]
@@ -67,11 +73,15 @@ class Arc(AdmitsAll):
         self._keep_in_bounds()
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
-        for block, ghost in zip(blocks.tolist(), _names(group, keys), strict=True):
-            first = block in self._once
-            queue, ghosts = (self._once, self._once_ghosts) if first else (self._again, self._again_ghosts)
-            del queue[block]
-            if not group.namespace.of_bench:
+        forgotten = group.namespace.of_bench
+        for block, ghost in zip(blocks.tolist(), self._names(group, keys), strict=True):
+            if block in self._once:
+                del self._once[block]
+                ghosts = self._once_ghosts
+            else:
+                del self._again[block]
+                ghosts = self._again_ghosts
+            if not forgotten:
                 ghosts[ghost] = None
 
     def candidates(self, below: float = inf, first: int = BATCH) -> Iterator[BlockIds]:
@@ -101,6 +111,9 @@ class Arc(AdmitsAll):
         while self.ghosts > self._most_ghosts:
             max(self._once_ghosts, self._again_ghosts, key=len).popitem(last=False)
 
-
-def _names(group: Group, keys: bytes) -> list[tuple[int, bytes]]:
-    return [(group.number, key) for key in group.namespace.split(group.group, keys)]
+    def _names(self, group: Group, keys: bytes) -> list[int]:
+        count = len(keys) // group.key_bytes
+        hashes = np.empty(count, np.uint64)
+        native().key_hashes(self._seed, group.number, keys, count, group.key_bytes, hashes.ctypes.data)
+        names: list[int] = hashes.tolist()
+        return names

@@ -1,7 +1,7 @@
 /* The least recently used order of blocks: a ring, linked by block number plus 1, from the oldest to the newest; 0 is the end
  * of both. policy.py owns the memory.
  */
-#include <stdint.h>
+#include "../system/key_hash.h"
 
 static void link_newest(uint32_t *older, uint32_t *newer, uint32_t at)
 {
@@ -49,4 +49,15 @@ uint64_t kvoffd_lru_next(const uint32_t *newer, uint32_t after, uint32_t *blocks
     for (uint32_t at = newer[after]; at && found < count; at = newer[at])
         blocks[found++] = at - 1;
     return found;
+}
+
+/* Writes a hash for each of the keys of a group, for a policy that remembers those of blocks that are gone. */
+void kvoffd_key_hashes(const uint8_t *seed, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                       uint64_t *hashes)
+{
+    uint64_t words[2];
+
+    memcpy(words, seed, sizeof words);
+    for (uint64_t i = 0; i < count; i++)
+        hashes[i] = key_hash(words[0] ^ ((uint64_t)group << 32), words[1], keys + i * key_bytes, key_bytes);
 }

@@ -93,6 +93,7 @@ class Native:
             self.lru_use = with_gil("lru_use", None, address, address, address, number)
             self.lru_remove = with_gil("lru_remove", None, address, address, address, number)
             self.lru_next = with_gil("lru_next", number, address, ctypes.c_uint32, address, number)
+            self.key_hashes = with_gil("key_hashes", None, text, slot, text, number, number, address)
             self.curve_new = with_gil("curve_new", address, address, text)
             self.curve_free = with_gil("curve_free", None, address)
             self.curve_asked = with_gil(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -79,10 +80,10 @@ class WatchedPool:
         slots, table, blocks = cache.slots, cache.table, cache.blocks
         self._take, self._free = slots.take, slots.free
         self._enter_blocks, self._publish = blocks.enter, blocks.publish
-        self._drop, self._release = blocks.drop, blocks.release
+        self._drop, self._release, self._replace = blocks.drop, blocks.release, blocks.replace
         for owner, name in (
             *((slots, name) for name in ("take", "free")),
-            *((blocks, name) for name in ("enter", "publish", "drop", "release")),
+            *((blocks, name) for name in ("enter", "publish", "drop", "release", "replace")),
         ):
             setattr(owner, name, lambda *given, _name=name: getattr(self, _name)(*given))
         for written, name in ((table, "set_region"), (table, "save_namespaces"), (blocks, "set_checksum")):
@@ -134,29 +135,43 @@ class WatchedPool:
         self._free(slots)
 
     def enter(self, slots: Any, number: int, keys: bytes, key_bytes: int, *named: int) -> BlockIds:
+        self._own(slots, number, keys)
+        self.before_write()
+        return self._enter_blocks(slots, number, keys, key_bytes, *named)
+
+    def replace(
+        self, blocks: BlockIds, ranks: int, number: int, keys: bytes, key_bytes: int, reason: int
+    ) -> tuple[Any, bytes, int]:
+        self.before_write()
+        slots, names, unverified = self._replace(blocks, ranks, number, keys, key_bytes, reason)
+        self._released(slots.ravel())
+        self._own(slots, number, keys)
+        return slots, names, unverified
+
+    def _own(self, slots: Any, number: int, keys: bytes) -> None:
+        """Slots have got the first of these keys."""
         group = self._cache._groups[number]
         space, world_size = group.namespace, len(group.sizes)
-        for key, ranks in zip(space.split(group.group, keys), slots, strict=True):
+        for key, ranks in zip(space.split(group.group, keys), slots, strict=False):
             for rank, slot in enumerate(self._at(ranks)):
                 if slot.transfers or slot.state != "taken":
                     raise Broken("a slot gets a block while a transfer uses it, or has one")
                 slot.state, slot.owner = "writing", SlotOwner(space.fingerprint, group.group, key, rank, world_size)
-        self.before_write()
-        return self._enter_blocks(slots, number, keys, key_bytes, *named)
 
     def publish(
         self,
         blocks: BlockIds,
         slots: SlotIds,
-        firsts: Sequence[int],
+        firsts: Sequence[int] | None,
         length: int,
-        checksums: Sequence[int],
+        checksums: array[int],
         key_bytes: int,
     ) -> tuple[BlockIds, bytes] | None:
         """One after the other, so that the process can die between two."""
         if (self._cache.blocks.state[blocks] != WRITING).any():
             return None
         ready, names = [np.empty(0, np.uint32)], b""
+        firsts = [0] * len(blocks) if firsts is None else firsts
         for at in reversed(range(len(blocks))):
             one = slice(at, at + 1)
             (slot,) = self._at(slots[one])
