@@ -159,7 +159,7 @@ uint64_t kvoffd_blocks_enter(struct blocks *x, const uint32_t *slots, uint64_t c
         const uint8_t *key = keys + i * key_bytes;
         const uint32_t *of_block = slots + i * ranks;
         uint64_t hashed = hash(x, group, key, key_bytes), place;
-        if (!make_room(&x->index) || x->index.entries[place = find(x, hashed, group, key, key_bytes)])
+        if (!make_room(&x->index, 1) || x->index.entries[place = find(x, hashed, group, key, key_bytes)])
             return i;
         for (uint64_t rank = 0; rank < ranks; rank++) {
             uint32_t slot = of_block[rank];

@@ -29,6 +29,7 @@ struct recovery {
     uint64_t heads_found, discarded_found, bad_found, used_found;
     /* Of the discarded: those of numbers that are not known, below `next_number` and from it on; of incomplete blocks. */
     uint64_t next_number, reset_found, unwritten_found, incomplete_found;
+    uint64_t expected; /* blocks, at most */
 };
 
 /* The size of the slot as its region has it; 0 where there is no such slot. */
@@ -95,7 +96,7 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
     if (!length || length != r->lengths[group->lengths_at + rank] || size != (pages < LEAST_SLOT ? LEAST_SLOT : pages))
         return 0;
     const uint8_t *key = record + KEY;
-    if (!make_room(&x->index))
+    if (!make_room(&x->index, 1))
         return 0;
     uint64_t hashed = hash(x, group->number, key, group->key_bytes);
     uint64_t place = find(x, hashed, group->number, key, group->key_bytes);
@@ -149,6 +150,8 @@ void kvoffd_recover_records(struct recovery *r, const uint8_t *records, uint64_t
     struct blocks *x = r->blocks;
     uint32_t crcs[RECORDS_TOGETHER];
 
+    if (!x->index.used)
+        make_room(&x->index, r->expected); /* at once: to grow takes longer */
     for (uint64_t i = 0; i < count; i++) {
         const uint8_t *record = records + i * RECORD;
         uint64_t state = READ(record, uint64_t, 0);

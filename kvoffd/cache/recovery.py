@@ -18,10 +18,13 @@ import numpy.typing as npt
 from kvoffd.cache.block_table import CORRUPT, NOT_FIRST, BlockIds, BlockTable
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import FREE_RECORD, RECORD_BYTES, SlotTable
+from kvoffd.system.files import held_bytes
 from kvoffd.system.native import native
 from kvoffd_proto.messages import MAX_WORLD_SIZE
 
 _BATCH_BYTES = 4 << 20
+MOST_SPREAD = 16
+"""Generations for each block, of which most are of blocks that are gone, up to which there is a place for each."""
 
 
 class GroupGeometry(NamedTuple):
@@ -73,7 +76,10 @@ class _Recovery(ctypes.Structure):
             )
         ),
         *((name, ctypes.c_uint64) for name in ("heads_found", "discarded_found", "bad_found", "used_found")),
-        *((name, ctypes.c_uint64) for name in ("next_number", "reset_found", "unwritten_found", "incomplete_found")),
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("next_number", "reset_found", "unwritten_found", "incomplete_found", "expected")
+        ),
     )
 
 
@@ -118,6 +124,7 @@ def recover(
         *(heads.ctypes.data, generations.ctypes.data, discarded.ctypes.data, bad.ctypes.data, used.ctypes.data),
     )
     recovery.next_number = next_number
+    recovery.expected = min(count, held_bytes(os.fstat(fd)) // RECORD_BYTES)
     reference = ctypes.byref(recovery)
     _judge_records(fd, table, reference)
     native().recover_blocks(reference)
@@ -128,18 +135,20 @@ def recover(
     slots.restore(np.concatenate([used[: recovery.used_found], quarantined]), table.region_sizes.astype(np.int64))
     whole = recovery.heads_found
     blocks.generation = int(generations[:whole].max(initial=0))
-    oldest_first = heads[:whole][_ascending(generations[:whole])]
+    oldest_first = _by_age(heads[:whole], generations[:whole]) if whole else heads[:0]
     counted = recovery.reset_found, recovery.unwritten_found, recovery.incomplete_found
     return RecoveredBlocks(oldest_first, quarantined, *counted, recovery.discarded_found - sum(counted))
 
 
-def _ascending(generations: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
-    """What ``np.argsort`` gives, by 16 bits at a time, for which numpy has a radix sort: in half the time."""
-    order = np.arange(len(generations), dtype=np.uint32)
-    above = generations - generations.min(initial=2**63)
-    for shift in range(0, int(above.max(initial=0)).bit_length(), 16):
-        order = order[np.argsort((above[order] >> np.uint64(shift)).astype(np.uint16), kind="stable")]
-    return order
+def _by_age(blocks: BlockIds, generations: npt.NDArray[np.uint64]) -> BlockIds:
+    """Sorted by their generations, which differ, the lowest first."""
+    lowest, highest = int(generations.min()), int(generations.max())
+    if highest - lowest > MOST_SPREAD * len(blocks):
+        return blocks[np.argsort(generations)]
+    sorted_blocks = np.zeros(highest - lowest + 1, np.uint32)  # a place for each: ten times as fast
+    sorted_blocks[generations - np.uint64(lowest)] = blocks + np.uint32(1)
+    found: BlockIds = sorted_blocks[sorted_blocks != 0] - np.uint32(1)
+    return found
 
 
 def _believed(groups: Sequence[GroupGeometry]) -> bool:

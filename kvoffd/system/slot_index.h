@@ -68,25 +68,27 @@ static inline void close_index(struct slot_index *x)
     x->entries = NULL;
 }
 
-/* Makes the table twice as large if it is nearly full; returns whether there is room for one more. */
-static inline int make_room(struct slot_index *x)
+/* Makes the table larger if it would be nearly full with so many more; returns whether there is room for them. */
+static inline int make_room(struct slot_index *x, uint64_t more)
 {
     struct slot_index old = *x;
 
-    if (4 * (x->used + 1) <= 3 * places(x))
+    if (4 * (x->used + more) <= 3 * places(x))
         return 1;
-    uint64_t *entries = calloc(2 * places(x), sizeof *entries);
-    if (!entries)
+    while (4 * (x->used + more) > 3 * places(x))
+        x->bits++;
+    x->entries = calloc(places(x), sizeof *x->entries);
+    if (!x->entries) {
+        *x = old;
         return 0;
-    x->entries = entries;
-    x->bits++;
+    }
     for (uint64_t place = 0; place < places(&old); place++) {
         uint64_t entry = old.entries[place], at;
         if (!entry)
             continue;
-        for (at = home(x, entry); entries[at]; at = next_place(x, at))
+        for (at = home(x, entry); x->entries[at]; at = next_place(x, at))
             ;
-        entries[at] = entry;
+        x->entries[at] = entry;
     }
     free(old.entries);
     return 1;

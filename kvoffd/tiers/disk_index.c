@@ -99,7 +99,7 @@ uint64_t kvoffd_disk_enter(struct disk_index *x, const uint32_t *slots, uint64_t
 
     for (uint64_t i = 0; i < count; i++) {
         uint64_t hashed, place;
-        if (!make_room(&x->index))
+        if (!make_room(&x->index, 1))
             return NONE;
         place = place_of(x, slots[i], &hashed);
         if (x->index.entries[place])
