@@ -38,6 +38,7 @@ class Arc(AdmitsAll):
         """By a hash of the group's number and the key. Two with one hash would cost a decision about one block."""
         self._again_ghosts: OrderedDict[int, None] = OrderedDict()
         self._seed = os.urandom(16)
+        self._make_buffer(MAX_BATCH)
         self._target = 0.0
         self._capacity = 0
         self._most_ghosts = pool_bytes // GHOST_PART // GHOST_BYTES
@@ -73,16 +74,16 @@ class Arc(AdmitsAll):
         self._keep_in_bounds()
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
-        forgotten = group.namespace.of_bench
+        once, once_ghosts, again, again_ghosts = self._once, self._once_ghosts, self._again, self._again_ghosts
+        if group.namespace.of_bench:
+            once_ghosts, again_ghosts = OrderedDict(), OrderedDict()
         for block, ghost in zip(blocks.tolist(), self._names(group, keys), strict=True):
-            if block in self._once:
-                del self._once[block]
-                ghosts = self._once_ghosts
+            if block in once:
+                del once[block]
+                once_ghosts[ghost] = None
             else:
-                del self._again[block]
-                ghosts = self._again_ghosts
-            if not forgotten:
-                ghosts[ghost] = None
+                del again[block]
+                again_ghosts[ghost] = None
 
     def candidates(self, below: float = inf, first: int = BATCH) -> Iterator[BlockIds]:
         of_once = max(0, len(self._once) - int(self._target))
@@ -104,16 +105,23 @@ class Arc(AdmitsAll):
         resident = len(self._once) + len(self._again)
         self._capacity = min(max(self._capacity, resident), 2 * resident)
         self._target = min(max(self._target, 0.0), float(self._capacity))
-        while self._once_ghosts and len(self._once) + len(self._once_ghosts) > self._capacity:
+        excess = len(self._once) + len(self._once_ghosts) - self._capacity
+        for _ in range(min(excess, len(self._once_ghosts))):
             self._once_ghosts.popitem(last=False)
-        while self._again_ghosts and resident + self.ghosts > 2 * self._capacity:
+        for _ in range(min(resident + self.ghosts - 2 * self._capacity, len(self._again_ghosts))):
             self._again_ghosts.popitem(last=False)
         while self.ghosts > self._most_ghosts:
             max(self._once_ghosts, self._again_ghosts, key=len).popitem(last=False)
 
     def _names(self, group: Group, keys: bytes) -> list[int]:
         count = len(keys) // group.key_bytes
-        hashes = np.empty(count, np.uint64)
-        native().key_hashes(self._seed, group.number, keys, count, group.key_bytes, hashes.ctypes.data)
-        names: list[int] = hashes.tolist()
+        if count > len(self._hashes):
+            self._make_buffer(2 * count)
+        native().key_hashes(self._seed, group.number, keys, count, group.key_bytes, self._hashes_at)
+        names: list[int] = self._hashes[:count].tolist()
         return names
+
+    def _make_buffer(self, count: int) -> None:
+        """To ask each new array for its address takes longer than a copy."""
+        self._hashes = np.empty(count, np.uint64)
+        self._hashes_at = self._hashes.ctypes.data

@@ -613,16 +613,6 @@ class Cache:
         finally:
             for present in held:
                 self.unpin(present)
-        for plan in plans:
-            stored = plan.stored
-            lack = MissReason.QUOTA if stored.no_space_cause == "quota" else MissReason.NO_SPACE
-            for numbers, reason in ((stored.no_space, lack), (stored.rejected, MissReason.REJECTED)):
-                if numbers:
-                    names = _some(plan.part.keys, numbers, namespace.key_bytes)
-                    self.blocks.note_misses(stored.group.number, names, namespace.key_bytes, reason)
-            if stored.no_space:
-                namespace.counters.no_space[stored.no_space_cause] += len(stored.no_space)
-            namespace.counters.declined_keys += len(stored.rejected)
         return StoreTicket(rank, [plan.stored for plan in plans])
 
     def _plan(self, rank: int, group: Group, part: StorePart, ours: BlockIds = _NOTHING) -> _Plan:
@@ -677,8 +667,14 @@ class Cache:
                 begin = end
             if stored.no_space:
                 stored.no_space_cause = self.no_space_cause(group)
+                reason = MissReason.QUOTA if stored.no_space_cause == "quota" else MissReason.NO_SPACE
+                self.blocks.note_misses(group.number, _some(part.keys, stored.no_space, size), size, reason)
+                group.namespace.counters.no_space[stored.no_space_cause] += len(stored.no_space)
             if stored.rejected:
-                self.policy.rejected(group, _some(part.keys, stored.rejected, size))
+                names = _some(part.keys, stored.rejected, size)
+                self.policy.rejected(group, names)
+                self.blocks.note_misses(group.number, names, size, MissReason.REJECTED)
+                group.namespace.counters.declined_keys += len(stored.rejected)
         finally:  # what was taken is the store's, also where it fails
             stored.copy = list(numbers[0]) if len(numbers) == 1 else [key for some in numbers for key in some]
             stored.blocks = blocks[0] if len(blocks) == 1 else np.concatenate([_NOTHING, *blocks])
