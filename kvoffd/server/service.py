@@ -46,7 +46,8 @@ from kvoffd_proto.errors import ErrorCode
 logger = logging.getLogger(__name__)
 _refused = RareWarnings(logger, logging.INFO)
 
-REMOVAL_WAIT_S, STATE_WAIT_S = 0.5, 1.0
+REMOVAL_WAIT_S = 0.5
+STATE_WAIT_S = 1.0
 """For disks to note what was removed, and then for ``kvoffd.state`` to be written; the answer waits that long."""
 MAX_PENDING = 64
 """Requests of a session whose replies wait."""
