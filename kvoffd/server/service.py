@@ -47,8 +47,9 @@ logger = logging.getLogger(__name__)
 _refused = RareWarnings(logger, logging.INFO)
 
 REMOVAL_WAIT_S = 0.5
+"""For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
 STATE_WAIT_S = 1.0
-"""For disks to note what was removed, and then for ``kvoffd.state`` to be written; the answer waits that long."""
+"""Then for ``kvoffd.state`` to be written."""
 MAX_PENDING = 64
 """Requests of a session whose replies wait."""
 

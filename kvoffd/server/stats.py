@@ -221,6 +221,7 @@ def _tiering_stats(service: Service) -> s.TieringStats | None:
         demotions_waiting=writer.waiting_blocks,
         writes_throttled=writer.over_budget,
         writes_avoided=writer.spared_blocks,
+        writes_missed=writer.missed_blocks,
         write_budget_left_bytes=writer.budget.left_bytes,
         write_mode=writer.mode.value,
         promotion_bytes_per_second=promoter.bytes_per_second,

@@ -358,11 +358,12 @@ class Tiering:
 
     def evicted(self, blocks: BlockIds) -> None:
         # What leaves the pool is spared by the disks' hands. That waits for the next tick: a store waits for this call.
-        if self.disks.tiers:
-            for group, alike in self._cache.by_group(blocks):
-                if not group.dead:
-                    keys = group.namespace.split(group.group, self._cache.blocks.keys(alike, group.key_bytes))
-                    self._evicted.append((self.space(group.namespace, group.group), keys))
+        for group, alike in self._cache.by_group(blocks):
+            for level in self.levels:
+                level.writer.evicted(group, alike)
+            if self.disks.tiers and not group.dead:
+                keys = group.namespace.split(group.group, self._cache.blocks.keys(alike, group.key_bytes))
+                self._evicted.append((self.space(group.namespace, group.group), keys))
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
         names, space = namespace.split(group, keys), self.space(namespace, group)

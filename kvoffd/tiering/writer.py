@@ -30,8 +30,6 @@ MAX_BEGUN = 64
 """Blocks whose writing is begun in one go."""
 MAX_COLD_BLOCKS = 1024
 """Blocks at the cold end of the policy's order that are looked at in one tick."""
-MIN_SWEPT_BLOCKS = 1024
-"""Blocks that may wait before those that have left the pool are removed from among them."""
 DAY_S = 86_400.0
 LEAST_CHANCE, LEAST_OF_MEAN = 0.1, 0.5
 """To come back while a full tier would keep it, of a block that is worth a write: so much, or so much of what those had
@@ -169,7 +167,6 @@ class Writer:
         self._idle, self._engines_busy, self._left_out = idle, engines_busy, left_out
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
         self._waiting: _Noted = {}
-        self._sweep_at = MIN_SWEPT_BLOCKS
         self._cold: _Noted = {}
         self._not_worth: set[tuple[int, int]] = set()
         """Those at the cold end that are not worth a write."""
@@ -181,6 +178,8 @@ class Writer:
         """Times that something was to be written and the budget did not allow it."""
         self.spared_blocks = 0
         """Blocks that were to be written and were not worth it."""
+        self.missed_blocks = 0
+        """Blocks that were to be written and were evicted before their turn."""
         self._least_chance = 0.0
         self._read_bytes = self._offered_bytes = 0.0
         """Of late: what was read, and what was written or spared."""
@@ -200,6 +199,15 @@ class Writer:
             self._wait(self._lacking(group, blocks[:MAX_LOOKED_AT])[0])
             self._wait(blocks[MAX_LOOKED_AT:])  # looked at when it is their turn
 
+    def evicted(self, group: Group, blocks: BlockIds) -> None:
+        """Count those that were to be written, of blocks that are about to leave the pool."""
+        if not self._waiting:
+            return
+        noted = zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True)
+        late = [self._waiting.pop(block, None) == generation for block, generation in noted]
+        if any(late):
+            self.missed_blocks += len(self._lacking(group, blocks[late])[0])
+
     def stop(self) -> None:
         """Begin nothing any more."""
         self.mode = WriteMode.NEVER
@@ -210,7 +218,6 @@ class Writer:
         """Look at the cold end, and go on. ``read_bytes``: what was read from the tiers so far."""
         self._judge(read_bytes)
         self._cold.clear()
-        self._sweep()
         if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < 2 * self._cold_bytes:
             self._look_at_cold_end()
         self._trickle_left = self._trickle_bytes
@@ -325,13 +332,6 @@ class Writer:
         same = self._generations[blocks] == np.fromiter(noted.values(), np.uint64, len(noted))
         ready: BlockIds = blocks[same & (self._cache.blocks.state[blocks] == READY)]
         return ready
-
-    def _sweep(self) -> None:
-        """Remove waiting blocks that left the pool before their turn: where a tier hangs, no turn comes."""
-        if len(self._waiting) > self._sweep_at:
-            ready = set(self._still_ready(self._waiting).tolist())
-            self._waiting = {block: noted for block, noted in self._waiting.items() if block in ready}
-            self._sweep_at = 2 * len(self._waiting) + MIN_SWEPT_BLOCKS
 
     def _lacking(self, group: Group, blocks: BlockIds) -> tuple[BlockIds, list[bytes]]:
         """Those of the blocks, and their keys, that no tier has or is being given and that one is to have.

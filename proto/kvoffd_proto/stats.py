@@ -393,6 +393,7 @@ class TieringStats(Part, frozen=True):
     demotions_waiting: Annotated[Count, doc("Blocks that wait to be written to disk.")] = 0
     writes_throttled: Annotated[Count, doc("Times that a disk write waited for the daily write budget.")] = 0
     writes_avoided: Annotated[Count, doc("Blocks not written to a full disk: the policy expected no reuse.")] = 0
+    writes_missed: Annotated[Count, counter("Blocks to be written to disk that were evicted before their turn.")] = 0
     write_budget_left_bytes: Annotated[
         ByteCount | None, gauge("Bytes that disk_write_per_day allows to be written now.")
     ] = None

@@ -383,8 +383,9 @@ def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
         f"promoted {format_count(tiers.promoted_blocks)} blocks ({format_size(tiers.promoted_bytes)}){speed}, "
         f"{format_count(tiers.promotions_waiting)} waiting, failed: {failed or 'none'}"
     )
+    missed = f", {format_count(tiers.writes_missed)} were evicted before their turn" if tiers.writes_missed else ""
     yield (
-        f"demoted {format_count(tiers.demoted_blocks)} blocks ({format_size(tiers.demoted_bytes)}), disk_write "
+        f"demoted {format_count(tiers.demoted_blocks)} blocks ({format_size(tiers.demoted_bytes)}){missed}, disk_write "
         f"{tiers.write_mode}, {'no daily limit' if left is None else f'{format_size(left)} may be written now'}"
     )
 
