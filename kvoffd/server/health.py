@@ -106,12 +106,11 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
 
 def _full_quota(service: Service) -> str:
     """The namespace whose quota refused the most, as the middle of a sentence."""
-    found = [one for one in service.cache.namespaces.values() if one.fingerprint in service.cache.quotas]
-    if not found:
+    one = max(service.cache.namespaces.values(), key=lambda one: one.counters.no_space["quota"], default=None)
+    quota_bytes = None if one is None else service.cache.quotas.get(one.fingerprint)
+    if one is None or quota_bytes is None:  # it was forgotten, or its quota was taken away
         return ""
-    one = max(found, key=lambda one: one.counters.no_space["quota"])
-    size = format_size(service.cache.quotas[one.fingerprint])
-    return f" ({one.label} {namespace_id(one.fingerprint)}, at most {size})"
+    return f" ({one.label} {namespace_id(one.fingerprint)}, at most {format_size(quota_bytes)})"
 
 
 def _most_pinned(service: Service) -> str:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from textwrap import wrap
-from typing import cast
 
 from msgspec import Struct
 from rich.console import Console, JustifyMethod, RenderableType
@@ -24,8 +23,6 @@ PIPE_CELLS = 1000
 NO_NAMESPACE = "There is no namespace; an engine opens its own when it connects."
 Line = str | tuple[str, str]
 """Text, or text with its style."""
-Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
-"""A value that JSON has a form for."""
 
 
 def make_console() -> Console:
@@ -97,7 +94,7 @@ def print_json(value: object) -> None:
     print_line(json.dumps(to_plain(value), ensure_ascii=encoding.lower() != "utf-8"))
 
 
-def to_plain(value: object) -> Plain:
+def to_plain(value: object) -> object:
     """Turn structs into objects by field name; bytes become hex. Raises TypeError for what has no JSON form."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -106,7 +103,7 @@ def to_plain(value: object) -> Plain:
     if isinstance(value, Struct):
         fields = {name: to_plain(getattr(value, name)) for name in value.__struct_fields__ if name != "request_id"}
         described = fields_of_description(text) if isinstance(text := fields.get("description"), str) else None
-        return fields | ({} if described is None else {"description": cast(Plain, described)})
+        return fields if described is None else fields | {"description": described}
     if isinstance(value, dict):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -129,10 +126,10 @@ def count_blocks(count: int) -> str:
     return f"{format_count(count)} block{plural(count)}"
 
 
-def percent(part: float, whole: float, none: str = "-") -> str:
-    """``part`` of ``whole`` as a percentage that is 0 or 100 only when it is exactly that; ``none`` of nothing."""
+def percent(part: float, whole: float) -> str:
+    """``part`` of ``whole`` as a percentage that is 0 or 100 only when it is exactly that; a dash of nothing."""
     if whole <= 0:
-        return none
+        return "-"
     share = 100 * part / whole
     if share <= 0:
         return "0 %"

@@ -288,13 +288,9 @@ def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
 
 def _pool(pool: PoolStats) -> None:
     _pool_bar(pool)
+    names = [name for name in pool.__struct_fields__ if name.endswith("_bytes")]
+    rows = [(name.removesuffix("_bytes").replace("_", " "), format_size(getattr(pool, name))) for name in names]
     say("")
-    sizes = {name: getattr(pool, name) for name in pool.__struct_fields__ if name.endswith("_bytes")}
-    rows = [
-        (name.removesuffix("_bytes").replace("_", " ").replace("gpu", "GPU"), format_size(size))
-        for name, size in sizes.items()
-        if size or not ("gpu" in name or "unpinnable" in name)
-    ]
     print_table(("", ">size"), rows)
 
 

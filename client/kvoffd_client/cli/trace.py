@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,22 +40,6 @@ ID_BITS = 53
 """Of a key's number: JSON's numbers are exact so far in every language."""
 
 trace_app = typer.Typer(help="Record what engines ask for, and replay it.", rich_markup_mode=None)
-
-
-@dataclass
-class Recorded:
-    """What a recording did."""
-
-    file: str
-    seconds: float
-    chains: int
-    """Lines of the file: a request's keys of one KV cache group each."""
-    keys: int
-    dropped: int
-    """Chains that are missing, since they came faster than they were fetched."""
-    bytes: int
-    ended: str
-    """Why: duration, size, interrupt, or daemon, which went away."""
 
 
 @trace_app.command()
@@ -90,24 +73,28 @@ def record(
             raise CliError(f"{file} cannot be written: {error.strerror}.") from None
         try:
             with opened:
-                done = _write(admin, file, TraceWriter(opened), seconds, most_bytes)
+                writer = TraceWriter(opened)
+                took_s, ended = _write(admin, writer, seconds, most_bytes)
+                nbytes = opened.tell()
         except OSError as error:
             holds = file.exists() and file.stat().st_size > 0
             left = "What is in it can be replayed." if holds else "It is empty."
             raise CliError(f"{file} cannot be written to its end: {error.strerror}. {left}") from error
     if json:
-        print_json(vars(done))
+        counts = {name: getattr(writer, name) for name in ("chains", "keys", "dropped")}
+        print_json({"file": str(file), "seconds": took_s, **counts, "bytes": nbytes, "ended": ended})
     else:
-        lost = f" {format_count(done.dropped)} more came too fast and are missing." if done.dropped else ""
-        full = f" It ended since {file} is large enough (--max-size)." if done.ended == "size" else ""
+        lost = f" {format_count(writer.dropped)} more came too fast and are missing." if writer.dropped else ""
+        full = f" It ended since {file} is large enough (--max-size)." if ended == "size" else ""
         say(
-            f"{format_count(done.chains)} request{plural(done.chains)} for {count_blocks(done.keys)} in "
-            f"{format_duration(done.seconds)}, in {format_size(done.bytes)} of {file}.{lost}{full}"
+            f"{format_count(writer.chains)} request{plural(writer.chains)} for {count_blocks(writer.keys)} in "
+            f"{format_duration(took_s)}, in {format_size(nbytes)} of {file}.{lost}{full}"
         )
-    return int(done.ended == "daemon")
+    return int(ended == "daemon")
 
 
-def _write(admin: AdminClient, file: Path, writer: TraceWriter, seconds: float, most_bytes: int) -> Recorded:
+def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: int) -> tuple[float, str]:
+    """Returns how long it took, and why it ended: duration, size, interrupt, or daemon, which went away."""
     began, session = time.monotonic(), admin.session_id
     until, ended, more = began + seconds, "", False
     with _ended_by_signal() as told:
@@ -136,7 +123,7 @@ def _write(admin: AdminClient, file: Path, writer: TraceWriter, seconds: float, 
         print_status()
         took = time.monotonic() - began
         writer.close()
-    return Recorded(str(file), took, writer.chains, writer.keys, writer.dropped, writer.file.tell(), ended)
+    return took, ended
 
 
 @contextmanager
@@ -152,7 +139,7 @@ def _ended_by_signal() -> Iterator[threading.Event]:
 
 
 class TraceWriter:
-    """Writes lines to a compressed file."""
+    """Writes lines to a compressed file: each has a request's keys of one KV cache group, a chain."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
