@@ -110,7 +110,7 @@ STATS = DaemonStats(
     settings=[SettingInfo(name, value) for name, value in SETTINGS.items()],
 )
 MACHINE = Machine(
-    pid=7, unit="kvoffd.service",
+    unit="kvoffd.service",
     memory_bytes=64 * GIB, available_bytes=20 * GIB, memlock_bytes=2**26,
     huge_pages="advise", shm_free_bytes=32 * GIB, memory_limit_bytes=40 * GIB, memory_used_bytes=22 * GIB,
 )  # fmt: skip

@@ -14,7 +14,6 @@ class Machine:
     """Sizes are bytes; what cannot be seen from here is None, 0 or empty.
 
     Attributes:
-        pid: the daemon's process; 0 where it is in another pid namespace, or on another machine.
         unit: of systemd, such as kvoffd.service; empty for a daemon that was started otherwise.
         swapped_bytes: of the daemon's memory, the pool included.
         memory_limit_bytes: of the tightest memory cgroup of the daemon; None without one.
@@ -26,7 +25,6 @@ class Machine:
         cuda_problem: why the CUDA driver's library cannot be loaded here; empty where it can, or without a GPU.
     """
 
-    pid: int = 0
     unit: str = ""
     memory_bytes: int = 0
     available_bytes: int = 0
@@ -44,7 +42,8 @@ class Machine:
 
 
 def look_at(pid: int, disks: Sequence[str] = (), root: Path = Path("/")) -> Machine:
-    """What is to be seen of this machine, of the process ``pid`` and of the ``disks``, which are directories."""
+    """What is to be seen of this machine, of the process ``pid``, 0 where that is in another pid namespace, and of the
+    ``disks``, which are directories."""
     proc, sys = root / "proc", root / "sys"
     memory = dict(_pairs(proc / "meminfo"))
     own = proc / str(pid or "self")
@@ -60,7 +59,6 @@ def look_at(pid: int, disks: Sequence[str] = (), root: Path = Path("/")) -> Mach
     huge_pages = _text(sys / "kernel/mm/transparent_hugepage/shmem_enabled")
     groups = [line.rpartition("/")[2] for line in _text(own / "cgroup").splitlines()] if pid else []
     return Machine(
-        pid=pid,
         unit=next((name for name in groups if name.endswith(".service")), ""),
         memory_bytes=memory.get("MemTotal:", 0) * 1024,
         available_bytes=memory.get("MemAvailable:", 0) * 1024,
