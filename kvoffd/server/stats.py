@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     recent = traffic.in_last(MINUTE_S, total)
     level, causes = health_of(service, recent)
     largest, others = traffic.choose_rows()
+    on_disk = sum((disk.tier.bytes_by_namespace() for disk in service.tiers if disk.tier is not None), Counter[bytes]())
     return s.DaemonStats(
         version=__version__,
         policy=service.config.eviction_policy,
@@ -74,7 +76,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         last_hour=traffic.in_last(HOUR_S, total),
         last_minute=recent,
         lifetime=traffic.lifetime(total),
-        namespaces=[*map(partial(_namespace_stats, service), largest, curve.of_namespaces(largest)), *others],
+        namespaces=[*map(partial(_namespace_stats, service, on_disk), largest, curve.of_namespaces(largest)), *others],
         other_namespaces=len(cache.namespaces) - len(largest),
         gone_namespaces=traffic.gone_namespaces,
         integrity=filled(s.IntegrityStats, cache),
@@ -90,7 +92,9 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     )
 
 
-def _namespace_stats(service: Service, namespace: Namespace, curve: s.HitCurve) -> s.NamespaceStats:
+def _namespace_stats(
+    service: Service, on_disk: Counter[bytes], namespace: Namespace, curve: s.HitCurve
+) -> s.NamespaceStats:
     counters = namespace.counters
     return s.NamespaceStats(
         id=s.namespace_id(namespace.fingerprint),
@@ -99,6 +103,7 @@ def _namespace_stats(service: Service, namespace: Namespace, curve: s.HitCurve) 
         of_bench=namespace.of_bench,
         ready_blocks=namespace.ready_blocks,
         ready_bytes=namespace.ready_bytes,
+        disk_bytes=on_disk[namespace.fingerprint],
         pending_keys=pending_keys(namespace),
         invalidated_blocks=counters.invalidated_blocks,
         partial_blocks=counters.partial_blocks,

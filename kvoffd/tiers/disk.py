@@ -989,6 +989,13 @@ class DiskTier(Tier):
         age_s = max(0.0, self._wall_clock() - min(hours, default=_NEVER) * _HOUR_S)
         return age_s if self.found_blocks else min(age_s, self._clock() - self._opened_at)
 
+    def bytes_by_namespace(self) -> Counter[bytes]:
+        """By fingerprint, bytes of the blocks that can be read."""
+        found = Counter[bytes]()
+        for known in self._spaces.values():
+            found[known.space.fingerprint] += known.blocks * known.space.nbytes
+        return found
+
     def tick(self) -> None:
         now = self._clock()
         self._reads.end(End(Result.DEADLINE), lambda job: job.deadline <= now)

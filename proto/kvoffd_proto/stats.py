@@ -225,6 +225,7 @@ class NamespaceStats(Traffic, frozen=True):
     of_bench: Annotated[bool, doc("Whether a bench made it: it is in no sum.")] = False
     ready_blocks: Annotated[Count, doc("Blocks of the namespace that can be read.")] = 0
     ready_bytes: Annotated[ByteCount, gauge("Pool bytes of the namespace's readable blocks.")] = 0
+    disk_bytes: Annotated[ByteCount, doc("Bytes of the namespace's blocks on this node's disks.")] = 0
     pending_keys: Annotated[Count, doc("Keys that lookups asked for and that a tier is still reading.")] = 0
     invalidated_blocks: Annotated[
         Count, doc("Blocks dropped by a reset, a clear, an engine, a timeout or a wrong checksum.")

@@ -15,6 +15,7 @@ from kvoffd_client.cli.format import (
     NO_NAMESPACE,
     Line,
     make_console,
+    namespace_name,
     percent,
     print_json,
     print_page,
@@ -347,6 +348,10 @@ def tier_lines(now: DaemonStats) -> Iterator[Line]:
         yield from _disk(disk)
     if now.tiers is not None and now.disks:
         yield from _disk_traffic(now.tiers)
+    if found := sorted((one for one in now.namespaces if one.disk_bytes), key=lambda one: -one.disk_bytes):
+        yield "on disk: " + ", ".join(
+            f"{namespace_name(one.model, one.id)} {format_size(one.disk_bytes)}" for one in found
+        )
     for one in now.shared:
         yield from _shared(one)
 
