@@ -213,13 +213,15 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
     with open_admin(directory) as admin:
         found = admin.ask(Requests, name).requests
         names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
+        labels = {one.namespace: one.label for one in admin.namespaces().namespaces}
     if as_json:
         print_json({"requests": found})
         return 0
     before = None
     for one in found:
         if before != (before := (one.session_id, one.namespace)):
-            say(f"Engine {printable(names.get(one.session_id, ''))}, namespace {namespace_id(one.namespace)}:")
+            namespace = namespace_name(labels.get(one.namespace, ""), one.namespace)
+            say(f"Engine {printable(names.get(one.session_id, ''))}, namespace {namespace}:")
         say(request_sentence(one.report))
     if not found:
         say(
