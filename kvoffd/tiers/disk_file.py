@@ -68,7 +68,7 @@ HEAD_PAGES = 2
 _SIZES_AT = HEAD_PAGES * PAGE_BYTES
 MAX_REGIONS = 1 << 16
 _RECORDS_AT = _SIZES_AT + 4 * MAX_REGIONS
-_REGIONS, _LEAST_REGIONS = 64, 2
+_REGIONS, _LEAST_REGIONS = 64, 16
 _LEAST_REGION_BYTES, _MOST_REGION_BYTES = 16 << 20, 1 << 30
 _METADATA_SHIFT = 9
 """A 512th of the size is for the file system's own metadata, which says where the file's parts are: ext4 needs 4 KiB
@@ -120,7 +120,10 @@ class Head:
 
 
 def default_region_bytes(size_bytes: int) -> int:
-    """About a 64th of the disk, 16 MiB to 1 GiB; never so large that only one fits, nor so that much is left over."""
+    """About a 64th of the disk, at most 1 GiB; at least 16 MiB, or on a small disk a 16th. Little is left over.
+
+    Each size of blocks has regions of its own: of fewer, some sizes would have none.
+    """
     usable = _usable(size_bytes)
     wanted = max(_LEAST_REGION_BYTES, min(_MOST_REGION_BYTES, usable // _REGIONS), usable // MAX_REGIONS)
     regions = max(_LEAST_REGIONS, usable // wanted)

@@ -9,8 +9,9 @@ from random import Random
 
 import pytest
 
+from kvoffd.pool.checksums import digest
 from kvoffd.tiers.disk import HANG_TIMEOUT_S
-from kvoffd.tiers.disk_file import INDEX_NAME
+from kvoffd.tiers.disk_file import INDEX_NAME, default_region_bytes
 from kvoffd.tiers.tier import Block, Result, make_space
 from tests.kit.cases import case
 from tests.kit.memory_disk import PAGE, MemoryDisk, names_of
@@ -177,6 +178,19 @@ def test_sizes_share_the_disk_and_none_starves(rig: DiskRig) -> None:
         rig.check()
     rig.restart()
     rig.check()
+
+
+def test_a_small_disk_holds_what_fits_of_several_block_sizes() -> None:
+    size = 48 << 20
+    rig = DiskRig(size_bytes=size, region_bytes=default_region_bytes(size))
+    spaces = [make_space(bytes([kib]) * 32, 0, 0, [kib << 10]) for kib in (40, 44, 52, 60)]
+    for number in range(200):
+        for space in spaces:
+            sums = (digest(rig.pool[: space.nbytes]),)
+            assert rig.tier.write(Block(space, key_of(number), (0,), sums), [0], lambda _: None)
+            rig.work()
+    assert rig.tier.stats().blocks == 800
+    assert rig.tier.stats().used_bytes == 200 * sum(space.nbytes for space in spaces)
 
 
 def test_a_block_that_fits_no_region_is_told_once(rig: DiskRig) -> None:
