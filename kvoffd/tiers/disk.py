@@ -24,9 +24,22 @@ from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import FileCalls, OnError, Run, ShortRead, address_of, aligned_buffer, read_all, write_all
 from kvoffd.system.native import SlotIndex, native
-from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header, fits_header, parse_header
 from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
-from kvoffd.tiers.tier import ABSENT, PRESENT, Block, Result, Space, Tier, TierListener, TierStats
+from kvoffd.tiers.tier import (
+    ABSENT,
+    HEADER_BYTES,
+    PRESENT,
+    Block,
+    Result,
+    Space,
+    Tier,
+    TierListener,
+    TierStats,
+    decode_header,
+    encode_header,
+    fits_header,
+    parse_header,
+)
 from kvoffd.tiers.workers import Workers
 from kvoffd_proto.stats import DiskFault
 from kvoffd_proto.units import format_size

@@ -1,7 +1,7 @@
 """The two files of a disk tier, locked and allocated: ``kvoffd.disk`` has the blocks, ``kvoffd.index`` says where.
 
 ``kvoffd.disk`` begins with a page that names the file; behind it lie regions of slots of one size, as the pool has them
-(``SlotAllocator``). A slot has a block's header (``block_format``) and its shards, each padded to pages. It is read and
+(``SlotAllocator``). A slot has a block's header (``tier.py``) and its shards, each padded to pages. It is read and
 written past the page cache.
 
 ``kvoffd.index`` has the head, twice, of which the one with the higher number and a right checksum counts; of each

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvoffd.tiers.block_format import HEADER_BYTES
 from kvoffd.tiers.store import (
     Credentials,
     GetRequest,
@@ -26,6 +25,7 @@ from kvoffd.tiers.store import (
     decode_generation,
     name_of,
 )
+from kvoffd.tiers.tier import HEADER_BYTES
 from kvoffd_proto.units import printable
 
 ASK_DEADLINE_S = 0.02

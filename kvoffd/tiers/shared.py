@@ -15,7 +15,6 @@ from typing import Any
 
 from kvoffd.pool.checksums import digest
 from kvoffd.system.newest import put_newest
-from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header, fits_header
 from kvoffd.tiers.store import (
     GetRequest,
     Server,
@@ -26,7 +25,22 @@ from kvoffd.tiers.store import (
     object_key,
     object_prefix,
 )
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier, TierListener, TierStats, make_space
+from kvoffd.tiers.tier import (
+    ABSENT,
+    ASKED,
+    HEADER_BYTES,
+    PRESENT,
+    Block,
+    Result,
+    Space,
+    Tier,
+    TierListener,
+    TierStats,
+    decode_header,
+    encode_header,
+    fits_header,
+    make_space,
+)
 from kvoffd.tiers.workers import Workers
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ of ``TierListener`` are called in that thread too, never from within the call th
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -13,9 +14,20 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from kvoffd.pool.checksums import digest
+
 ABSENT, PRESENT, ASKED = 0, 1, 2
 """What ``find`` says of a key. ASKED: its answer comes to ``TierListener.answered`` before the tier's ask deadline."""
 
+HEADER_BYTES = 4096
+"""Of a block on a disk and in a shared store: they say which block it is, and its checksums.
+
+Little-endian: a magic, the generation, the group, the lengths of fingerprint and key, the number of shards; fingerprint
+and key; of each shard its length in bytes, its checksum and its first block; zeros; and the checksum of all this."""
+MAGIC = b"kvoffdB1"
+_HEAD = struct.Struct("<8sQIHHI")
+_SHARD = struct.Struct("<QQI")
+_SUM = struct.Struct("<Q")
 MOST_FIRST_BLOCK = 0xFFFF
 """The last engine block of a key that a shard may begin with: the cache has no room for more."""
 
@@ -63,6 +75,46 @@ class Block(NamedTuple):
     key: bytes
     first_blocks: tuple[int, ...]
     checksums: tuple[int, ...]
+
+
+def fits_header(space: Space, key_bytes: int) -> bool:
+    """Whether there is room for the names and all shards of a block."""
+    named = _HEAD.size + len(space.fingerprint) + key_bytes + len(space.lengths) * _SHARD.size
+    return named + _SUM.size <= HEADER_BYTES
+
+
+def encode_header(block: Block) -> bytes:
+    space, key = block.space, block.key
+    parts = [
+        _HEAD.pack(MAGIC, space.generation, space.group, len(space.fingerprint), len(key), len(space.lengths)),
+        space.fingerprint,
+        key,
+        *map(_SHARD.pack, space.lengths, block.checksums, block.first_blocks),
+    ]
+    data = b"".join(parts).ljust(HEADER_BYTES - _SUM.size, b"\0")
+    return data + _SUM.pack(digest(memoryview(data)))
+
+
+def parse_header(data: bytes) -> Block | None:
+    """The block that a header tells of; None where it is no whole header, or tells of a block that cannot be."""
+    if len(data) != HEADER_BYTES or data[-_SUM.size :] != _SUM.pack(digest(memoryview(data)[: -_SUM.size])):
+        return None
+    magic, generation, group, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)
+    names_end = _HEAD.size + fingerprint_bytes + key_bytes
+    if magic != MAGIC or group > 0xFFFF or names_end + ranks * _SHARD.size + _SUM.size > HEADER_BYTES:
+        return None
+    fingerprint, key = data[_HEAD.size : names_end - key_bytes], data[names_end - key_bytes : names_end]
+    shards = list(_SHARD.iter_unpack(data[names_end : names_end + ranks * _SHARD.size]))
+    lengths, checksums, firsts = zip(*shards, strict=True) if shards else ((), (), ())
+    if not all(checksums) or max(firsts, default=0) > MOST_FIRST_BLOCK:
+        return None
+    return Block(make_space(fingerprint, generation, group, lengths), key, firsts, checksums)
+
+
+def decode_header(data: bytes, space: Space, key: bytes) -> Block | None:
+    """The block that a header tells of; None where it is not a whole header of this very block."""
+    block = parse_header(data)
+    return block if block is not None and block.space == space and block.key == key else None
 
 
 class Result(StrEnum):

@@ -36,10 +36,9 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.simulate.replay import Offered, Silence
 from kvoffd.system.files import aligned_buffer, write_all
 from kvoffd.system.limits import MemoryLimit
-from kvoffd.tiers.block_format import HEADER_BYTES, encode_header
 from kvoffd.tiers.disk import BLOCK_MEMORY_BYTES, DiskTier
 from kvoffd.tiers.disk_file import RECORD, DiskFile
-from kvoffd.tiers.tier import Block, make_space
+from kvoffd.tiers.tier import HEADER_BYTES, Block, encode_header, make_space
 from kvoffd_client import SchedulerClient
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto.messages import READY, GroupKeys, GroupSpec

@@ -13,9 +13,8 @@ from kvoffd.cache.namespace import NamespaceRecord, NamespaceSnapshot
 from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
-from kvoffd.tiers.block_format import encode_header, parse_header
 from kvoffd.tiers.disk_file import _HEAD, Head
-from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Block, make_space
+from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Block, encode_header, make_space, parse_header
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.bend import Choices, bend
 

@@ -16,9 +16,8 @@ from kvoffd.cache.block_table import READY
 from kvoffd.pool.allocator import page_up
 from kvoffd.pool.checksums import digest
 from kvoffd.server.service import Service
-from kvoffd.tiers.block_format import decode_header
 from kvoffd.tiers.disk import DiskOptions, DiskTier, Job
-from kvoffd.tiers.tier import Block, Result, Space, TierListener
+from kvoffd.tiers.tier import Block, Result, Space, TierListener, decode_header
 from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads, names_of
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.pool import PAGE, BlockName, WatchedPool

@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.block_format import encode_header
 from kvoffd.tiers.shared import Ask, SharedTier
 from kvoffd.tiers.store import GetRequest, Store, StoreError, generation_key, object_key
-from kvoffd.tiers.tier import Block, Result, Space, TierListener, make_space
+from kvoffd.tiers.tier import Block, Result, Space, TierListener, encode_header, make_space
 from tests.kit.memory_disk import WorkersWithoutThreads
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.content import Content

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvoffd.pool.allocator import PAGE_BYTES
-from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header, parse_header
 from kvoffd.tiers.disk_file import (
     DISK_NAME,
     INDEX_NAME,
@@ -19,7 +18,15 @@ from kvoffd.tiers.disk_file import (
     OpeningStopped,
     default_region_bytes,
 )
-from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Block, make_space
+from kvoffd.tiers.tier import (
+    HEADER_BYTES,
+    MOST_FIRST_BLOCK,
+    Block,
+    decode_header,
+    encode_header,
+    make_space,
+    parse_header,
+)
 from kvoffd_proto.stats import DiskFault
 from tests.kit.memory_disk import MemoryDisk
 from tests.tiers.disk_rig import REGION_BYTES, SIZE_BYTES, SPACE, DiskRig, block_of, key_of

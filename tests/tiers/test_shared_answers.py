@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from kvoffd.tiers import shared as module
-from kvoffd.tiers.block_format import HEADER_BYTES, encode_header
 from kvoffd.tiers.redis_store import CONNECT_S
 from kvoffd.tiers.shared import FIRST_PAUSE_S, LONGEST_PAUSE_S, NO_S, PROBE_S, REFUSED_S, YES_S, Answer, Ask, Breaker
 from kvoffd.tiers.shared import SharedTier as Tier
 from kvoffd.tiers.store import Credentials, open_store
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, make_space
+from kvoffd.tiers.tier import ABSENT, ASKED, HEADER_BYTES, PRESENT, Block, Result, encode_header, make_space
 from kvoffd.tiers.workers import Workers
 from tests.kit.clock import Clock
 
