@@ -19,13 +19,14 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
-from kvoffd.cache.policy import BATCH, MAX_BATCH, REJECTED, Chain, Group
+from kvoffd.cache.policy import BATCH, REJECTED, Chain, Group, Growing
 from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats, PolicyClass
 
@@ -106,13 +107,13 @@ class Learned:
     def __init__(self, pool_bytes: int) -> None:
         self._native = native()
         self._pool_bytes = pool_bytes
-        self._make_batch(MAX_BATCH)
         self._learned_of: dict[int, None] = {}
         """Numbers of groups that asked for as much as the pool holds: what was learned is of their keys too."""
         self._at = self._native.learned_new(pool_bytes, os.urandom(SEED_BYTES))
         if not self._at:
             raise MemoryError
         self._close = weakref.finalize(self, self._native.learned_free, self._at)
+        self._first = Growing(partial(self._native.learned_candidates, self._at))
         self.known = Known.from_address(self._at)
         self._counts = Counts.from_address(self._at + ctypes.sizeof(Known))
 
@@ -143,32 +144,17 @@ class Learned:
         assert not unknown, "removed what is not there"
 
     def candidates(self, below: float = inf, first: int = BATCH) -> Iterator[BlockIds]:
-        given, most = 0, first
-        while True:
-            if most > len(self._batch):
-                self._make_batch(most)
-            found = self._native.learned_candidates(self._at, below, self._batch_at, most)
-            if found > given:
-                yield self._batch[given:found].copy()
-            if found < most:
-                return
-            given, most = found, max(4 * most, BATCH)
-
-    def _make_batch(self, count: int) -> None:
-        """A buffer: to ask each new array for its address takes longer than a copy."""
-        self._batch = np.empty(count, np.uint32)
-        self._batch_at = self._batch.ctypes.data
+        return self._first.batches(first, below)
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         count = len(keys) // group.key_bytes
-        if 4 * count > len(self._batch):  # a run takes four words
-            self._make_batch(4 * count)
+        self._first.make_room(4 * count)  # a run takes four words
         made = self._native.learned_offers(
             *(self._at, group.number, keys, count, group.key_bytes, group.block_bytes),
-            *(array("Q", starts).tobytes(), len(starts), self._batch_at),
+            *(array("Q", starts).tobytes(), len(starts), self._first.address),
         )
         learned = self._is_learned_of(group)
-        runs = _OFFER.iter_unpack(self._batch[: made * _OFFER.size // 4].tobytes())
+        runs = _OFFER.iter_unpack(self._first.buffer[: made * _OFFER.size // 4].tobytes())
         return [(length, score if learned or score == REJECTED else inf) for score, length in runs]
 
     def _is_learned_of(self, group: Group) -> bool:

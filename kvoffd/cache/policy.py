@@ -1,9 +1,9 @@
-"""What an eviction policy over numbered blocks does, and the simplest one: least recently used goes first."""
+"""What an eviction policy over numbered blocks does."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, Protocol
@@ -11,9 +11,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import BlockIds, packed
+from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import Namespace
-from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats
 
 REJECTED = -1.0
@@ -131,56 +130,44 @@ class AdmitsAll:
         """There is nothing to go on with."""
 
 
-class Lru(AdmitsAll):
-    """A use makes blocks the newest, a chain's tail before its root. 8 bytes a slot.
+class Growing:
+    """The first numbers that a function of C writes to an address, as many as are wanted; it returns how many it wrote.
 
-    Args:
-        slots: slot numbers that there are.
+    They are copied out of a buffer: to ask each new array for its address takes longer.
     """
 
-    def __init__(self, slots: int) -> None:
-        self._native = native()
-        self._older, self._newer = (np.zeros(slots + 1, np.uint32) for _ in range(2))
-        self._links = self._older.ctypes.data, self._newer.ctypes.data
-        self._batch = np.empty(MAX_BATCH, np.uint32)
-        self._batch_at = self._batch.ctypes.data
+    def __init__(self, write: Callable[..., int]) -> None:
+        self._write, self.room = write, 0
+        self.make_room(MAX_BATCH)
 
-    def requested(self, chains: Sequence[Chain]) -> None:
-        for chain in chains:
-            self._native.lru_use(*self._links, packed(chain.ready), len(chain.ready))
+    def make_room(self, count: int) -> None:
+        if count > self.room:
+            self.room, self.buffer = count, np.empty(count, np.uint32)
+            self.address = self.buffer.ctypes.data
 
-    def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
-        self._native.lru_insert(*self._links, packed(blocks), len(blocks))
-
-    def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
-        self._native.lru_remove(*self._links, packed(blocks), len(blocks))
-
-    def candidates(self, below: float = inf, first: int = BATCH) -> Iterator[BlockIds]:
-        after, most = 0, min(first, MAX_BATCH)
-        while found := self._native.lru_next(self._links[1], after, self._batch_at, most):
-            batch = self._batch[:found].copy()
-            yield batch
-            after, most = int(batch[-1]) + 1, MAX_BATCH
-
-    @property
-    def ghosts(self) -> int:
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._older.nbytes + self._newer.nbytes
+    def batches(self, most: int, *which: float) -> Iterator[BlockIds]:
+        """``most`` of them if there are so many, then more, until there are no more. ``which``: for the function."""
+        given = 0
+        while True:
+            self.make_room(most)
+            found = self._write(*which, self.address, most)
+            if found > given:
+                yield self.buffer[given:found].copy()
+            if found < most:
+                return
+            given, most = found, max(4 * most, BATCH)
 
 
 def make_policy(name: str, pool_bytes: int, slots: int) -> Policy:
     """A new policy, one of ``kvoffd.cache.POLICY_NAMES``, for a pool of so many bytes and slot numbers. Raises
     ValueError for others."""
-    from kvoffd.cache.arc import Arc
     from kvoffd.cache.learned import Learned
+    from kvoffd.cache.queues import Queues
 
     if name == "learned":
         return Learned(pool_bytes)
     if name == "arc":
-        return Arc(pool_bytes)
+        return Queues(slots, pool_bytes)
     if name == "lru":
-        return Lru(slots)
+        return Queues(slots)
     raise ValueError(f"There is no policy {name!r}.")

@@ -29,7 +29,8 @@ from kvoffd.cache.block_table import (
 )
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import Group, Lru, make_policy
+from kvoffd.cache.policy import Group, make_policy
+from kvoffd.cache.queues import Queues
 from kvoffd.cache.recovery import GroupGeometry, RecoveredBlocks, recover
 from kvoffd.cache.tickets import Held, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
@@ -188,7 +189,7 @@ class CacheRig:
         os.pwrite(fd, os.pread(self.fd, self.geometry.size_bytes, 0), 0)
         table = SlotTable(memoryview(mmap.mmap(fd, self.geometry.size_bytes)), self.geometry, new=False)
         slots, cache = SlotAllocator(self.geometry.pool_bytes, self.geometry.region_bytes), self.cache
-        heir = Cache(slots, table, BlockTable(table.records), Lru(self.geometry.slots), FoldedEvents(), self.clock)
+        heir = Cache(slots, table, BlockTable(table.records), Queues(self.geometry.slots), FoldedEvents(), self.clock)
         numbers: dict[int, tuple[bytes, int]] = {}
         namespaces = {}
         for namespace in cache.namespaces.values():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.cache.policy import Lru
+from kvoffd.cache.queues import Queues
 from kvoffd.config import Config
 from kvoffd.server import persistence
 from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile
@@ -114,7 +114,7 @@ def test_a_file_system_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monke
 # --- what a policy learned -------------------------------------------------------------------------
 
 
-class Remembering(Lru):
+class Remembering(Queues):
     """A policy that has something to leave."""
 
     def state(self) -> bytes:
@@ -136,7 +136,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def policy_file(pool_file: Path, policy: Lru) -> PolicyFile:
+def policy_file(pool_file: Path, policy: Queues) -> PolicyFile:
     return PolicyFile(policy, Config(pool_file=str(pool_file), eviction_policy="lru"))
 
 
@@ -144,7 +144,7 @@ def test_what_another_policy_knew_stays_for_it(pool_file: Path, caplog: pytest.L
     caplog.set_level("INFO")
     file = Path(f"{pool_file}.policy")
     file.write_bytes(b"learned\nmuch")
-    policy_file(pool_file, Lru(SLOTS)).restore()
+    policy_file(pool_file, Queues(SLOTS)).restore()
     assert file.read_bytes() == b"learned\nmuch"
     assert [record.levelname for record in caplog.records] == ["INFO"]
 

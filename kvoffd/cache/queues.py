@@ -1,0 +1,67 @@
+"""The policies ``lru``, least recently used goes first, and ``arc``: blocks seen once and blocks seen again compete.
+
+Source: N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. The names there:
+T1 ``ONCE``, T2 ``AGAIN``, B1 ``ONCE_GHOSTS``, B2 ``AGAIN_GHOSTS``, p ``target``. ``queues.c`` does the work. The
+paper's cache holds a fixed number of pages. The pool holds bytes, so its capacity in blocks is taken from how many it
+was seen to hold, and follows when larger or smaller blocks take over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import inf
+
+from kvoffd.cache.block_table import BlockIds, packed
+from kvoffd.cache.policy import BATCH, GHOST_PART, AdmitsAll, Chain, Group, Growing
+from kvoffd.system.native import native
+
+ENTRY_BYTES = 50
+"""Memory of a block's entry or a ghost's with its places in the index, which is three eighths full or more."""
+
+
+class Queues(AdmitsAll):
+    """``struct queues``. For ``lru`` there is one queue and no ghosts.
+
+    Args:
+        slots: slot numbers that there are.
+        pool_bytes: for ``arc``; 0 for ``lru``.
+    """
+
+    def __init__(self, slots: int, pool_bytes: int = 0) -> None:
+        self._native = native()
+        most_ghosts = max(1, pool_bytes // GHOST_PART // ENTRY_BYTES) if pool_bytes else 0
+        self._at = self._native.queues_new(slots, most_ghosts, os.urandom(16))
+        if not self._at:
+            raise MemoryError
+        self._close = weakref.finalize(self, self._native.queues_free, self._at)
+        self._counts = (ctypes.c_uint64 * 4).from_address(self._at)
+        self._first = Growing(partial(self._native.queues_candidates, self._at))
+
+    def requested(self, chains: Sequence[Chain]) -> None:
+        for chain in chains:
+            self._native.queues_use(self._at, packed(chain.ready), len(chain.ready))
+
+    def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
+        of = group.number, keys, len(blocks), group.key_bytes
+        inserted = self._native.queues_insert(self._at, *of, packed(blocks))
+        assert inserted == len(blocks), "inserted twice, or there is no memory"
+
+    def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
+        leaves = not group.namespace.of_bench
+        self._native.queues_remove(self._at, packed(blocks), len(blocks), leaves)
+
+    def candidates(self, below: float = inf, first: int = BATCH) -> Iterator[BlockIds]:
+        return self._first.batches(first)
+
+    @property
+    def ghosts(self) -> int:
+        """Removed blocks that are remembered: at most as many as the pool holds, in the long run, or fewer."""
+        return self._counts[2] + self._counts[3]
+
+    @property
+    def nbytes(self) -> int:
+        return ENTRY_BYTES * sum(self._counts)
