@@ -734,7 +734,7 @@ class Cache:
             group.namespace.counters.stored_blocks += len(ready)
             self._count(group, WRITING, READY, len(ready))
             self.policy.insert(group, ready, names)
-            keys = group.namespace.split(group.group, names)[::-1]
+            keys = np.frombuffer(names, group.namespace.key_type)[::-1].tolist()
             self._events.stored(group.namespace, group.group, keys, tokens=tokens)
             if self.tiers is not None:
                 self.tiers.stored(ready[::-1])
@@ -1015,12 +1015,13 @@ class Cache:
         """Blocks that were READY are gone: the policy and listeners hear of it."""
         self._some_left = True
         self.policy.remove(group, blocks, names)
+        keys = np.frombuffer(names, group.namespace.key_type)
         if self._unannounced.size:  # listeners have not heard of these
             silent = self.unannounced[blocks]
             self.unannounced[blocks] = False
-            names = np.frombuffer(names, group.namespace.key_type)[~silent].tobytes()
+            keys = keys[~silent]
         if not group.dead:
-            self._events.removed(group.namespace, group.group, group.namespace.split(group.group, names))
+            self._events.removed(group.namespace, group.group, keys.tolist())
 
     def _free_dropped(self, blocks: BlockIds) -> None:
         """Free the slots of those of the blocks that are DROPPED and that nothing holds."""

@@ -18,7 +18,7 @@ import struct
 import weakref
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import inf
 
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
-from kvoffd.cache.policy import BATCH, REJECTED, Chain, Group, Growing
+from kvoffd.cache.policy import REJECTED, Chain, Group, InOrder
 from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats, PolicyClass
 
@@ -101,7 +101,7 @@ _KEPT_BYTES = Counts.hazard.offset
 """So many bytes of the counts are kept for the next daemon."""
 
 
-class Learned:
+class Learned(InOrder):
     """``struct learned``, which knows blocks by their numbers."""
 
     def __init__(self, pool_bytes: int) -> None:
@@ -113,7 +113,7 @@ class Learned:
         if not self._at:
             raise MemoryError
         self._close = weakref.finalize(self, self._native.learned_free, self._at)
-        self._first = Growing(partial(self._native.learned_candidates, self._at))
+        super().__init__(partial(self._native.learned_candidates, self._at))
         self.known = Known.from_address(self._at)
         self._counts = Counts.from_address(self._at + ctypes.sizeof(Known))
 
@@ -143,18 +143,15 @@ class Learned:
         unknown = self._native.learned_remove(self._at, *of)
         assert not unknown, "removed what is not there"
 
-    def candidates(self, below: float = inf, first: int = BATCH) -> Iterator[BlockIds]:
-        return self._first.batches(first, below)
-
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         count = len(keys) // group.key_bytes
-        self._first.make_room(4 * count)  # a run takes four words
+        self._make_room(4 * count)  # a run takes four words
         made = self._native.learned_offers(
             *(self._at, group.number, keys, count, group.key_bytes, group.block_bytes),
-            *(array("Q", starts).tobytes(), len(starts), self._first.address),
+            *(array("Q", starts).tobytes(), len(starts), self._buffer_at),
         )
         learned = self._is_learned_of(group)
-        runs = _OFFER.iter_unpack(self._first.buffer[: made * _OFFER.size // 4].tobytes())
+        runs = _OFFER.iter_unpack(self._buffer[: made * _OFFER.size // 4].tobytes())
         return [(length, score if learned or score == REJECTED else inf) for score, length in runs]
 
     def _is_learned_of(self, group: Group) -> bool:

@@ -73,9 +73,11 @@ class Policy(Protocol):
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         """Remove blocks, in any order, a chain's tail before its root if it is to be quick."""
 
-    def candidates(self, below: float = inf, first: int = BATCH) -> Iterator[BlockIds]:
-        """Blocks whose score is lower, next to evict first, some at a time: ``first`` of them if there are so many, and
-        more then. Any change of the policy ends it."""
+    def first(self, count: int, below: float = inf) -> BlockIds:
+        """The blocks that should go first, of those whose score is lower: so many, if there are."""
+
+    def candidates(self, below: float = inf) -> Iterator[BlockIds]:
+        """All of these, some at a time. Any change of the policy ends it."""
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         """Lengths of runs of keys that a store offers and that have no block, each with the score of its keys: only
@@ -130,32 +132,31 @@ class AdmitsAll:
         """There is nothing to go on with."""
 
 
-class Growing:
-    """The first numbers that a function of C writes to an address, as many as are wanted; it returns how many it wrote.
+class InOrder:
+    """Half of a policy whose blocks a function of C writes to an address, so many at most, in the order in which they
+    should go; it returns how many it wrote.
 
     They are copied out of a buffer: to ask each new array for its address takes longer.
     """
 
-    def __init__(self, write: Callable[..., int]) -> None:
-        self._write, self.room = write, 0
-        self.make_room(MAX_BATCH)
+    def __init__(self, write: Callable[[float, int, int], int]) -> None:
+        self._write, self._room = write, 0
+        self._make_room(MAX_BATCH)
 
-    def make_room(self, count: int) -> None:
-        if count > self.room:
-            self.room, self.buffer = count, np.empty(count, np.uint32)
-            self.address = self.buffer.ctypes.data
+    def _make_room(self, count: int) -> None:
+        if count > self._room:
+            self._room, self._buffer = count, np.empty(count, np.uint32)
+            self._buffer_at = self._buffer.ctypes.data
 
-    def batches(self, most: int, *which: float) -> Iterator[BlockIds]:
-        """``most`` of them if there are so many, then more, until there are no more. ``which``: for the function."""
-        given = 0
-        while True:
-            self.make_room(most)
-            found = self._write(*which, self.address, most)
-            if found > given:
-                yield self.buffer[given:found].copy()
-            if found < most:
-                return
-            given, most = found, max(4 * most, BATCH)
+    def first(self, count: int, below: float = inf) -> BlockIds:
+        self._make_room(count)
+        return self._buffer[: self._write(below, self._buffer_at, count)].copy()
+
+    def candidates(self, below: float = inf) -> Iterator[BlockIds]:
+        given, most = 0, BATCH
+        while (found := self.first(most, below)).size > given:
+            yield found[given:]
+            given, most = len(found), 4 * most
 
 
 def make_policy(name: str, pool_bytes: int, slots: int) -> Policy:

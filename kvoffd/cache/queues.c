@@ -184,8 +184,9 @@ void kvoffd_queues_remove(struct queues *x, const uint32_t *blocks, uint64_t cou
 }
 
 /* Writes the next blocks to go, at most so many: what is too much in ONCE, then AGAIN, then the rest. Returns how many. */
-uint64_t kvoffd_queues_candidates(const struct queues *x, uint32_t *blocks, uint64_t most)
+uint64_t kvoffd_queues_candidates(const struct queues *x, double below, uint32_t *blocks, uint64_t most)
 {
+    (void)below; /* of `learned`; none has a score here */
     uint64_t found = 0, target = x->target, first = x->counts[ONCE] > target ? x->counts[ONCE] - target : 0;
     uint32_t at = x->entries[ONCE].newer;
 

@@ -11,19 +11,18 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from math import inf
 
 from kvoffd.cache.block_table import BlockIds, packed
-from kvoffd.cache.policy import BATCH, GHOST_PART, AdmitsAll, Chain, Group, Growing
+from kvoffd.cache.policy import GHOST_PART, AdmitsAll, Chain, Group, InOrder
 from kvoffd.system.native import native
 
 ENTRY_BYTES = 50
 """Memory of a block's entry or a ghost's with its places in the index, which is three eighths full or more."""
 
 
-class Queues(AdmitsAll):
+class Queues(InOrder, AdmitsAll):
     """``struct queues``. For ``lru`` there is one queue and no ghosts.
 
     Args:
@@ -39,7 +38,7 @@ class Queues(AdmitsAll):
             raise MemoryError
         self._close = weakref.finalize(self, self._native.queues_free, self._at)
         self._counts = (ctypes.c_uint64 * 4).from_address(self._at)
-        self._first = Growing(partial(self._native.queues_candidates, self._at))
+        super().__init__(partial(self._native.queues_candidates, self._at))
 
     def requested(self, chains: Sequence[Chain]) -> None:
         for chain in chains:
@@ -53,9 +52,6 @@ class Queues(AdmitsAll):
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         leaves = not group.namespace.of_bench
         self._native.queues_remove(self._at, packed(blocks), len(blocks), leaves)
-
-    def candidates(self, below: float = inf, first: int = BATCH) -> Iterator[BlockIds]:
-        return self._first.batches(first)
 
     @property
     def ghosts(self) -> int:

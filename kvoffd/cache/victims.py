@@ -65,7 +65,7 @@ class Victims:
     def own(self, group: Group, count: int, below: float) -> BlockIds | None:
         """The next ``count`` blocks with a score lower than ``below``, or as many as there are, if all are of the group
         and may go, as a rule; otherwise None."""
-        first = next(self._policy.candidates(below, count), _NOTHING)[:count]
+        first = self._policy.first(count, below)
         return first if not first.size or self._blocks.group_of(first, loose=True) == group.number else None
 
     def for_space(self, group: Group, count: int, below: float) -> BlockIds:

@@ -94,7 +94,7 @@ class Native:
             self.queues_insert = with_gil("queues_insert", number, address, slot, text, number, number, text)
             self.queues_use = with_gil("queues_use", None, address, *some)
             self.queues_remove = with_gil("queues_remove", None, address, *some, slot)
-            self.queues_candidates = with_gil("queues_candidates", number, address, *some)
+            self.queues_candidates = with_gil("queues_candidates", number, address, real, *some)
             self.curve_new = with_gil("curve_new", address, address, text)
             self.curve_free = with_gil("curve_free", None, address)
             self.curve_asked = with_gil(
