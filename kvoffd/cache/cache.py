@@ -893,7 +893,9 @@ class Cache:
             for slots in found:
                 self.drop(slots[:, 0], MissReason.NO_SPACE)
             raise
-        return found[0] if len(found) == 1 else np.concatenate([np.empty((0, max(1, ranks)), np.uint32), *found])
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if found else np.empty((0, max(1, ranks)), np.uint32)
 
     def _within_quota(self, group: Group, count: int, below: float) -> int:
         """How many of ``count`` blocks the namespace may take, evicting its own where it has its quota."""

@@ -145,7 +145,8 @@ class Learned(InOrder):
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         count = len(keys) // group.key_bytes
-        self._make_room(4 * count)  # a run takes four words
+        if 4 * count > len(self._buffer):  # a run takes four words
+            self._make_buffer(4 * count)
         made = self._native.learned_offers(
             *(self._at, group.number, keys, count, group.key_bytes, group.block_bytes),
             *(array("Q", starts).tobytes(), len(starts), self._buffer_at),

@@ -140,16 +140,16 @@ class InOrder:
     """
 
     def __init__(self, write: Callable[[float, int, int], int]) -> None:
-        self._write, self._room = write, 0
-        self._make_room(MAX_BATCH)
+        self._write = write
+        self._make_buffer(MAX_BATCH)
 
-    def _make_room(self, count: int) -> None:
-        if count > self._room:
-            self._room, self._buffer = count, np.empty(count, np.uint32)
-            self._buffer_at = self._buffer.ctypes.data
+    def _make_buffer(self, count: int) -> None:
+        self._buffer = np.empty(count, np.uint32)
+        self._buffer_at = self._buffer.ctypes.data
 
     def first(self, count: int, below: float = inf) -> BlockIds:
-        self._make_room(count)
+        if count > len(self._buffer):
+            self._make_buffer(count)
         return self._buffer[: self._write(below, self._buffer_at, count)].copy()
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
