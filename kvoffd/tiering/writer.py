@@ -186,6 +186,10 @@ class Writer:
         self._read_before = 0
 
     @property
+    def _available(self) -> bool:
+        return any(tier.available() for tier in self._tiers)
+
+    @property
     def waiting_blocks(self) -> int:
         return len(self._waiting)
 
@@ -195,7 +199,7 @@ class Writer:
 
     def used(self, group: Group, blocks: BlockIds) -> None:
         """Note blocks that a lookup found."""
-        if self.mode in (WriteMode.REUSE, WriteMode.ALWAYS):
+        if self.mode in (WriteMode.REUSE, WriteMode.ALWAYS) and self._available:
             self._wait(self._lacking(group, blocks[:MAX_LOOKED_AT])[0])
             self._wait(blocks[MAX_LOOKED_AT:])  # looked at when it is their turn
 
@@ -249,6 +253,8 @@ class Writer:
     def pump(self) -> None:
         """Begin to write what may be written now, of very much a part, once there is room for more than a few."""
         if 2 * self.under_way_bytes > self._under_way_limit or not (self._waiting or self._cold):
+            return
+        if not self._available:  # else each reply would wait for blocks to be looked at
             return
         begun: list[BlockIds] = []
         try:
