@@ -37,6 +37,7 @@ class Lookup(Struct, eq=False):
         wait_s: the daemon's guess of how long until all pending keys are ready, in seconds; 0.0 where it has none.
         pinned: blocks pinned under the lease; 0 means that there is no lease.
         answered_at: time.monotonic() of the answer, 0.0 before.
+        stale_at: until then its pins hold, as far as is known; 0.0 once they do not.
     """
 
     lease_id: int
@@ -46,9 +47,9 @@ class Lookup(Struct, eq=False):
     wait_s: float = 0.0
     pinned: int = 0
     answered_at: float = 0.0
+    stale_at: float = 0.0
     transport: Transport | None = None
     unwanted: bool = False
-    stale_at: float = 0.0
     # While some of its requests are not answered: how many, and what the others said.
     missing: int = 1
     ttl_ms: int = 0

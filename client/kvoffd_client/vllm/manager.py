@@ -287,9 +287,10 @@ class KvoffdManager(OffloadingManager):
         came = state.pending
         if came is not None and came.ticket.done:
             state.pending = None
-            if came.ticket.failed or (came.ticket.pinned and not came.ticket.alive):
+            now = self._clock()
+            if came.ticket.failed or (came.ticket.pinned and now >= came.ticket.stale_at):
                 self._release(came)
-                state.failed_at = self._clock()
+                state.failed_at = now
             else:
                 self._note_reply(came)
                 # The new lease pins what the old one did, so nothing is unpinned in between.
