@@ -243,7 +243,7 @@ def disk(blocks: int, shards: int, policy: str) -> Result:
         before, began, busy = private_bytes(), time.perf_counter(), time.process_time()
         tier = DiskTier(
             *(Path(made), size_bytes),
-            pool=memoryview(b""),
+            pool=aligned_buffer(PAGE),
             clock=time.monotonic,
             post=lambda call: None,
             listener=Unheard(),
