@@ -75,7 +75,7 @@ from kvoffd_proto.messages import ABSENT
 
 logger = logging.getLogger(__name__)
 
-SWEPT_AT_ONCE = 65_536
+SWEPT_AT_ONCE = 32_768
 """Slots of which one step looks whether their namespace was reset."""
 MAX_OVER_QUOTA = 2048
 """Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its quota."""
@@ -1060,6 +1060,9 @@ class Cache:
         for state in (READY, WRITING):
             found = (np.flatnonzero(dead & (self.blocks.state[begin:end] == state)) + begin).astype(np.uint32)
             for group, alike in self.by_group(found):
+                if group.namespace in self._current:
+                    now, names = self._current[group.namespace][group.group], self.blocks.keys(alike, group.key_bytes)
+                    self.blocks.note_misses(now.number, names, group.key_bytes, MissReason.INVALIDATED)
                 self._remove(group, state, alike)
         if end == len(self.blocks.state):
             self._dead -= self._sweeping

@@ -142,6 +142,16 @@ def test_what_a_quota_takes_is_a_miss_by_the_quota_and_not_for_want_of_space() -
             assert admin.stats().since_start.misses == {"quota": 3}
 
 
+def test_what_a_reset_took_is_a_miss_by_that() -> None:
+    with DaemonProcess("16MiB") as daemon, FakeEngine(daemon.directory, "tiny") as engine:
+        with AdminClient(daemon.directory) as admin:
+            assert engine.store(keys(0, 1, 2), range(3)).ok
+            assert engine.scheduler.reset()
+            admin.stats()  # by then the slots are free
+            assert engine.lookup(keys(0, 1, 2, 3)) == 0
+            assert admin.stats().since_start.misses == {"invalidated": 3, "unknown": 1}
+
+
 def test_a_quota_that_is_none_changes_nothing(shared_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
     with FakeEngine(shared_daemon.directory, "tiny"):
         for most, why in (("lots", "not a size"), ("-1", "")):
