@@ -61,23 +61,43 @@ def _lock_holder(directory: str) -> int | None:
     return None
 
 
-def _is_bound(path: str) -> bool:
-    """Whether a process of this network namespace has a socket of that name, removed as it may be."""
+def _has_bound(pid: int | None, directory: str) -> bool | None:
+    """Whether the daemon has bound its sockets, removed as they may be; None where that cannot be seen from here.
+
+    ``pid``: the daemon, which may see its directory under another path than this process; None: any process.
+    """
+    process, hidden = f"/proc/{pid or 'self'}", False
     try:
-        with open("/proc/net/unix", encoding="utf-8", errors="replace") as sockets:
-            return any(line.rstrip("\n").endswith(f" {path}") for line in sockets)
+        with open(f"{process}/net/unix", encoding="utf-8", errors="surrogateescape") as sockets:
+            names = {line.rstrip("\n").split(maxsplit=7)[-1] for line in sockets}
     except OSError:
-        return False
+        return None
+    for place in (name.removesuffix("/jobs.sock") for name in names if name.endswith("/jobs.sock")):
+        for seen in (f"{process}/root{place}", place):
+            try:
+                if os.path.samefile(seen, directory):
+                    return True
+            except PermissionError:
+                hidden = True
+            except OSError:
+                pass  # that directory is gone
+    return None if hidden else False
 
 
 def why_unreachable(error: OSError, directory: str) -> str:
     if isinstance(error, FileNotFoundError):
-        if _is_bound(os.path.join(directory, "jobs.sock")):
+        pid = _lock_holder(directory)
+        if bound := _has_bound(pid, directory):
             return (
                 f"The sockets of the kvoffd daemon in {directory} were removed, so nobody can connect to it; restart "
                 "it. Engines that are connected are served until then."
             )
-        if pid := _lock_holder(directory):
+        if pid and bound is None:
+            return (
+                f"The kvoffd daemon (pid {pid}) in {directory} has no sockets there: it is starting, or they were "
+                "removed. Its log says which; restart it if it serves."
+            )
+        if pid:
             return f"The kvoffd daemon (pid {pid}) in {directory} is starting; its pool is being touched."
         return f"There is no kvoffd daemon in {directory}; start one there, or name its directory in KVOFFD_DIRECTORY."
     if isinstance(error, ConnectionRefusedError):

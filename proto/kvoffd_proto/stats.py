@@ -442,6 +442,28 @@ class SharedServer(Part, frozen=True):
     problem: Annotated[str, doc("What failed last there, a sentence; empty where nothing did.")] = ""
 
 
+SHARED_ERRORS = {
+    "unreachable": "attempts to connect that failed; see the URL, the network and whether the server runs",
+    "timeout": "answers that did not come in time",
+    "disconnected": "connections that the server closed",
+    "credentials": "refusals of the password or the keys; see shared_password_file, which is read at the start",
+    "forbidden": "commands that the user may not give; the daemon's log says which it needs",
+    "region": "refusals because the URL names another region than the bucket's",
+    "clock": "refusals because this machine's clock, or the server's, is wrong",
+    "bucket": "answers that there is no such bucket; see the URL",
+    "busy": "answers that the server has too much to do",
+    "tls": "connections whose server does not prove who it is; SSL_CERT_FILE names its authority",
+    "full": "writes that there is no space for; see Redis's maxmemory and maxmemory-policy, or the bucket's quota",
+    "mismatch": "objects that were not the block that they should be; they are removed there",
+    "cluster": "servers of a cluster that was not named as redis+cluster://, has changed, or is down",
+    "refused": "other refusals; the daemon's log has the first",
+    "protocol": "answers that are not what the protocol says",
+    "generation": "generations of namespaces that are no numbers",
+    "internal": "bugs; please report the traceback in the daemon's log",
+}
+"""What the kinds of a shared store's errors are."""
+
+
 class SharedStats(Part, frozen=True):
     """A store that nodes share, as this node sees it."""
 

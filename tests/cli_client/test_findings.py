@@ -12,7 +12,7 @@ from msgspec import structs
 
 import kvoffd
 from kvoffd_client.cli.doctor import report_of
-from kvoffd_client.cli.findings import KINDS, Engine, Facts, find, value_of
+from kvoffd_client.cli.findings import KINDS, EngineMetrics, Facts, find, judge_value
 from kvoffd_client.cli.machine import Machine
 from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
@@ -81,7 +81,7 @@ def session(number: int, role: Role, age_s: float = 3600.0) -> SessionInfo:
 DECLINED = Window(seconds=3600.0, **traffic(misses={"rejected": 900, "evicted": 100, "unknown": 3000}))
 
 
-ENGINE = Engine(
+ENGINE = EngineMetrics(
     {
         "vllm:kvoffd_connected": 1, "vllm:kvoffd_lookups_total": 1000, "vllm:external_prefix_cache_hits_total": 80_000,
         "vllm:external_prefix_cache_queries_total": 160_000, "vllm:prompt_tokens_total": 160_000,
@@ -150,7 +150,7 @@ def machine(**changes: Any) -> Facts:
 
 def engine(**changes: float) -> Facts:
     named = {f"vllm:{name}": value for name, value in changes.items()}
-    return facts(engines={"http://engine:8000": Engine({**ENGINE.metrics, **named}, ENGINE.models)})
+    return facts(engines={"http://engine:8000": EngineMetrics({**ENGINE.metrics, **named}, ENGINE.models)})
 
 
 def with_disk(free_bytes: int | None = None, **changes: Any) -> Facts:
@@ -208,10 +208,10 @@ CASES: dict[str, Facts] = {
             "curve": curve(asked=2_000_000),
         }
     ),
-    "engine_unreachable": facts(engines={"http://engine:8000": Engine(problem="It does not answer.")}),
-    "engine_without": facts(engines={"http://engine:8000": Engine({"vllm:num_requests_running": 1.0})}),
+    "engine_unreachable": facts(engines={"http://engine:8000": EngineMetrics(problem="It does not answer.")}),
+    "engine_without": facts(engines={"http://engine:8000": EngineMetrics({"vllm:num_requests_running": 1.0})}),
     "engine_away": engine(kvoffd_connected=0),
-    "engine_elsewhere": facts(engines={"http://engine:8000": Engine(ENGINE.metrics, frozenset({"other"}))}),
+    "engine_elsewhere": facts(engines={"http://engine:8000": EngineMetrics(ENGINE.metrics, frozenset({"other"}))}),
     "engine_late": engine(kvoffd_late_lookups_total=120),
     "hits_disagree": engine(external_prefix_cache_hits_total=0),
 }  # fmt: skip
@@ -277,9 +277,8 @@ def test_what_gives_stores_space_is_what_has_it() -> None:
 
 def test_every_reason_of_health_has_its_meaning_and_what_mends_it() -> None:
     code = "".join((SERVER / name).read_text() for name in ("health.py", "tiers.py"))
-    reasons = set(re.findall(r'(?:HealthProblem\(|yield \()\s*"(\w+)"', code))
-    reasons |= set(re.findall(r'"((?:disk|shared)_\w+)",\s', code))
-    assert reasons >= {"pool_pinned", "disk_hangs", "shared_unreachable"}
+    reasons = set(re.findall(r'(?:HealthProblem\(|yield \(?)\s*"(\w+)",', code))
+    assert reasons >= {"pool_pinned", "disk_hangs", "gpu", "stopping"}
     assert reasons <= KINDS.keys()
 
 
@@ -293,22 +292,22 @@ def test_every_other_error_and_warning_comes_before_what_is_only_worth_knowing()
 
 
 def test_an_engine_may_share_a_namespace_that_another_one_named() -> None:
-    other = {"http://engine:8000": Engine(ENGINE.metrics, frozenset({"/models/other"}))}
+    other = {"http://engine:8000": EngineMetrics(ENGINE.metrics, frozenset({"/models/other"}))}
     its_own = structs.replace(session(3, Role.SCHEDULER), name="vllm:12345678 other replica 1 scheduler")
     alike = structs.replace(its_own, name="vllm:12345678 others scheduler")
     for sessions, checks in (([its_own], []), ([alike], ["engine_elsewhere"])):
         found = find(facts(engines=other, sessions=[*BUSY.sessions, *sessions]))
         assert [one.check for one in found] == checks
-    fresh = Engine({"vllm:kvoffd_connected": 0}, frozenset({"/models/other"}))
+    fresh = EngineMetrics({"vllm:kvoffd_connected": 0}, frozenset({"/models/other"}))
     for sessions, checks in (([its_own], []), ([], ["engine_away"])):
         found = find(facts(engines={"http://engine:8000": fresh}, sessions=[*BUSY.sessions, *sessions]))
         assert [one.check for one in found] == checks, "before its first prompt vLLM does not say that it is connected"
-    local = Engine(ENGINE.metrics, frozenset({"/models/llama"}))
+    local = EngineMetrics(ENGINE.metrics, frozenset({"/models/llama"}))
     assert find(facts(engines={"http://engine:8000": local})) == [], "its label is the directory's name"
 
 
 def test_the_verdict_on_what_it_brought() -> None:
-    assert value_of(BUSY).needed_tokens == 144_000
+    assert judge_value(BUSY).needed_tokens == 144_000
     early = space(lookups=99)
     assert "Too early to say whether it pays off: 99 lookups so far, and 100 are needed." in report_of(early).verdict
     assert "no lookup so far" in report_of(Facts(DaemonStats())).verdict[1]

@@ -78,6 +78,20 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
     assert "not for this user (uid " in why_unreachable(PermissionError(13, "Permission denied"), "/run/kvoffd")
 
 
+def test_removed_sockets_are_told_however_the_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to(tmp_path)
+    with socket.socket(socket.AF_UNIX) as listener, Path("kvoffd.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        listener.bind(str(SocketPaths(tmp_path).jobs))
+        SocketPaths(tmp_path).jobs.unlink()
+        for name in (str(tmp_path), "link", "."):
+            told = why_unreachable(FileNotFoundError(2, "No such file or directory"), name)
+            assert told.startswith(f"The sockets of the kvoffd daemon in {name} were removed"), told
+
+
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [

@@ -10,7 +10,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.observe.meters import WINDOWS_S
 from kvoffd.server.traffic import TrafficCounts, counts_of
 from kvoffd_proto.messages import GroupSpec
-from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, Lifetime, Window
+from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, MISS_REASONS, Lifetime, Window
 
 
 def namespace(number: int, label: str = "model") -> Namespace:
@@ -42,6 +42,10 @@ def open_all(*spaces: Namespace) -> dict[bytes, Namespace]:
 def windows(traffic: TrafficCounts) -> list[Window]:
     total = traffic.total()
     return [*(traffic.in_last(window_s, total) for window_s in WINDOWS_S), traffic.since_start(total)]
+
+
+def test_every_reason_of_a_miss_has_its_meaning() -> None:
+    assert {reason.name.lower() for reason in MissReason} == MISS_REASONS.keys()
 
 
 def test_windows_and_sums_keep_what_a_forgotten_namespace_counted() -> None:

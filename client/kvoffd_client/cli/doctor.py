@@ -18,7 +18,7 @@ import typer
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvoffd_client.admin_client import AdminClient, open_url, read_stats
-from kvoffd_client.cli.findings import FEWEST_LOOKUPS, Engine, Facts, Finding, Value, find, value_of
+from kvoffd_client.cli.findings import FEWEST_LOOKUPS, EngineMetrics, Facts, Finding, Value, find, judge_value
 from kvoffd_client.cli.format import Line, percent, print_json, print_line, print_status, say
 from kvoffd_client.cli.machine import Machine, look_at
 from kvoffd_client.cli.stats import UNTIMED
@@ -129,7 +129,7 @@ def metrics_url(given: str) -> str:
     return where if where.endswith("/metrics") else f"{where}/metrics"
 
 
-def read_engine(where: str) -> Engine:
+def read_engine(where: str) -> EngineMetrics:
     """vLLM's counters. What is wrong is in ``problem``."""
     try:
         with open_url(where, ENGINE_TIMEOUT_S) as answer:
@@ -144,12 +144,12 @@ def read_engine(where: str) -> Engine:
                     metrics[sample.name] += sample.value
                     models |= {sample.labels["model_name"]} if "model_name" in sample.labels else set()
     except urllib.error.HTTPError as error:
-        return Engine(problem=f"answers {error.code} {error.reason}")
+        return EngineMetrics(problem=f"answers {error.code} {error.reason}")
     except urllib.error.URLError as error:
-        return Engine(problem=f"does not answer: {getattr(error.reason, 'strerror', None) or error.reason}")
+        return EngineMetrics(problem=f"does not answer: {getattr(error.reason, 'strerror', None) or error.reason}")
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return Engine(problem=f"does not answer with metrics: {error}")
-    return Engine(metrics, frozenset(models), age_seconds=age_seconds)
+        return EngineMetrics(problem=f"does not answer with metrics: {error}")
+    return EngineMetrics(metrics, frozenset(models), age_seconds=age_seconds)
 
 
 def run_self_test(place: Path) -> SelfTest:
@@ -182,7 +182,7 @@ def run_self_test(place: Path) -> SelfTest:
 
 
 def report_of(facts: Facts, test: SelfTest | None = None) -> Report:
-    found, value = find(facts), value_of(facts)
+    found, value = find(facts), judge_value(facts)
     healthy = not any(one.level == "error" for one in found) and not (test is not None and test.problem)
     return Report(healthy, value.paying_off, list(_verdict(facts, found, value, healthy, test)), value, found, test)
 

@@ -180,7 +180,7 @@ def finding(check: str, evidence: str, weight: float = 0.1, fix: str = "", level
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineMetrics:
     """What an engine's /metrics say, summed over its data-parallel ranks; ``problem``: why they cannot be read."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class Facts:
     sessions: Sequence[SessionInfo] | None = None
     machine: Machine = field(default_factory=Machine)
     earlier: DaemonStats | None = None
-    engines: Mapping[str, Engine] = field(default_factory=dict)
+    engines: Mapping[str, EngineMetrics] = field(default_factory=dict)
 
     def setting(self, name: str) -> str:
         return next((one.value for one in self.stats.settings if one.name == name), "")
@@ -467,7 +467,7 @@ class Value(msgspec.Struct, frozen=True):
     why_not: str
 
 
-def value_of(facts: Facts) -> Value:
+def judge_value(facts: Facts) -> Value:
     traffic = facts.stats.since_start
     needed = round(traffic.asked_tokens * (1 - _share(traffic.not_needed_keys, traffic.asked_keys)))
     needed = max(needed, traffic.loaded_tokens)
@@ -621,14 +621,14 @@ def engines(facts: Facts) -> Iterator[Finding]:
             yield from _engine_counts(facts, at, engine, own)
 
 
-def _namespaces_of(facts: Facts, engine: Engine) -> set[str]:
+def _namespaces_of(facts: Facts, engine: EngineMetrics) -> set[str]:
     """Fingerprints of the namespaces that are an engine's, by their labels and by its sessions."""
     labelled = {one.fingerprint for one in facts.counted if engine.serves(one.model)}
     of_sessions = (one.namespaces for one in facts.sessions or () if engine.is_session(one.name))
     return labelled | {each.hex() for one in of_sessions for each in one}
 
 
-def _engine_counts(facts: Facts, at: str, engine: Engine, own: set[str]) -> Iterator[Finding]:
+def _engine_counts(facts: Facts, at: str, engine: EngineMetrics, own: set[str]) -> Iterator[Finding]:
     late, lookups = engine.of("kvoffd_late_lookups_total"), engine.of("kvoffd_lookups_total")
     if late >= FEWEST_ERRORS and late > LATE_SHARE * lookups:
         evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."

@@ -32,7 +32,7 @@ from kvoffd_client.cli.target import (
     check_names_one,
     local_directory,
     open_admin,
-    value_of,
+    parse_option,
 )
 from kvoffd_client.namespace_differences import differences, explain
 from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo, SetQuota
@@ -287,7 +287,7 @@ def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
                 format_count(one.ready_blocks),
                 format_size(one.ready_bytes),
                 *(["-" if one.quota_bytes is None else format_size(one.quota_bytes)] if limited else []),
-                _tokens(one),
+                _block_tokens(one),
                 format_count(one.world_size),
             )
             for one in found
@@ -296,7 +296,7 @@ def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
     say("tokens: in a block. ranks: parts of a block, one for each worker of an engine.")
 
 
-def _tokens(info: NamespaceInfo) -> str:
+def _block_tokens(info: NamespaceInfo) -> str:
     known = sorted({group.tokens_per_block for group in info.groups if group.tokens_per_block})
     return " to ".join(dict.fromkeys(map(format_count, (known[0], known[-1])))) if known else "-"
 
@@ -346,7 +346,7 @@ def quota(
 
     Exit status: 0 done, 2 an error, 3 done, but a kill may undo it.
     """
-    quota_bytes = None if most == "none" else value_of("--max", most, parse_size)
+    quota_bytes = None if most == "none" else parse_option("--max", most, parse_size)
     with open_admin(directory) as admin:
         admin.ask(SetQuota, admin.namespace(name).namespace, quota_bytes)
         now = admin.namespace(name)

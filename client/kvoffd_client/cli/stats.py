@@ -27,6 +27,7 @@ from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.stats import (
     MISS_REASONS,
+    SHARED_ERRORS,
     DaemonStats,
     DiskFault,
     DiskStats,
@@ -59,26 +60,6 @@ RARE = {
     "stores paused": "paused_stores",
 }
 """Rows of counts that are shown where they are not 0."""
-SHARED_ERRORS = {
-    "unreachable": "attempts to connect that failed; see the URL, the network and whether the server runs",
-    "timeout": "answers that did not come in time",
-    "disconnected": "connections that the server closed",
-    "credentials": "refusals of the password or the keys; see shared_password_file, which is read at the start",
-    "forbidden": "commands that the user may not give; the daemon's log says which it needs",
-    "region": "refusals because the URL names another region than the bucket's",
-    "clock": "refusals because this machine's clock, or the server's, is wrong",
-    "bucket": "answers that there is no such bucket; see the URL",
-    "busy": "answers that the server has too much to do",
-    "tls": "connections whose server does not prove who it is; SSL_CERT_FILE names its authority",
-    "full": "writes that there is no space for; see Redis's maxmemory and maxmemory-policy, or the bucket's quota",
-    "mismatch": "objects that were not the block that they should be; they are removed there",
-    "cluster": "servers of a cluster that was not named as redis+cluster://, has changed, or is down",
-    "refused": "other refusals; the daemon's log has the first",
-    "protocol": "answers that are not what the protocol says",
-    "generation": "generations of namespaces that are no numbers",
-    "internal": "bugs; please report the traceback in the daemon's log",
-}
-"""What the kinds of a shared store's errors are."""
 
 
 class Section(StrEnum):
@@ -122,7 +103,7 @@ def stats(
     elif section is Section.NAMESPACES:
         _namespaces(now, len(now.namespaces))
     elif section is Section.TIERS:
-        say(*tier_lines(now))
+        say(*tier_details(now))
     elif section is Section.POLICY:
         say(*policy_lines(now))
     elif section is Section.SETTINGS:
@@ -157,7 +138,7 @@ def print_stats(now: DaemonStats) -> None:
         _namespaces(now, MOST_NAMESPACES)
     if any(map(is_untimed, (now.since_start, *now.namespaces))):
         say((f"unknown: {UNTIMED}", "dim"))
-    tiers = tier_lines(now) if now.disks or now.shared else ()
+    tiers = tier_details(now) if now.disks or now.shared else ()
     if lines := [*tiers, *_errors(now)]:
         say("", *lines)
 
@@ -192,9 +173,9 @@ def _traffic(now: DaemonStats) -> None:
     print_table(
         ("", ">last minute", ">last hour", ">since start"),
         [
-            row("tokens loaded", lambda one: tokens(one.loaded_tokens, one.loaded_keys)),
+            row("tokens loaded", lambda one: token_count(one.loaded_tokens, one.loaded_keys)),
             row("prefill saved", saved_time),
-            row("tokens asked for", lambda one: tokens(one.asked_tokens, one.asked_keys)),
+            row("tokens asked for", lambda one: token_count(one.asked_tokens, one.asked_keys)),
             row("keys asked for", lambda one: format_count(one.asked_keys)),
             share("  loaded", lambda one: one.loaded_keys),
             share("  found, not needed", lambda one: one.not_needed_keys),
@@ -207,7 +188,7 @@ def _traffic(now: DaemonStats) -> None:
     )
 
 
-def tokens(count: int, keys: int) -> str:
+def token_count(count: int, keys: int) -> str:
     """Tokens of so many keys; a dash where the engine does not say how many a key has."""
     return "-" if keys and not count else format_count(count)
 
@@ -308,7 +289,7 @@ def _namespaces(now: DaemonStats, most: int) -> None:
                     one.id,
                     size_of(one),
                     format_size(one.loaded_bytes),
-                    tokens(one.loaded_tokens, one.loaded_keys),
+                    token_count(one.loaded_tokens, one.loaded_keys),
                     saved_time(one),
                     percent(sum(one.misses.values()), one.asked_keys),
                 )
@@ -340,7 +321,7 @@ def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:
 # --- tiers -----------------------------------------------------------------------------------------
 
 
-def tier_lines(now: DaemonStats) -> Iterator[Line]:
+def tier_details(now: DaemonStats) -> Iterator[Line]:
     """All that is known of disks and stores: lines, some of them with their style."""
     if not now.disks and not now.shared:
         yield "There is no disk and no shared store; see --disk and --shared of `kvoffd serve`."

@@ -35,7 +35,7 @@ class CliError(Exception):
     """The command cannot be done. The message is a sentence that says what to do next."""
 
 
-def value_of(option: str, text: str, parse: Callable[[str], T]) -> T:
+def parse_option(option: str, text: str, parse: Callable[[str], T]) -> T:
     """What an option was given, such as ``20GiB`` or ``1h``. Raises CliError."""
     try:
         return parse(text)

@@ -26,8 +26,8 @@ from rich.text import Text
 from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, wrapped
 from kvoffd_client.cli.show import Engine, engine_table, engines_of
-from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, size_of, tier_lines, tokens
-from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin, value_of
+from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, size_of, tier_details, token_count
+from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin, parse_option
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window
@@ -173,7 +173,7 @@ class Screen:
         elif self.view == "clients":
             body = [pen.cut(line) for line in _clients(self.reading.engines, console)]
         elif self.view == "tiers":
-            body = _page(tier_lines(stats), pen)
+            body = _page(tier_details(stats), pen)
         elif self.view == "policy":
             body = _page(policy_lines(stats), pen)
         elif self.view == "help":
@@ -215,7 +215,7 @@ class Screen:
             *_curve(stats, pen),
             *_lookups(stats, now, pen),
             *self._sparks(pen),
-            *_tier_lines(stats, pen),
+            *_tier_summary(stats, pen),
             *_namespaces(self._sorted(stats), self.history, self.sort, pen),
         ]
 
@@ -265,14 +265,14 @@ class Pen:
 
 def _saved(stats: DaemonStats, pen: Pen) -> Text:
     total, life = stats.since_start, stats.lifetime
-    line = f"Saved   prefill {saved_time(total)}, {tokens(total.loaded_tokens, total.loaded_keys)} tokens loaded"
+    line = f"Saved   prefill {saved_time(total)}, {token_count(total.loaded_tokens, total.loaded_keys)} tokens loaded"
     if life.saved_seconds > total.saved_seconds:
         line += f"; {format_duration(life.saved_seconds)} in all"
     return pen.text(line, "bold")
 
 
 RATES: tuple[tuple[str, int, Callable[[Window], str]], ...] = (
-    ("tokens/s", 8, lambda one: _tokens(one)),
+    ("tokens/s", 8, lambda one: _token_rate(one)),
     ("keys/s", 7, lambda one: _rate(one.asked_keys, one)),
     ("loaded", 7, lambda one: percent(one.loaded_keys, one.asked_keys)),
     ("not needed", 10, lambda one: percent(one.not_needed_keys, one.asked_keys)),
@@ -298,7 +298,7 @@ def _rate(count: float, window: Window) -> str:
     return format_count(round(count / window.seconds)) if window.seconds else "-"
 
 
-def _tokens(one: Window) -> str:
+def _token_rate(one: Window) -> str:
     return "-" if one.loaded_keys and not one.loaded_tokens else _rate(one.loaded_tokens, one)
 
 
@@ -355,7 +355,7 @@ def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pe
         cells = (
             name,
             size_of(one),
-            _tokens(now),
+            _token_rate(now),
             _rate(now.asked_keys, now),
             percent(now.loaded_keys, now.asked_keys),
             percent(missed, now.asked_keys),
@@ -365,7 +365,7 @@ def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pe
     return lines if found else [Text(), pen.text("No namespace: no engine has connected so far.", "dim")]
 
 
-def _tier_lines(stats: DaemonStats, pen: Pen) -> list[Text]:
+def _tier_summary(stats: DaemonStats, pen: Pen) -> list[Text]:
     lines = []
     for disk in stats.disks:
         used = f"{percent(disk.used_bytes, disk.size_bytes)} of {format_size(disk.size_bytes)}"
@@ -406,7 +406,7 @@ def top(
     1 to 4 choose what is shown, h shows the keys and what the words mean, q ends. Into a pipe it writes the page of
     stats every interval.
     """
-    interval_s = value_of("--interval", interval, parse_duration)
+    interval_s = parse_option("--interval", interval, parse_duration)
     if interval_s < MIN_INTERVAL_S:
         raise CliError(f"--interval {interval!r} is too short; the least is {format_duration(MIN_INTERVAL_S)}.")
     check_names_one(directory, url)

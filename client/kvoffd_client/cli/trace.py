@@ -25,7 +25,7 @@ import typer
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import count_blocks, print_json, print_status, say
-from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, local_directory, value_of
+from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, local_directory, parse_option
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
 from kvoffd_proto.admin import TraceChain
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
@@ -59,8 +59,8 @@ def record(
 
     Exit status: 0 done, 1 the daemon went away and the file has what came before, 2 an error.
     """
-    seconds = value_of("--duration", duration, parse_duration) if duration else float("inf")
-    most_bytes = value_of("--max-size", max_size, parse_size)
+    seconds = parse_option("--duration", duration, parse_duration) if duration else float("inf")
+    most_bytes = parse_option("--max-size", max_size, parse_size)
     if not seconds:
         raise CliError(f"--duration {duration} records nothing; give a longer one, or none and end with Ctrl-C.")
     with AdminClient(local_directory(directory), OPERATOR_WAIT_S) as admin:
