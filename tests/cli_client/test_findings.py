@@ -174,6 +174,7 @@ CASES: dict[str, Facts] = {
     "failed_loads": facts({"load": CopyStats(jobs=1000, failed_jobs=50)}),
     "loop_blocked": facts({"loop_blocked_seconds": Histogram({"0.01": 900, "0.1": 1000, "+Inf": 1000}, 9.0)}),
     "no_engine": facts(sessions=[], namespaces=[], engines={}),
+    "partial_blocks": space(partial_blocks=4000),
     "workers_missing": facts(sessions=[session(1, Role.SCHEDULER)]),
     "out_of_memory": machine(oom_kills=1, memory_cgroup="/sys/fs/cgroup/kvoffd"),
     "memory_limit": machine(memory_used_bytes=39 * GIB),

@@ -111,6 +111,7 @@ KINDS = {
     "loop_blocked": Kind("warning", "Lookups take that long, and engines do not wait.", _LOG + " --grep blocked"),
     "no_engine": Kind("info", "Nobody uses this cache now.", "vllm serve ... --kv-transfer-config (client/README.md)"),
     "workers_missing": Kind("warning", "No block becomes ready without all ranks.", "kvoffd-cli clients --all"),
+    "partial_blocks": Kind("warning", "A worker does not store, or they are on several machines.", _LOG),
     # The machine.
     "out_of_memory": Kind("error", "A limit is too low for the pool and what the daemon needs besides.", _NEEDS),
     "memory_limit": Kind("warning", "The kernel kills the daemon when it needs more.", _NEEDS),
@@ -311,6 +312,16 @@ def clients(facts: Facts) -> Iterator[Finding]:
         if len(own) > workers < info.world_size and min(one.age_seconds for one in own) > CONNECTING_S:
             name = namespace_name(info.label, info.namespace)
             yield finding("workers_missing", f"{name}: {workers} of {info.world_size} workers are connected.", 1.0)
+
+
+def partial_blocks(facts: Facts) -> Iterator[Finding]:
+    for one in facts.counted:
+        share = _share(one.partial_blocks, one.partial_blocks + one.stored_blocks)
+        if one.partial_blocks >= FEWEST_ERRORS and share > ERROR_SHARE:
+            evidence = f"{namespace_name(one.model, one.id)}: not all ranks stored their part of"
+            yield finding(
+                "partial_blocks", f"{evidence} {count_blocks(one.partial_blocks)}, which were dropped.", share
+            )
 
 
 # --- the machine ------------------------------------------------------------------------------------
@@ -647,7 +658,7 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics, own: set[str]) 
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    health, late_lookups, growing_errors, blocked_loop, clients, memory, limits, gpus, disks, late_tiers, disk_writes,
+    health, late_lookups, growing_errors, blocked_loop, clients, partial_blocks, memory, limits, gpus, disks, late_tiers, disk_writes,
     namespaces_apart, pool_size, lru_is_better, starving, engines,
 )  # fmt: skip
 
