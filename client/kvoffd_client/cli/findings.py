@@ -658,8 +658,8 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics, own: set[str]) 
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    health, late_lookups, growing_errors, blocked_loop, clients, partial_blocks, memory, limits, gpus, disks, late_tiers, disk_writes,
-    namespaces_apart, pool_size, lru_is_better, starving, engines,
+    health, late_lookups, growing_errors, blocked_loop, clients, partial_blocks, memory, limits, gpus, disks,
+    late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, starving, engines,
 )  # fmt: skip
 
 
