@@ -16,7 +16,7 @@ PLAIN = dict(zip("µ…█▒░▁▂▃▄▅▆▇", "u.#+.,:-=+*%", strict=T
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``kvoffd-cli`` with ``arguments`` (the process's own where None); return the exit status.
 
-    See ``app.main``. Probes run ``health`` every few seconds: it imports nothing of the rest.
+    See ``app.run``. Probes run ``health`` every few seconds: it imports nothing of the rest.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     open_closed_streams()
@@ -26,14 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             from kvoffd_client.cli.health import quick_health
 
-            status = quick_health(given)
+            status = quick_health(given[1:])
         except BrokenPipeError:
             status = None
         finally:
             gc.enable()  # for a program that calls this
         if status is not None:
             return status
-    from kvoffd_client.cli.app import main as run
+    from kvoffd_client.cli.app import run
 
     return run(given)
 

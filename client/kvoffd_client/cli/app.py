@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Annotated
 
@@ -81,19 +81,18 @@ def make_command(names: Iterable[str] = COMMANDS) -> TyperGroup:
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``kvoffd-cli`` with ``arguments`` (the process's own where None); return the exit status.
+def run(given: list[str]) -> int:
+    """Run ``kvoffd-cli`` with these arguments; return the exit status.
 
     0 is success, 2 an error with one sentence on stderr, 3 done but not written down, 130 Ctrl-C; each command's help
     names the others.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
     command = make_command(given[:1] if given and given[0] in COMMANDS else COMMANDS)
     try:
         # Not Command.main(), which has its own way with Ctrl-C and with a reader that closes its pipe.
         if COMPLETION in os.environ:
             command.main(given, "kvoffd-cli")
-        with command.make_context("kvoffd-cli", list(given)) as context:
+        with command.make_context("kvoffd-cli", [*given]) as context:
             status: int | None = command.invoke(context)
         sys.stdout.flush()
         return status or 0

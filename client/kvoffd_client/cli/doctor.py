@@ -36,7 +36,7 @@ MOST_METRICS_BYTES = 16 << 20
 TEST_BLOCKS, TEST_LAYERS, TEST_PAGE_BYTES = 8, 4, 1 << 18
 """Eight blocks of 1 MiB."""
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
-STATUS = {"error": 2, "warning": 1, "info": 0}
+LEVEL_STATUS = {"error": 2, "warning": 1, "info": 0}
 NOUNS = {"error": "error", "warning": "warning", "info": "note"}
 
 
@@ -62,7 +62,7 @@ class Report(msgspec.Struct, frozen=True):
     @property
     def status(self) -> int:
         failed = self.self_test is not None and self.self_test.problem
-        return 2 if failed else max((STATUS[one.level] for one in self.findings), default=0)
+        return 2 if failed else max((LEVEL_STATUS[one.level] for one in self.findings), default=0)
 
 
 def doctor(

@@ -248,7 +248,7 @@ def _share(part: float, whole: float) -> float:
 # --- the daemon as it is now ------------------------------------------------------------------------
 
 
-def health(facts: Facts) -> Iterator[Finding]:
+def daemon_health(facts: Facts) -> Iterator[Finding]:
     for cause in facts.stats.health_problems:
         fix = _space(facts) if cause.reason == "stores_without_space" else ""
         yield finding(cause.reason, printable(cause.sentence), 1.0, fix, "" if facts.stats.ready else "error")
@@ -300,7 +300,7 @@ def blocked_loop(facts: Facts) -> Iterator[Finding]:
         yield finding("loop_blocked", f"{evidence} {longest}.", 0.3)
 
 
-def clients(facts: Facts) -> Iterator[Finding]:
+def connected_clients(facts: Facts) -> Iterator[Finding]:
     if facts.sessions is None:
         return
     engines = [one for one in facts.sessions if one.role in (Role.SCHEDULER, Role.WORKER)]
@@ -658,8 +658,8 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics, own: set[str]) 
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    health, late_lookups, growing_errors, blocked_loop, clients, partial_blocks, memory, limits, gpus, disks,
-    late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, starving, engines,
+    daemon_health, late_lookups, growing_errors, blocked_loop, connected_clients, partial_blocks, memory, limits, gpus,
+    disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, starving, engines,
 )  # fmt: skip
 
 

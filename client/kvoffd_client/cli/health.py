@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -22,31 +22,49 @@ ANSWER_S = 9.0
 """Beside the second in which the daemon is asked without a session."""
 
 
-def ask(directory: Path) -> tuple[str, list[tuple[str, str]]] | str:
+def ask(directory: Path | None, url: str) -> tuple[str, list[tuple[str, str]]] | str:
     """A daemon's level, and reason and sentence of each cause; or why there is no answer, a sentence."""
-    if (found := ask_health(directory)) is not None:
+    directory = directory or default_directory()
+    if not url and (found := ask_health(directory)) is not None:
         return found.level, found.causes
-    from kvoffd_client.admin_client import AdminClient
+    from kvoffd_client.admin_client import AdminClient, read_stats
     from kvoffd_client.errors import KvoffdClientError
     from kvoffd_proto.admin import Health
 
     try:
+        if url:
+            stats = read_stats(url)
+            return str(stats.health), [(cause.reason, cause.sentence) for cause in stats.health_problems]
         with AdminClient(directory, ANSWER_S) as admin:
             reply = admin.ask(Health)
     except KvoffdClientError as error:
         return str(error)
-    return reply.level, [(cause.reason, cause.sentence) for cause in reply.causes]
+    return str(reply.level), [(cause.reason, cause.sentence) for cause in reply.causes]
 
 
-def print_health(level: str, causes: Iterable[tuple[str, str]]) -> None:
-    """Print a daemon's health, and reason and sentence of each cause."""
-    lines = [WORDS[level]]
-    for cause in causes:
-        from kvoffd_proto.units import printable
+def tell_health(directory: Path | None, url: str, *, live: bool, ready: bool, as_json: bool) -> int:
+    """Ask a daemon for its health and print it; return the exit status.
 
-        lines.append(fitted("- " + ": ".join(map(printable, cause)), sys.stdout, "  "))
-    sys.stdout.write("\n".join([*lines, ""]))
-    sys.stdout.flush()
+    ``live``: that is 0 where a daemon answers; ``ready``: 0 while it serves.
+    """
+    found = ask(directory, url)
+    if isinstance(found, str):
+        print(fitted(f"kvoffd-cli: {found}", sys.stderr), file=sys.stderr)
+        return STATUS["down"]
+    level, causes = found
+    if as_json:
+        import json
+
+        named = [{"reason": reason, "sentence": sentence} for reason, sentence in causes]
+        lines = [json.dumps({"level": level, "causes": named})]
+    else:
+        lines = [WORDS[level]]
+        for cause in causes:
+            from kvoffd_proto.units import printable
+
+            lines.append(fitted("- " + ": ".join(map(printable, cause)), sys.stdout, "  "))
+    print("\n".join(lines), flush=True)
+    return 0 if live or (ready and level != "down") else STATUS[level]
 
 
 def fitted(text: str, stream: TextIO, indent: str = "") -> str:
@@ -59,31 +77,21 @@ def fitted(text: str, stream: TextIO, indent: str = "") -> str:
     return fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def status_of(level: str, *, live: bool, ready: bool) -> int:
-    """The exit status. ``live``: 0 in any case, since the daemon answers; ``ready``: 0 while it serves."""
-    return 0 if live or (ready and level != "down") else STATUS[level]
-
-
 def quick_health(arguments: Sequence[str]) -> int | None:
-    """Do ``health`` and return its exit status; None, with nothing done, for what needs the whole command line.
+    """Do ``health`` with these options and return its exit status; None, with nothing done, for other arguments.
 
-    That is another command, and an option but --live, --ready and --directory.
+    The whole command line, with --help and its sentences about options, takes four times as long to import.
     """
-    command, *options = arguments or [""]
-    directory, flags = None, set()
-    while options:
-        option, *options = options
-        if option == "--directory" and options and directory is None:
-            directory, *options = options
-        elif option in ("--live", "--ready"):
+    values, flags, options = {"--directory": "", "--url": ""}, set(), iter(arguments)
+    for option in options:
+        if option in ("--live", "--ready", "--json"):
             flags.add(option)
-        else:
+        elif values.get(option) != "" or not (value := next(options, "")):
             return None
-    if command != "health" or len(flags) > 1:
+        else:
+            values[option] = value
+    if {"--live", "--ready"} <= flags or all(values.values()):
         return None
-    found = ask(default_directory() if directory is None else Path(directory))
-    if isinstance(found, str):
-        print(f"kvoffd-cli: {found}", file=sys.stderr)
-        return STATUS["down"]
-    print_health(*found)
-    return status_of(found[0], live="--live" in flags, ready="--ready" in flags)
+    directory = Path(values["--directory"]) if values["--directory"] else None
+    chosen = {name: f"--{name}" in flags for name in ("live", "ready")}
+    return tell_health(directory, values["--url"], **chosen, as_json="--json" in flags)

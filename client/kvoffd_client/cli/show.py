@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.format import (
     NO_NAMESPACE,
     namespace_name,
@@ -22,7 +21,7 @@ from kvoffd_client.cli.format import (
     say,
     table_of,
 )
-from kvoffd_client.cli.health import ask, print_health, status_of
+from kvoffd_client.cli.health import tell_health
 from kvoffd_client.cli.target import (
     NAMESPACE_HELP,
     CliError,
@@ -30,7 +29,6 @@ from kvoffd_client.cli.target import (
     Json,
     Url,
     check_names_one,
-    local_directory,
     open_admin,
     parse_option,
 )
@@ -57,18 +55,7 @@ def health(
     if live and ready:
         raise CliError("--live and --ready ask for two things; give one of them.")
     check_names_one(directory, url)
-    if url:
-        stats = read_stats(url)
-        level, causes = str(stats.health), [(one.reason, one.sentence) for one in stats.health_problems]
-    elif isinstance(found := ask(local_directory(directory)), str):
-        raise CliError(found)
-    else:
-        level, causes = found
-    if json:
-        print_json({"level": level, "causes": [{"reason": reason, "sentence": text} for reason, text in causes]})
-    else:
-        print_health(level, causes)
-    return status_of(level, live=live, ready=ready)
+    return tell_health(directory, url, live=live, ready=ready, as_json=json)
 
 
 # --- who is connected ------------------------------------------------------------------------------
