@@ -126,9 +126,11 @@ def show(config: Config, *, as_json: bool) -> int:
     """Print what is in force and where it came from."""
     try:
         print(config_as_json(config) if as_json else config_as_toml(config), end="", flush=True)
-    except BrokenPipeError:
-        # The reader, such as head, has seen enough. Python would complain again when it closes stdout.
+    except OSError as error:
+        # Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # the reader, such as head, has seen enough
+            return _refuse(f"standard output: {error.strerror}.", config.log_format)
     return 0
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 2.0
 URL_TIMEOUT_S = 1.4
 """A command says within two seconds that nobody answers, of which it takes half a one to start."""
-OPTIONS = ClientOptions(unresponsive_after_s=3600.0)
-"""Each call has a timeout of its own, which may be long."""
+OPTIONS = ClientOptions(unresponsive_after_s=3600.0, handshake_timeout_s=TIMEOUT_S)
+"""Each call has a timeout of its own, which may be long: for a busy daemon, and not for who never says a word."""
 SILENCE_S = 0.5
 """After so long without an answer it is looked whether the daemon's process is stopped."""
 MAX_REPLY_BYTES = 1 << 28
@@ -82,6 +82,8 @@ def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
     except (URLError, OSError) as error:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or str(reason)
+        if isinstance(reason, TimeoutError):
+            why = f"it does not answer within {timeout_s:g} s; see there whether its process runs"
     except (ValueError, HTTPException, msgspec.MsgspecError) as error:
         why = str(error)
     raise DaemonUnavailable(f"No statistics of a kvoffd daemon at {base}: {why}.")

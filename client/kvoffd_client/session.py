@@ -387,8 +387,8 @@ class Session(Closing):
             self.disconnect(why_unreachable(error, self.directory), now)
             return
         self._problem = (
-            f"The kvoffd daemon in {self.directory} accepts connections but does not answer; see its log, and "
-            "whether its process is stopped (ps, systemctl status)."
+            f"What listens in {self.directory} accepts connections but does not answer; if it is the kvoffd daemon, "
+            "see its log, and whether its process is stopped (ps, systemctl status)."
         )
         self._absent_pause_s = BACKOFF_MIN_S
         self._phase = Phase.GREETING

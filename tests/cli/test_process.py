@@ -71,6 +71,12 @@ def test_closed_output_is_no_traceback(shared_daemon: DaemonProcess) -> None:
         assert "Traceback" not in done.stdout + done.stderr, redirection
         assert done.stderr.count("\n") <= 1, done
         assert done.returncode in (0, 1, 2), done
+    for command in (f"{CLI} stats {where}", f"{CLI} health {where}", f"{CLI} stats --json {where}", f"{DAEMON} config"):
+        done = subprocess.run(
+            ["sh", "-c", f"{command} >/dev/full"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        assert_one_sentence(done, command.split()[0].rpartition("/")[2])
+        assert "standard output: No space left on device." in done.stderr
 
 
 def test_any_terminal_and_locale_will_do(shared_daemon: DaemonProcess) -> None:

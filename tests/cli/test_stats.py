@@ -117,6 +117,15 @@ def test_a_url_that_leads_nowhere_is_one_sentence(port: int, tmp_path: Path) -> 
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
+def test_a_node_that_does_not_answer_is_more_than_timed_out() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        done = run_cli_here("stats", "--url", f"127.0.0.1:{listener.getsockname()[1]}")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "it does not answer within 1.4 s; see there whether its process runs." in done.stderr
+
+
 def test_nothing_is_cut_on_80_columns(module_daemon: DaemonProcess) -> None:
     where = ("--directory", str(module_daemon.directory))
     for words in SECTIONS:

@@ -246,6 +246,13 @@ def test_each_finding_is_brought_about_and_alone() -> None:
         assert report_of(given).status == {"error": 2, "warning": 1, "info": 0}[one.level]
 
 
+def test_of_two_findings_about_one_disk_it_is_said_which_comes_first() -> None:
+    small = with_disk(used_bytes=450 * GIB, physical_bytes=500 * GIB, evicted_blocks=9, written_bytes=1000 * GIB)
+    writes, space = find(small)
+    assert (writes.check, space.check) == ("disk_writes", "disk_too_small")
+    assert "First give it more space (see disk_too_small)" in writes.evidence
+
+
 def test_a_quota_that_is_used_is_no_reason_for_a_larger_pool() -> None:
     limited = counted(ready_bytes=GIB, quota_bytes=GIB, curve=curve(RISING, 26))
     pool = structs.replace(STATS.pool, bytes={"ready": GIB, "free": 19 * GIB})

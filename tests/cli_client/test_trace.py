@@ -31,6 +31,7 @@ from kvoffd_client.cli.trace import TraceWriter
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.admin import TraceChain
 from kvoffd_proto.messages import GroupSpec
+from tests.kit.command import DEADLINE_S, start_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 
@@ -115,12 +116,27 @@ def test_a_bad_path_and_a_full_disk_are_said_in_a_sentence(tmp_path: Path, capsy
                 Path, "open", lambda path, mode="r": original(Path("/dev/full") if path == full else path, "wb")
             )
             assert os.strerror(errno.ENOSPC) in refused(str(full), "--duration", "0.1s")
+        assert not full.exists()
         # What failed holds up nobody.
         words = ["trace", "record", str(tmp_path / "new"), "--max-size", "1B", "--directory", str(daemon.directory)]
         assert main(words) == 0
         out = capsys.readouterr().out
         assert out.startswith("0 requests for 0 blocks in ")
         assert out.endswith("is large enough (--max-size).\n")
+
+
+def test_a_record_of_nothing_leaves_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    with (
+        DaemonProcess("16MiB") as daemon,
+        start_cli("trace", "record", str(file), "--directory", str(daemon.directory)) as process,
+    ):
+        wait_until(file.exists)
+        daemon.kill()
+        out, err = process.communicate(timeout=DEADLINE_S)
+        assert (process.returncode, out) == (2, "")
+        assert f"Nothing was recorded, and {file} is removed." in err
+        assert not file.exists()
 
 
 class Rig:

@@ -73,8 +73,12 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
         SocketPaths(tmp_path).jobs.touch()
         assert told() == f"The kvoffd daemon in {tmp_path} has ended; start it again."
         listener.listen(0)
-        assert told(0.2).startswith(f"The kvoffd daemon in {tmp_path} accepts connections but does not answer; ")
+        assert told(0.2).startswith(f"What listens in {tmp_path} accepts connections but does not answer; if it is ")
         assert "runs but accepts no connections" in told(), "the one place is taken by the client before"
+        listener.listen(9)
+        began = time.monotonic()
+        assert told().startswith(f"What listens in {tmp_path} accepts connections but does not answer; ")
+        assert time.monotonic() - began < 4.0, "who says no word is not waited for as long as a busy daemon"
     assert "not for this user (uid " in why_unreachable(PermissionError(13, "Permission denied"), "/run/kvoffd")
 
 

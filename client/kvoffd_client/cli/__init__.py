@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-PLAIN = dict(zip("µ…█▒░▁▂▃▄▅▆▇", "u.#+.,:-=+*%", strict=True))
+PLAIN = dict(zip("µ…█▒░▁▂▃▄▅▆▇", "u~#+.,:-=+*%", strict=True))
 """What stands for a character where the locale has no such."""
 
 
@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from kvoffd_client.cli.health import quick_health
 
             status = quick_health(given[1:])
-        except BrokenPipeError:
-            status = None
+        except OSError:
+            status = None  # nobody reads what it prints: see app.main
         finally:
             gc.enable()  # for a program that calls this
         if status is not None:

@@ -102,13 +102,14 @@ def run(given: list[str]) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader, such as head, has seen enough. Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _output_that_fails()
         return 0
     except (CliError, KvoffdClientError) as error:
         _refuse(str(error))
         return EXIT_NOT_NOTED if getattr(error, "code", None) is ErrorCode.NOT_NOTED else EXIT_REFUSED
     except OSError as error:
-        return _refuse(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}.")
+        where = error.filename or _output_that_fails()
+        return _refuse(f"{f'{where}: ' if where else ''}{error.strerror or error}.")
     except Exception as error:
         # Typer has its own copy of click or uses the installed one, depending on its release: known by what it can do.
         if (words := getattr(error, "format_message", None)) is None:
@@ -120,6 +121,16 @@ def run(given: list[str]) -> int:
         said = str(words()).replace("Value error, ", "").rstrip(".")
         hint = "`kvoffd-cli namespaces` lists them" if "'--namespace'" in said else "--help shows what can be given"
         return _refuse(f"{said}{'' if said.endswith('?') else ';'} {hint}.")
+
+
+def _output_that_fails() -> str:
+    """``standard output`` where nothing can be written to it. What waits there is dropped: Python writes it at exit."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return "standard output"
+    return ""
 
 
 def _refuse(sentence: str) -> int:

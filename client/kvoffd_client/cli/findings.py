@@ -412,6 +412,8 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
         less = f'disk_write_per_day = "{exact_size(round(min(size, day_bytes / 2)) >> 20 << 20)}"'
         fix = 'disk_write = "reuse"' if mode in ("always", "evict") else less
         evidence = f"The disks wrote {times} that was read from them. That is {format_size(day_bytes)} a day."
+        if any(one.check == "disk_too_small" for one in disks(facts)):
+            evidence += " First give it more space (see disk_too_small): then more of it is read."
         yield finding("disk_writes", evidence, 0.3, fix)
 
 

@@ -112,8 +112,8 @@ def to_plain(value: object) -> object:
 
 
 def namespace_name(label: str, fingerprint: bytes | str) -> str:
-    """A namespace for people: ``llama-70b (106ed1a3c0de)``."""
-    return f"{printable(label)} ({namespace_id(fingerprint)})"
+    """A namespace for people: ``llama-70b (106ed1a3c0de)``; its id alone where it has no label."""
+    return f"{printable(label)} ({namespace_id(fingerprint)})" if label else namespace_id(fingerprint)
 
 
 def reason_name(reason: str) -> str:

@@ -208,7 +208,7 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
     for one in found:
         if before != (before := (one.session_id, one.namespace)):
             namespace = namespace_name(labels.get(one.namespace, ""), one.namespace)
-            say(f"Engine {printable(names.get(one.session_id, ''))}, namespace {namespace}:")
+            say(f"Engine {printable(names.get(one.session_id, '')) or 'without a name'}, namespace {namespace}:")
         say(request_sentence(one.report))
     if not found:
         say(

@@ -77,9 +77,14 @@ def record(
                 took_s, ended = _write(admin, writer, seconds, most_bytes)
                 nbytes = opened.tell()
         except OSError as error:
-            holds = file.exists() and file.stat().st_size > 0
-            left = "What is in it can be replayed." if holds else "It is empty."
+            left = "What is in it can be replayed."
+            if not (file.exists() and file.stat().st_size):
+                left = "Nothing was recorded, and it is removed."
+                file.unlink(missing_ok=True)
             raise CliError(f"{file} cannot be written to its end: {error.strerror}. {left}") from error
+    if ended == "daemon" and not writer.chains:
+        file.unlink(missing_ok=True)
+        raise CliError(f"Nothing was recorded, and {file} is removed.")
     if json:
         counts = {name: getattr(writer, name) for name in ("chains", "keys", "dropped")}
         print_json({"file": str(file), "seconds": took_s, **counts, "bytes": nbytes, "ended": ended})
