@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
@@ -56,7 +57,7 @@ def _metrics(struct: type[Struct], held: list[tuple[Labels, Any]], prefix: str, 
             yield from _metrics(inner, parts, prefix + metric.prefix, (*labels, *metric.fixed[:1]))
         elif metric.kind != "label":
             ending = "_total" if metric.kind == "counter" else ""
-            samples = [sample for values, one in held for sample in _samples(getattr(one, name), values)]
+            samples = [sample for values, one in held for sample in _samples(getattr(one, name), values, metric.keys)]
             label = (metric.label,) if metric.label else ()
             yield MetricSpec(f"{prefix}{name}{ending}", metric.kind, description, (*labels, *label), samples)
 
@@ -65,17 +66,23 @@ def _all(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _samples(value: Any, labels: Labels) -> Iterator[tuple[Labels, Any]]:
+def _samples(value: Any, labels: Labels, keys: Iterable[str]) -> Iterator[tuple[Labels, Any]]:
     if isinstance(value, list):  # counted by their first field
         value = Counter(getattr(one, one.__struct_fields__[0]) for one in value)
     if isinstance(value, dict):
-        yield from (((*labels, key), number) for key, number in sorted(value.items()))
+        every = dict.fromkeys(map(str, keys), 0) | value
+        yield from (((*labels, key), number) for key, number in sorted(every.items()))
     elif value is not None:
         yield labels, value
 
 
 def all_metrics(stats: DaemonStats | None) -> list[MetricSpec]:
-    """All metrics with their samples of ``stats``; parts that differ in a fixed label are one metric."""
+    """All metrics with their samples of ``stats``; parts that differ in a fixed label are one metric.
+
+    Namespaces of benches, of which each run has new ones, are left out.
+    """
+    if stats is not None:
+        stats = replace(stats, namespaces=[one for one in stats.namespaces if not one.of_bench])
     build = MetricSpec(
         "kvoffd_build_info", "gauge", "Release and eviction policy of the daemon; always 1.", ("version", "policy")
     )
@@ -125,8 +132,11 @@ def metrics_reference() -> str:
         "# Metrics",
         "",
         "Prometheus text on `/metrics`. This page: `python -m kvoffd.observe.metrics > kvoffd/observe/METRICS.md`.",
-        "Counters count from the daemon's start. Beside these are `process_start_time_seconds`,",
-        "`process_cpu_seconds_total`, `process_resident_memory_bytes` (with the pool) and others that exporters share.",
+        "Counters count from the daemon's start. `lifetime` metrics outlive it and are gauges, since a kill loses the",
+        "last ten seconds: take no `rate` of them. Namespaces of benches are left out.",
+        "",
+        "Beside these are `process_start_time_seconds`, `process_cpu_seconds_total`, `process_resident_memory_bytes`",
+        "(with the pool) and others that exporters share.",
         "",
         "| metric | type | labels | meaning |",
         "|---|---|---|---|",

@@ -35,6 +35,8 @@ def health_of(service: Service, recent: Window) -> tuple[a.HealthLevel, list[a.H
     causes = [a.HealthProblem(reason, sentence) for reason, sentence in _problems(service, recent)]
     if service.sessions.stopping:
         return a.HealthLevel.DOWN, [a.HealthProblem("stopping", "The daemon is stopping."), *causes]
+    if service.sockets_problem:
+        return a.HealthLevel.DOWN, causes
     return (a.HealthLevel.DEGRADED if causes else a.HealthLevel.OK), causes
 
 

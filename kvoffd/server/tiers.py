@@ -13,6 +13,7 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.config import Config, DiskSize
 from kvoffd.errors import KvoffdError
+from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
 from kvoffd.server.memory import Post
 from kvoffd.server.persistence import State
@@ -44,6 +45,7 @@ OpenStores = Sequence[Callable[[], Store]]
 @dataclass(eq=False)
 class Disk:
     size: DiskSize
+    errors: CounterWindows
     problem: str = ""
     """Why it could not be opened."""
     tier: DiskTier | None = None
@@ -182,6 +184,9 @@ class Tiers:
             for fingerprint in self._cache.namespaces if tier.available() else ():
                 tier.poll(fingerprint)
         tiering.tick()
+        for disk in self._disks:
+            if disk.tier is not None:
+                disk.errors.sample(disk.tier.stats().errors)
         self._note_caught_up()
         if (spent := tiering.disks.writer.budget.to_note()) is not None:
             self._state.note_disk_spent(spent)
@@ -221,12 +226,12 @@ class Tiers:
                 )
             if disk.tier.hangs:
                 yield "disk_hangs", f"A call to the disk at {name} does not return; see dmesg."
-            errors = {kind: n for kind, n in sorted(disk.tier.stats().errors.items()) if kind not in HARMLESS_ERRORS}
-            if errors:
+            _, gained = disk.errors.gained(HOUR_S, disk.tier.stats().errors)
+            if errors := {kind: int(n) for kind, n in sorted(gained.items()) if n and kind not in HARMLESS_ERRORS}:
                 counts = ", ".join(f"{format_count(count)} {kind}" for kind, count in errors.items())
                 yield (
                     "disk_errors",
-                    f"The disk at {name} has had errors since it was opened ({counts}); blocks that could not be read "
+                    f"The disk at {name} has had errors in the last hour ({counts}); blocks that could not be read "
                     "were recomputed. See dmesg and the drive's own report; if it fails, restart the daemon without "
                     "the directory.",
                 )
@@ -268,7 +273,7 @@ class Tiers:
         return closed
 
     def _begin_to_open(self, size: DiskSize, tiering: Tiering) -> None:
-        disk = Disk(size)
+        disk = Disk(size, CounterWindows(self._clock))
         self._disks.append(disk)
         # Not one of the executor's threads: those are waited for when the process ends, and a disk may hang.
         name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, tiering)

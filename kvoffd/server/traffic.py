@@ -59,7 +59,7 @@ class TrafficCounts:
         """Go on to count what the namespace counted."""
         if namespace in self._shown:
             del self._shown[namespace]
-        else:
+        elif not namespace.of_bench:
             self._others.update(counts_of(namespace))
         if not namespace.of_bench:
             counts = counts_of(namespace)
@@ -90,9 +90,9 @@ class TrafficCounts:
                     continue  # two rows, or series, cannot have one name
                 ids.add(name)
                 self._shown[one] = None
-                if self._crowded:
+                if self._crowded and not one.of_bench:
                     self._others.update(counts_of(one))
-        rest = [one for one in known if one not in self._shown]
+        rest = [one for one in known if one not in self._shown and not one.of_bench]
         self._crowded |= bool(rest)
         largest = sorted(self._shown, key=lambda one: one.ready_bytes, reverse=True)
         if not self._crowded:

@@ -22,12 +22,14 @@ wherever one is shown; ``model`` is its label.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, NamedTuple, TypeAlias
 
 from msgspec import Meta, Struct, field
 
 from kvoffd_proto.admin import HealthLevel
+from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
     ANY_ROLE,
     ByteCount,
@@ -55,12 +57,14 @@ class Metric(NamedTuple):
             for a ``label`` its name.
         prefix: of a part.
         fixed: of a part, name and value of a label that all of it has.
+        keys: of a map, those that are on /metrics from the start, at 0: ``increase`` misses what a series begins with.
     """
 
     kind: str
     label: str = ""
     prefix: str = ""
     fixed: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
 
 
 _METRIC = "metric"
@@ -71,9 +75,10 @@ def _described(description: str, metric: Metric) -> Meta:
     return Meta(description=description, extra={_METRIC: metric})
 
 
-def counter(description: str, label: str = "") -> Meta:
-    """Describe a field that is a counter on /metrics. For a map, ``label`` is the name of the label with its key."""
-    return _described(description, Metric("counter", label))
+def counter(description: str, label: str = "", keys: Iterable[str] = ()) -> Meta:
+    """Describe a field that is a counter on /metrics. For a map, ``label`` is the name of the label with its key, and
+    ``keys`` are those that are known before."""
+    return _described(description, Metric("counter", label, keys=tuple(keys)))
 
 
 def gauge(description: str, label: str = "") -> Meta:
@@ -157,7 +162,9 @@ class Traffic(Part, frozen=True):
     found_keys: Annotated[
         Labelled,
         counter(
-            "Keys that lookups found, by source: pool, disk or shared. Engines ask for what they hold too.", "source"
+            "Keys that lookups found, by source: pool, disk or shared. Engines ask for what they hold too.",
+            "source",
+            ("pool", "disk", "shared"),
         ),
     ] = {}
     asked_tokens: Annotated[Count, counter("Tokens of the prompts that lookups asked for, in whole blocks.")] = 0
@@ -194,16 +201,16 @@ Ratio = Annotated[float, doc(ge=0, le=1)]
 class HitCurve(Part, frozen=True):
     """What requests for tokens found, and would have found in pools of other sizes. What is a day old weighs half."""
 
-    asked_tokens: Annotated[Count, doc("Tokens that requests asked for, as far as they still count.")] = 0
+    asked_tokens: Annotated[Count, gauge("Tokens that requests asked for, as far as they still count.")] = 0
     found_tokens: Annotated[
-        Count, doc("Tokens of those that were in the pool, up to the first block that was not.")
+        Count, gauge("Tokens of those that were in the pool, up to the first block that was not.")
     ] = 0
     lru_hit_ratio: Annotated[
         dict[str, Ratio],
         gauge(
             "Share of tokens that requests would have found in a pool of another size with the policy lru, by size "
             "relative to the pool; estimated from a sample.",
-            "pool",
+            "times",
         ),
     ] = {}
 
@@ -239,12 +246,15 @@ class NamespaceStats(Traffic, frozen=True):
 
 
 class Lifetime(Part, frozen=True):
-    """Totals that outlive the daemon; saved every ten seconds and at the end."""
+    """Totals that outlive the daemon; saved every ten seconds and at the end.
+
+    On /metrics they are gauges: after a kill they fall by what the last seconds brought.
+    """
 
     since: Annotated[Seconds, doc("When counting began, in seconds since 1970; 0 where nothing was counted.")] = 0.0
-    loaded_tokens: Annotated[Count, counter("Tokens that engines loaded, earlier runs of the daemon included.")] = 0
+    loaded_tokens: Annotated[Count, gauge("Tokens that engines loaded, earlier runs of the daemon included.")] = 0
     saved_seconds: Annotated[
-        Seconds, counter("Seconds of prefill that loads saved, earlier runs of the daemon included.")
+        Seconds, gauge("Seconds of prefill that loads saved, earlier runs of the daemon included.")
     ] = 0.0
 
 
@@ -382,13 +392,19 @@ class DiskFault(StrEnum):
     BUG = "bug", "bugs; please report the traceback in the daemon's log"
 
 
+PROMOTION_FAILURES = "failed", "corrupt", "deadline", "gone", "no_space", "overdue", "quota", "slower"
+"""Why a block that a tier has was not promoted."""
+
+
 class TieringStats(Part, frozen=True):
     """Blocks moved between the pool and the disks."""
 
     promoted_blocks: Annotated[Count, counter("Blocks promoted from disk to the pool.")] = 0
     promoted_bytes: Annotated[ByteCount, doc("Bytes promoted from disk to the pool.")] = 0
     promotions_waiting: Annotated[Count, doc("Blocks that are being promoted, or wait for it.")] = 0
-    promotions_failed: Annotated[Labelled, counter("Blocks that a disk had and that were not promoted.", "reason")] = {}
+    promotions_failed: Annotated[
+        Labelled, counter("Blocks that a disk had and that were not promoted.", "reason", PROMOTION_FAILURES)
+    ] = {}
     demoted_blocks: Annotated[Count, counter("Blocks written from the pool to disk.")] = 0
     demoted_bytes: Annotated[ByteCount, doc("Bytes written from the pool to disk.")] = 0
     demotions_waiting: Annotated[Count, doc("Blocks that wait to be written to disk.")] = 0
@@ -421,7 +437,7 @@ class DiskStats(Part, frozen=True):
     written_blocks: Annotated[Count, doc("Blocks written.")] = 0
     written_bytes: Annotated[ByteCount, counter("Bytes written to the disk, headers of blocks included.")] = 0
     lifetime_written_bytes: Annotated[
-        ByteCount, counter("Bytes written to the disk since its file was made, earlier runs of the daemon included.")
+        ByteCount, gauge("Bytes written to the disk since its file was made, earlier runs of the daemon included.")
     ] = 0
     evicted_blocks: Annotated[Count, doc("Blocks evicted to make space for others.")] = 0
     refused_writes: Annotated[Count, doc("Writes to the disk that were refused: too many were under way.")] = 0
@@ -431,7 +447,9 @@ class DiskStats(Part, frozen=True):
     running_writes: Annotated[Count, doc("Writes that run.")] = 0
     busy_seconds: Annotated[Seconds, doc("Seconds that threads spent reading and writing the disk.")] = 0.0
     direct: Annotated[bool, doc("Whether the file bypasses the page cache (O_DIRECT).")] = False
-    errors: Annotated[Labelled, counter("Errors of the disk by kind; the log has the sentences.", "kind")] = {}
+    errors: Annotated[
+        Labelled, counter("Errors of the disk by kind; the log has the sentences.", "kind", DiskFault)
+    ] = {}
 
 
 class SharedServer(Part, frozen=True):
@@ -564,7 +582,10 @@ class DaemonStats(Part, frozen=True):
     leases: Annotated[Count, gauge("Leases that engines hold on blocks.")] = 0
     pinned_blocks: Annotated[Count, doc("Blocks under a lease or a copy.")] = 0
     requests: Annotated[Count, counter("Requests that the daemon answered, errors included.")] = 0
-    errors: Annotated[Labelled, counter("Requests that the daemon refused, by error code.", "code")] = {}
+    errors: Annotated[
+        Labelled,
+        counter("Requests that the daemon refused, by error code.", "code", (code.name.lower() for code in ErrorCode)),
+    ] = {}
     replies_dropped: Annotated[Labelled, doc("Replies not sent: the client is gone, or left too many unread.")] = {}
     kv_events: Annotated[Count, doc("KV event messages that were published.")] = 0
     cpu_seconds: Annotated[Seconds, doc("CPU seconds that the daemon used.")] = 0.0

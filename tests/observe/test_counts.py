@@ -176,7 +176,7 @@ def check_views(daemon: DaemonProcess, port: int, loads: dict[str, Load]) -> dic
             assert labels["kv_namespace"] == spaces[labels["model"]]["id"]
             field = spaces[labels["model"]].get(name.removesuffix("_total"))
             key = labels.get("reason") or labels.get("source")
-            assert value == (field[key] if key else field), name
+            assert value == (field.get(key, 0) if key else field), name
         check_top(msgspec.json.decode(msgspec.json.encode(stats), type=DaemonStats), total)
     return spaces
 

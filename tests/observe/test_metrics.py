@@ -8,7 +8,10 @@ from pathlib import Path
 
 import kvoffd.observe
 from kvoffd.observe.metrics import all_metrics, metrics_reference, render_metrics
-from kvoffd_proto.stats import DaemonStats
+from kvoffd.tiering.promoter import NO_SPACE, OVERDUE, QUOTA, SLOWER
+from kvoffd.tiers.tier import Result
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.stats import DaemonStats, DiskFault, DiskStats, NamespaceStats, TieringStats
 
 PAGE = Path(kvoffd.observe.__file__).with_name("METRICS.md")
 METRICS = all_metrics(None)
@@ -39,3 +42,22 @@ def test_there_are_few_metrics_and_none_twice() -> None:
 
 def test_the_reference_page_is_current() -> None:
     assert PAGE.read_text() == metrics_reference(), "run: python -m kvoffd.observe.metrics > kvoffd/observe/METRICS.md"
+
+
+def test_counters_of_errors_begin_at_zero() -> None:
+    """``increase`` does not see the first one of a series that begins with it."""
+    stats = DaemonStats(errors={"malformed": 2}, disks=[DiskStats("/d", errors={"torn": 3})], tiers=TieringStats())
+    samples = {
+        spec.name: {values[-1]: count for values, count in spec.samples if values} for spec in all_metrics(stats)
+    }
+    codes = {code.name.lower() for code in ErrorCode}
+    assert samples["kvoffd_errors_total"] == dict.fromkeys(codes, 0) | {"malformed": 2}
+    assert samples["kvoffd_disk_errors_total"] == dict.fromkeys(map(str, DiskFault), 0) | {"torn": 3}
+    failures = {NO_SPACE, QUOTA, OVERDUE, SLOWER, *map(str, Result)} - {"done", "present", "cancelled"}
+    assert samples["kvoffd_tiers_promotions_failed_total"] == dict.fromkeys(failures, 0)
+
+
+def test_namespaces_of_benches_are_on_no_page() -> None:
+    rows = [NamespaceStats(id="ab", model="a model", ready_bytes=1), NamespaceStats(id="cd", of_bench=True)]
+    (ready,) = (spec for spec in all_metrics(DaemonStats(namespaces=rows)) if spec.name.endswith("ready_bytes"))
+    assert ready.samples == [(("ab", "a model"), 1)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, DiskSize
+from kvoffd.observe.meters import CounterWindows
 from kvoffd.server.memory import Post
 from kvoffd.server.service import Service
 from kvoffd.server.tiers import Disk, Tiers
@@ -28,7 +29,7 @@ class SimTiers(Tiers):
         self.waited_for: Callable[[], list[str]] | None = None
         """What the request that is served waits for, once all that it drops is dropped."""
         tiering = self.use()
-        self._disks.append(entry := Disk(DiskSize("/", 1)))
+        self._disks.append(entry := Disk(DiskSize("/", 1), CounterWindows(service.clock)))
         self._opened(entry, disk.open(tiering.reports, service), tiering)
         disk.check_dropped(disk.blocks())
 
