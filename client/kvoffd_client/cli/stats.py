@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated
 
@@ -14,6 +14,7 @@ from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.format import (
     NO_NAMESPACE,
     Line,
+    count_blocks,
     make_console,
     namespace_name,
     percent,
@@ -344,15 +345,13 @@ def _disk(disk: DiskStats) -> Iterator[Line]:
         yield f"  {disk.problem}", "red"
     yield (
         f"  used {percent(disk.used_bytes, disk.size_bytes)} of {format_size(disk.size_bytes)}, "
-        f"{format_count(disk.blocks)} blocks{oldest}"
+        f"{count_blocks(disk.blocks)}{oldest}"
     )
     yield (
         f"  read {format_size(disk.read_bytes)}, written {format_size(disk.written_bytes)} since the start, "
         f"{format_size(disk.lifetime_written_bytes)} since its file was made"
     )
-    for kind, count in sorted(disk.errors.items()):
-        meaning = DiskFault(kind).meaning if kind in set(DiskFault) else "see the daemon's log"
-        yield f"  {kind} {format_count(count)}: {meaning}", "red"
+    yield from _faults(disk.errors, {str(one): one.meaning for one in DiskFault})
     if disk.up and not disk.direct:
         yield "  goes through the page cache, since the file system refuses O_DIRECT", "dim"
 
@@ -360,20 +359,18 @@ def _disk(disk: DiskStats) -> Iterator[Line]:
 def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
     left = tiers.write_budget_left_bytes
     speed = f", lately {format_rate(tiers.promotion_bytes_per_second)}" if tiers.promotion_bytes_per_second else ""
-    failed = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(tiers.promotions_failed.items()))
     yield (
-        f"promoted {format_count(tiers.promoted_blocks)} blocks ({format_size(tiers.promoted_bytes)}){speed}, "
-        f"{format_count(tiers.promotions_waiting)} waiting, failed: {failed or 'none'}"
+        f"promoted {count_blocks(tiers.promoted_blocks)} ({format_size(tiers.promoted_bytes)}){speed}, "
+        f"{format_count(tiers.promotions_waiting)} waiting, failed: {_failed(tiers.promotions_failed)}"
     )
     missed = f", {format_count(tiers.writes_missed)} were evicted before their turn" if tiers.writes_missed else ""
     yield (
-        f"demoted {format_count(tiers.demoted_blocks)} blocks ({format_size(tiers.demoted_bytes)}){missed}, disk_write "
+        f"demoted {count_blocks(tiers.demoted_blocks)} ({format_size(tiers.demoted_bytes)}){missed}, disk_write "
         f"{tiers.write_mode}, {'no daily limit' if left is None else f'{format_size(left)} may be written now'}"
     )
 
 
 def _shared(one: SharedStats) -> Iterator[Line]:
-    failed = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(one.promotions_failed.items()))
     yield f"{one.url}: {'up' if one.up else 'down'}", "bold" if one.up else "bold yellow"
     yield (
         f"  asked for {format_count(one.asked_keys)} keys, found {format_count(one.found_keys)}, no answer in time for "
@@ -381,11 +378,11 @@ def _shared(one: SharedStats) -> Iterator[Line]:
         f"{format_count(one.breaker_trips)} times after failures"
     )
     yield (
-        f"  read {format_count(one.read_blocks)} blocks ({format_size(one.read_bytes)}), "
-        f"{format_count(one.queued_reads)} waiting, failed: {failed or 'none'}"
+        f"  read {count_blocks(one.read_blocks)} ({format_size(one.read_bytes)}), "
+        f"{format_count(one.queued_reads)} waiting, failed: {_failed(one.promotions_failed)}"
     )
     yield (
-        f"  written {format_count(one.written_blocks)} blocks ({format_size(one.written_bytes)}), "
+        f"  written {count_blocks(one.written_blocks)} ({format_size(one.written_bytes)}), "
         f"{format_count(one.already_stored)} were there already, {format_count(one.queued_writes)} waiting, "
         f"{format_count(one.dropped_writes)} dropped"
     )
@@ -398,8 +395,16 @@ def _shared(one: SharedStats) -> Iterator[Line]:
             "`kvoffd-cli clear NAME --all-nodes` has one shared again",
             "yellow",
         )
-    for kind, count in sorted(one.errors.items()):
-        yield f"  {kind} {format_count(count)}: {SHARED_ERRORS.get(kind, 'see the daemon log')}", "red"
+    yield from _faults(one.errors, SHARED_ERRORS)
+
+
+def _faults(counts: Mapping[str, int], meanings: Mapping[str, str]) -> Iterator[Line]:
+    for kind, count in sorted(counts.items()):
+        yield f"  {kind} {format_count(count)}: {meanings.get(kind, 'see the log of the daemon')}", "red"
+
+
+def _failed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(counts.items())) or "none"
 
 
 # --- the policy ------------------------------------------------------------------------------------
