@@ -22,7 +22,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.observe.loop_watch import LoopWatch
-from kvoffd.observe.meters import LOOKUP_BOUNDS_S, DurationHistogram
+from kvoffd.observe.meters import HOUR_S, LOOKUP_BOUNDS_S, CounterWindows, DurationHistogram
 from kvoffd.pool.pool import Pool
 from kvoffd.server.events import EventLog, Frames
 from kvoffd.server.handlers import HANDLERS, Answer, Pending
@@ -50,6 +50,8 @@ REMOVAL_WAIT_S = 0.5
 """For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
 STATE_WAIT_S = 1.0
 """Then for ``kvoffd.state`` to be written."""
+_REQUESTS = "requests"
+"""Beside the names of error codes."""
 MAX_PENDING = 64
 """Requests of a session whose replies wait."""
 
@@ -102,6 +104,8 @@ class Service:
         """What is to be published."""
         self.errors: Counter[str] = Counter()
         self.requests = 0
+        self._gained = CounterWindows(clock)
+        """Of requests, and of errors by code."""
         self.replies_dropped: Counter[str] = Counter()
         """By reason, ``gone`` or ``unread``."""
         self.lookup_times = DurationHistogram(LOOKUP_BOUNDS_S)
@@ -200,6 +204,7 @@ class Service:
             self._warn_of_partial()
         self.memory.tick()
         self.traffic.tick()
+        self._gained.sample({_REQUESTS: self.requests, **self.errors})
         if self.clock() >= self._totals_due:
             self.save_totals()
         self.curve.tick()
@@ -209,6 +214,12 @@ class Service:
         self.tiers.tick()
         for fingerprint in self.tiers.take_voided():
             self._void(fingerprint)
+
+    def in_last_hour(self) -> tuple[int, dict[str, int]]:
+        """Requests, and errors by code."""
+        _, gained = self._gained.gained(HOUR_S, {_REQUESTS: self.requests, **self.errors})
+        counts = {name: int(count) for name, count in gained.items() if count}
+        return counts.pop(_REQUESTS, 0), counts
 
     def save_totals(self) -> None:
         self._totals_due = self.clock() + self.config.limits.totals_every_s

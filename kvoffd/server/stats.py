@@ -42,6 +42,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     total = traffic.total()
     recent = traffic.in_last(MINUTE_S, total)
+    hour_requests, hour_errors = service.in_last_hour()
     level, causes = health_of(service, recent)
     largest, others = traffic.choose_rows()
     on_disk = sum((disk.tier.bytes_by_namespace() for disk in service.tiers if disk.tier is not None), Counter[bytes]())
@@ -59,6 +60,8 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         pinned_blocks=cache.blocks.pinned_blocks,
         requests=service.requests,
         errors=dict(service.errors),
+        last_hour_requests=hour_requests,
+        last_hour_errors=hour_errors,
         replies_dropped=dict(service.replies_dropped),
         kv_events=service.events.published,
         cpu_seconds=usage.ru_utime + usage.ru_stime,

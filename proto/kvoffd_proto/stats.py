@@ -586,6 +586,8 @@ class DaemonStats(Part, frozen=True):
         Labelled,
         counter("Requests that the daemon refused, by error code.", "code", (code.name.lower() for code in ErrorCode)),
     ] = {}
+    last_hour_requests: Annotated[Count, doc("Requests of the last hour, errors included.")] = 0
+    last_hour_errors: Annotated[Labelled, doc("Those of them that the daemon refused, by error code.")] = {}
     replies_dropped: Annotated[Labelled, doc("Replies not sent: the client is gone, or left too many unread.")] = {}
     kv_events: Annotated[Count, doc("KV event messages that were published.")] = 0
     cpu_seconds: Annotated[Seconds, doc("CPU seconds that the daemon used.")] = 0.0

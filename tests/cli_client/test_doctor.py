@@ -57,12 +57,6 @@ def chain(name: object, length: int) -> list[bytes]:
     return [sha256(f"{name} {at}".encode()).digest() for at in range(length)]
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two looks at the counters need not be a second apart."""
-    monkeypatch.setattr("kvoffd_client.cli.doctor.APART_S", 0.0)
-
-
 class Doctor:
     """Runs the command in this process; what of its report is looked at in most tests."""
 

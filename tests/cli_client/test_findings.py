@@ -94,7 +94,8 @@ STATS = DaemonStats(
     policy="learned",
     uptime_seconds=7200.0,
     requests=100_000,
-    errors={"NOT_READY": 3},
+    last_hour_requests=100_000,
+    last_hour_errors={"not_ready": 1000},
     pool=PoolStats(
         size_bytes=20 * GIB,
         bytes={"ready": 16 * GIB, "free": 4 * GIB},
@@ -119,7 +120,6 @@ BUSY = Facts(
     [info()],
     [session(1, Role.SCHEDULER), session(2, Role.WORKER)],
     MACHINE,
-    structs.replace(STATS, uptime_seconds=7199.0, requests=99_000),
     {"http://engine:8000": ENGINE},
 )
 DISK = DiskStats(
@@ -169,7 +169,7 @@ CASES: dict[str, Facts] = {
         reason: facts({"health_problems": [Problem(reason, f"The sentence of {reason}.")]})
         for reason in list(KINDS)[: list(KINDS).index("errors")]
     },
-    "errors": facts({"errors": {"NOT_READY": 103}}),
+    "errors": facts({"last_hour_errors": {"not_ready": 1001}}),
     "failed_stores": facts({"store": CopyStats(jobs=1000, failed_jobs=50)}),
     "failed_loads": facts({"load": CopyStats(jobs=1000, failed_jobs=50)}),
     "loop_blocked": facts({"loop_blocked_seconds": Histogram({"0.01": 900, "0.1": 1000, "+Inf": 1000}, 9.0)}),

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kvoffd.observe.metrics import all_metrics
+from kvoffd.server import health
+from kvoffd.server.tiers import HARMLESS_ERRORS
 from kvoffd_client import NamespaceSpec
+from kvoffd_client.cli import findings as f
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.daemon import DaemonProcess
@@ -153,6 +156,23 @@ def test_dashboard_and_alerts_name_metrics_that_there_are() -> None:
         used |= {one.partition("{")[0] for one in series}
     assert used - NAMES - OTHERS == set()
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+def test_alerts_have_the_figures_of_doctor_and_of_health() -> None:
+    assert (f.LATE_SHARE, f.FEWEST_ERRORS) == (health.LATE_SHARE, health.LEAST_LATE)
+    expressions = dict(re.findall(r"- alert: (\w+)\n +expr: (.*?)\n +(?:for|labels):", RULES.read_text(), re.DOTALL))
+    for name, figures in {
+        "KvoffdLateLookups": {f.LATE_SHARE, f.FEWEST_ERRORS},
+        "KvoffdNeverPaysOff": {f.PAYS_PERCENT / 100, f.FEWEST_LOOKUPS},
+        "KvoffdThrashing": {f.THRASH_SHARE, 0},
+        "KvoffdErrors": {f.ERROR_SHARE, f.FEWEST_ERRORS},
+        "KvoffdCopiesFail": {f.ERROR_SHARE, f.FEWEST_ERRORS},
+        "KvoffdDiskSlow": {f.LATE_TIER_SHARE, f.FEWEST_ERRORS},
+        "KvoffdLoopBlocked": {f.LOOP_BLOCKED_S, f.FEWEST_LOOKUPS},
+    }.items():
+        assert set(map(float, re.findall(r"[<>]=? ([\d.]+)", expressions[name]))) == figures, name
+    for kind in HARMLESS_ERRORS:
+        assert kind in expressions["KvoffdDiskErrors"]
 
 
 @contextmanager

@@ -37,6 +37,7 @@ class FakeDisk:
     """As much of a DiskTier as Tiers uses."""
 
     open_seconds, found_blocks, direct = 0.0, 0, True
+    lifetime_bytes = 0
     generation = 0
     """Of what is found in it."""
 
@@ -46,6 +47,7 @@ class FakeDisk:
         self.closes: list[float] = []
         self.names = {b"one", b"other"}
         """Namespaces that it has blocks of."""
+        self.errors: dict[str, int] = {}
         self.kept = True
         """Whether that holds after a kill."""
 
@@ -54,7 +56,13 @@ class FakeDisk:
         return dict.fromkeys(self.names, self.generation)
 
     def stats(self) -> TierStats:
-        return TierStats._make((2**30, *[0] * 11, self.busy, 0, 0.0, {}))
+        return TierStats._make((2**30, *[0] * 11, self.busy, 0, 0.0, self.errors))
+
+    def tick(self) -> None:
+        pass
+
+    def available(self) -> bool:
+        return not self.hangs
 
     def close(self, deadline_s: float) -> bool:
         self.closes.append(deadline_s)
@@ -219,3 +227,17 @@ def test_what_was_spent_of_the_days_writes_is_known_to_the_next_daemon(tmp_path:
         rig.saved.file.close(10.0)
     assert rigs[0] == 1 << 20
     assert rigs[1] == pytest.approx((1 << 20) - (1 << 18), abs=1 << 12)
+
+
+def test_errors_of_a_disk_are_a_problem_for_an_hour(rig: TiersRig) -> None:
+    disk = rig.result = FakeDisk()
+    rig.attach()
+    rig.opened()
+    assert dict(rig.tiers.problems) == {}
+    disk.errors = {"torn": 2, "not_direct": 1}
+    rig.tiers.tick()
+    assert "(2 torn)" in dict(rig.tiers.problems)["disk_errors"]
+    for _ in range(64):  # the window moves in steps of three minutes
+        rig.rig.clock.now += 60.0
+        rig.tiers.tick()
+    assert dict(rig.tiers.problems) == {}

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvoffd_client.admin_client import AdminClient, open_url, read_stats
 from kvoffd_client.cli.findings import FEWEST_LOOKUPS, EngineMetrics, Facts, Finding, Value, find, judge_value
 from kvoffd_client.cli.format import Line, percent, print_json, print_line, print_status, say
-from kvoffd_client.cli.machine import Machine, look_at
+from kvoffd_client.cli.machine import look_at
 from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, local_directory, open_admin
 from kvoffd_client.errors import KvoffdClientError
@@ -29,8 +29,6 @@ from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
 
 MOST_SHOWN = 5
-APART_S = 1.0
-"""Between two looks at the counters: what grows now."""
 ENGINE_TIMEOUT_S = 2.0
 MOST_METRICS_BYTES = 16 << 20
 TEST_BLOCKS, TEST_LAYERS, TEST_PAGE_BYTES = 8, 4, 1 << 18
@@ -102,23 +100,21 @@ def doctor(
 
 
 def gather(read: Callable[[], DaemonStats], urls: Sequence[str], admin: AdminClient | None = None) -> Facts:
-    """Read the statistics twice, and look at all else in between. Raises KvoffdClientError.
+    """Read the statistics, and look at all else. Raises KvoffdClientError.
 
     ``admin``: the daemon is on this machine, which is looked at too.
     """
-    earlier, begun = read(), time.monotonic()
     engines = {}
     for url in urls:
         print_status(f"Asking {url} ...")
         engines[url] = read_engine(url)
     print_status()
-    machine = look_at(admin.pid, [one.directory for one in earlier.disks]) if admin is not None else Machine()
-    time.sleep(max(0.0, begun + APART_S - time.monotonic()))
+    stats = read()
     if admin is None:
-        return Facts(read(), earlier=earlier, engines=engines)
-    own = admin.session_id
+        return Facts(stats, engines=engines)
+    machine, own = look_at(admin.pid, [one.directory for one in stats.disks]), admin.session_id
     sessions = [one for one in admin.sessions().sessions if one.session_id != own]
-    return Facts(read(), admin.namespaces().namespaces, sessions, machine, earlier, engines)
+    return Facts(stats, admin.namespaces().namespaces, sessions, machine, engines)
 
 
 def metrics_url(given: str) -> str:

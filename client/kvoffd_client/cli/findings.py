@@ -105,7 +105,7 @@ KINDS = {
     "descriptors": Kind("warning", "The daemon exits when it has no more.", "LimitNOFILE=65536" + _UNIT),
     "http_unavailable": Kind("warning", "Nobody can scrape /metrics.", "http_address" + _TOML),
     # The daemon.
-    "errors": Kind("warning", "Requests of a client are refused now.", _LOG + " --since -5min"),
+    "errors": Kind("warning", "Requests of a client are refused.", _LOG + " --since -1h"),
     "failed_stores": Kind("warning", "These blocks are computed again when they are asked for.", _LOG),
     "failed_loads": Kind("warning", "Engines computed these blocks.", _LOG),
     "loop_blocked": Kind("warning", "Lookups take that long, and engines do not wait.", _LOG + " --grep blocked"),
@@ -209,14 +209,12 @@ class EngineMetrics:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that checks know. ``earlier``: statistics of a moment before, for what grows. Over HTTP nothing is known of
-    sessions and the machine."""
+    """All that checks know. Over HTTP nothing is known of sessions and the machine."""
 
     stats: DaemonStats
     namespaces: Sequence[NamespaceInfo] = ()
     sessions: Sequence[SessionInfo] | None = None
     machine: Machine = field(default_factory=Machine)
-    earlier: DaemonStats | None = None
     engines: Mapping[str, EngineMetrics] = field(default_factory=dict)
 
     def setting(self, name: str) -> str:
@@ -274,15 +272,13 @@ def late_lookups(facts: Facts) -> Iterator[Finding]:
         yield finding("lookups_late", evidence, _share(late, lookups))
 
 
-def growing_errors(facts: Facts) -> Iterator[Finding]:
-    stats, earlier = facts.stats, facts.earlier
-    if earlier is not None and earlier.uptime_seconds < stats.uptime_seconds:
-        grown = {name: count - earlier.errors.get(name, 0) for name, count in stats.errors.items()}
-        grown = {name: count for name, count in grown.items() if count > 0}
-        if sum(grown.values()) > max(1, ERROR_SHARE * (stats.requests - earlier.requests)):
-            seconds = format_duration(stats.uptime_seconds - earlier.uptime_seconds)
-            named = ", ".join(f"{count} {printable(name)}" for name, count in sorted(grown.items()))
-            yield finding("errors", f"In the last {seconds} the daemon answered with errors: {named}.", 0.5)
+def failures(facts: Facts) -> Iterator[Finding]:
+    stats = facts.stats
+    refused = sum(stats.last_hour_errors.values())
+    if refused >= FEWEST_ERRORS and refused > ERROR_SHARE * stats.last_hour_requests:
+        counts = sorted(stats.last_hour_errors.items())
+        named = ", ".join(f"{format_count(count)} {printable(name)}" for name, count in counts)
+        yield finding("errors", f"In the last hour the daemon answered with errors: {named}.", 0.5)
     for name, copies in (("store", stats.store), ("load", stats.load)):
         if copies.failed_jobs >= FEWEST_ERRORS and copies.failed_jobs > ERROR_SHARE * copies.jobs:
             evidence = f"{format_count(copies.failed_jobs)} of {format_count(copies.jobs)} {name} jobs failed."
@@ -660,7 +656,7 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics, own: set[str]) 
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    daemon_health, late_lookups, growing_errors, blocked_loop, connected_clients, partial_blocks, memory, limits, gpus,
+    daemon_health, late_lookups, failures, blocked_loop, connected_clients, partial_blocks, memory, limits, gpus,
     disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, starving, engines,
 )  # fmt: skip
 
