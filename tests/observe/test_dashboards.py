@@ -145,6 +145,10 @@ def test_each_alert_fires_when_it_should_and_is_silent_else(tmp_path: Path) -> N
     require("prometheus", shutil.which("promtool"), "promtool is not installed")
     assert firing(tmp_path, [([name], series) for name, series in FIRES.items()]) == set(rule_names())
     assert firing(tmp_path, [(rule_names(), QUIET)]) == set()
+    gpu = f'kvoffd_health_problems{{{AT}, reason="gpu"}}'
+    not_pinned = QUIET | FIRES["KvoffdPoolNotPinned"] | {gpu: "1x720"}
+    assert firing(tmp_path, [(rule_names(), not_pinned)]) == {"KvoffdPoolNotPinned"}, "one cause, one alert"
+    assert "KvoffdDegraded" in firing(tmp_path, [(rule_names(), not_pinned | {gpu: "2x720"})]), "a GPU hangs too"
 
 
 def test_dashboard_and_alerts_name_metrics_that_there_are() -> None:
