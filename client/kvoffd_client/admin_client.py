@@ -100,11 +100,12 @@ class AdminClient(Session):
     Attributes:
         timeout_s: bounds every call, the connecting in it included; may be changed between two calls.
         on_silence: called when an answer takes long.
+        on_change: called by events() where the daemon has gone, and where it is back, if a call was made before.
     """
 
     def __init__(self, directory: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
-        self.on_silence: Callable[[], None] = lambda: None
+        self.on_silence = self.on_change = _nothing
         self._ended_connections = 0
         self._sockets = SocketTransport(os.fspath(directory), threaded=False)
         super().__init__(directory, m.Role.ADMIN, None, "admin", "", OPTIONS, self._sockets, None)
@@ -220,7 +221,7 @@ class AdminClient(Session):
             subscription.setsockopt(zmq.RCVHWM, EVENTS_QUEUE)
             subscription.setsockopt(zmq.SUBSCRIBE, KV_TOPIC_PREFIX)
             subscription.connect(f"ipc://{path}")
-            last_event_at = time.monotonic()
+            last_event_at, connected = time.monotonic(), self.ready
             while True:
                 if subscription.poll(EVENTS_POLL_MS):
                     last_event_at = time.monotonic()
@@ -230,8 +231,17 @@ class AdminClient(Session):
                     except (ValueError, msgspec.MsgspecError):
                         continue  # not an event of this protocol
                     yield topic, int.from_bytes(sequence, "big"), batch
-                elif idle_timeout_s is not None and time.monotonic() - last_event_at >= idle_timeout_s:
+                    continue
+                if self.session_id:
+                    self.poll()
+                    if self.ready != connected:
+                        connected = self.ready
+                        self.on_change()
+                if idle_timeout_s is not None and time.monotonic() - last_event_at >= idle_timeout_s:
                     return
+
+
+def _nothing() -> None: ...
 
 
 def _is_stopped(pid: int) -> bool:

@@ -155,6 +155,22 @@ def test_events_are_printed_as_they_happen(shared_daemon: DaemonProcess) -> None
     assert second == first + 1
 
 
+def test_events_say_when_the_daemon_goes_and_is_back(daemon: DaemonProcess) -> None:
+    with start_cli("events", "--directory", str(daemon.directory)) as process:
+        with FakeEngine(daemon.directory, "tiny") as engine:
+            assert "tiny" in store_until_heard(engine, process)
+        daemon.kill()
+        assert process.stderr is not None
+        for state in ("went away.", "is back;"):
+            assert f"The kvoffd daemon in {daemon.directory} {state}" in process.stderr.readline()
+            if state == "went away.":
+                daemon.start()
+        with FakeEngine(daemon.directory, "tiny") as engine:
+            assert "tiny" in store_until_heard(engine, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 130
+
+
 def test_a_watch_waits_for_a_daemon_that_restarts(daemon: DaemonProcess) -> None:
     """One sample a line; the daemon's own clock begins anew."""
     with start_cli(*WATCH, "--json", "--directory", str(daemon.directory)) as process:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import threading
 from collections.abc import Iterator
@@ -117,6 +118,41 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         terminal.wait_for("status is here")
         terminal.run("stty", "-a")
         assert " icanon" in terminal.wait_for("icanon"), "the terminal is as before"
+
+
+def test_signals_leave_the_terminal_as_it_was(daemon: DaemonProcess) -> None:
+    """Ctrl-Z and ``fg``, a stop that no process sees, SIGTERM and SIGHUP."""
+    with Tmux() as terminal:
+
+        def assert_restored() -> None:
+            terminal.wait_for(PROMPT.strip(), without="4 policy")
+            terminal.run("stty", "-a")
+            seen = terminal.wait_for("echonl")
+            assert not {"-icanon", "-echo"} & set(seen.split()), seen
+            terminal.run("clear")
+            terminal.wait_for(PROMPT.strip(), without="echonl")
+
+        top = shlex.join((CLI, "top", "--directory", str(daemon.directory)))
+        terminal.type(f"{top} & fg", "Enter")
+        terminal.wait_for("4 policy")
+        terminal.type("p")
+        terminal.wait_for("PAUSED")
+        for _ in range(2):
+            terminal.type("C-z")
+            terminal.wait_for("Stopped")
+            assert_restored()
+            terminal.run("fg")
+            terminal.wait_for("4 policy", "PAUSED")
+            terminal.type("2")
+            terminal.wait_for("No answer so far.")
+            terminal.type("1")
+            terminal.wait_for("No namespace")
+        terminal.type("q")
+        assert_restored()
+        for name in ("TERM", "HUP"):
+            terminal.run("sh", "-c", f"(sleep 2; kill -{name} $$) & exec {top}")
+            terminal.wait_for("4 policy")
+            assert_restored()
 
 
 def test_a_stopped_daemon_is_named_within_its_two_seconds(daemon: DaemonProcess) -> None:

@@ -115,7 +115,7 @@ def events(directory: Directory = None, json: Json = False) -> int:
     """Print KV cache events as they happen, until Ctrl-C.
 
     Blocks are stored in the pool and removed from it, written to a disk and dropped from it. With --json, one object
-    per line. Messages that did not arrive are reported on stderr.
+    per line. Messages that did not arrive are reported on stderr, and a daemon that goes and comes back.
     """
     labels: dict[bytes, str] = {}
     last: dict[bytes, int] = {}
@@ -124,6 +124,12 @@ def events(directory: Directory = None, json: Json = False) -> int:
         admin.health()  # An absent daemon is an error here, not something to wait for.
         if sys.stderr.isatty():
             print("Waiting for events; Ctrl-C ends.", file=sys.stderr)
+
+        def say_change() -> None:
+            state = "is back; its events of the meantime did not arrive here." if admin.ready else "went away."
+            print(f"kvoffd-cli: The kvoffd daemon in {admin.directory} {state}", file=sys.stderr, flush=True)
+
+        admin.on_change = say_change
         for topic, sequence, batch in admin.events():
             missing = sequence - last.get(topic, sequence - 1) - 1
             if missing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -76,6 +77,8 @@ SORTS: dict[str, Callable[[Window], float]] = {
 """By what comes before the size."""
 SPARKS = " ▁▂▃▄▅▆▇█"
 MOST_AWAY_LINES = 3
+LEAVE, ENTER = b"\x1b[?1049l\x1b[?25h", b"\x1b[?1049h\x1b[?25l"
+"""The alternate screen, and the cursor."""
 
 
 @dataclass(frozen=True)
@@ -492,19 +495,49 @@ def _obey(screen: Screen, key: str) -> None:
 
 @contextmanager
 def keyboard() -> Iterator[Callable[[float], str]]:
-    """Yields what waits so many seconds for keys and returns them: ``q`` where the terminal is gone."""
+    """Yields what waits so many seconds for keys and returns them: ``q`` where the terminal is gone.
+
+    Signals that end or stop the process leave the terminal as it was before.
+    """
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal) if sys.stdin.isatty() else None
+    resumed: list[str] = []
 
     def pressed(seconds: float) -> str:
         if not select.select([terminal] if before else [], [], [], seconds)[0]:
-            return ""
+            return resumed.pop() if resumed else ""
         return os.read(terminal, 64).decode("ascii", "ignore") or "q"
 
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    def stop(number: int, _: object) -> None:
+        os.write(sys.stdout.fileno(), LEAVE)
+        if before:
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        signal.signal(number, stop)  # it goes on
+
+    def resume(_: int, __: object) -> None:
+        if before:
+            tty.setcbreak(terminal)
+        os.write(sys.stdout.fileno(), ENTER)
+        resumed[:] = [" "]  # no key: draw all of it
+
+    given: dict[signal.Signals, Callable[[int, object], None]] = {
+        signal.SIGTERM: end,
+        signal.SIGHUP: end,
+        signal.SIGTSTP: stop,
+        signal.SIGCONT: resume,
+    }
+    defaults = {number: signal.signal(number, handler) for number, handler in given.items()}
     try:
         if before:
             tty.setcbreak(terminal)
         yield pressed
     finally:
+        for number, handler in defaults.items():
+            signal.signal(number, handler)
         if before:
             termios.tcsetattr(terminal, termios.TCSADRAIN, before)
