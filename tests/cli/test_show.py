@@ -29,6 +29,11 @@ def test_nothing_is_lost_on_80_columns(shared_daemon: DaemonProcess) -> None:
             seen = re.sub(r"\x1b\[[0-9;]*m", "", terminal.seen)
             assert max(map(len, seen.splitlines())) <= 80, command
             assert "…" not in seen
+            if command == ("clients",):  # with labels where there is room
+                for one in (first, second):
+                    digits = one.namespace.fingerprint.hex()[:12]
+                    assert f"{one.namespace.label} ({digits})" in wide
+                    wide = wide.replace(f"{one.namespace.label} ({digits})", digits)
             if "--all" in command:  # each time it is idle for another time
                 assert all(title in seen.split() for title in wide.splitlines()[0].split())
             else:

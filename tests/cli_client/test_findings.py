@@ -270,6 +270,11 @@ def test_stores_that_failed_for_want_of_space_are_told_from_others() -> None:
     )
 
 
+def test_stores_that_quotas_refused_are_no_failed_copies() -> None:
+    lost = Window(**traffic(no_space_keys=120, no_space_causes={"quota": 100, "filling": 20}))
+    assert not find(facts({"store": CopyStats(jobs=1000, failed_jobs=50), "since_start": lost}))
+
+
 def test_what_gives_stores_space_is_what_has_it() -> None:
     problem = {"health_problems": [Problem("stores_without_space", "In the last 100 s ...")]}
     limited = counted(quota_bytes=GIB, no_space_causes={"quota": 7})

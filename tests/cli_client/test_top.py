@@ -14,6 +14,7 @@ from kvoffd_client.cli.show import Engine
 from kvoffd_client.cli.top import SORTS, VIEWS, History, Reading, Screen
 from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.stats import (
+    CopyStats,
     DaemonStats,
     DiskStats,
     Histogram,
@@ -118,6 +119,21 @@ def test_the_screen(screen: Screen) -> None:
     assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy")
 
 
+def test_quotas_leave_room_for_names(screen: Screen) -> None:
+    assert screen.reading is not None
+    now = screen.reading.stats
+    limited = [structs.replace(one, quota_bytes=GIB, model=f"org/{one.model}-instruct") for one in now.namespaces]
+    few = CopyStats(jobs=100, failed_jobs=19)
+    screen.reading = Reading(structs.replace(now, namespaces=limited, store=few))
+    lines = drawn(screen, height=40)
+    rows = [line for line in lines if limited[0].id in line or limited[1].id in line]
+    assert sorted(row.split()[0] for row in rows) == ["llama-inst", "qwen-instr"]
+    assert all("/1.00G " in row for row in rows)
+    assert not [line for line in lines if "copy jobs failed" in line], "doctor does not mind so few"
+    screen.reading = Reading(structs.replace(now, store=CopyStats(jobs=100, failed_jobs=20)))
+    assert "! 20 copy jobs failed since the start: see `kvoffd-cli doctor --all`" in drawn(screen, height=40)
+
+
 def test_now_is_of_the_last_seconds_and_the_samples_are_bounded() -> None:
     history = History()
     for at in range(0, 5000, 2):
@@ -139,7 +155,7 @@ def test_now_is_of_the_last_seconds_and_the_samples_are_bounded() -> None:
 def test_every_view_fits_every_screen(screen: Screen) -> None:
     screen.paused, screen.away = True, "No answer since 14:05:23: There is no kvoffd daemon."
     classes = [PolicyClass(f"class {number}", 0.1, 0.5, 0.3, GIB, 1.5) for number in range(50)]
-    engines = [Engine(f"engine {number}", [bytes([number]) * 32], 1, 2, [7]) for number in range(50)]
+    engines = [Engine(f"engine {number}", [bytes([number]) * 32], ["llama"], 1, 2, [7]) for number in range(50)]
     shown = structs.replace(
         stats(10, tuple(f"model-{number}" * 9 for number in range(50))),
         learned=LearnedStats(9, 9, classes=classes),
@@ -162,7 +178,7 @@ def test_a_quota_and_blocks_without_a_count_of_tokens(screen: Screen) -> None:
         screen.history.add(screen.reading.stats)
     lines = drawn(screen, 100)
     row = next(line for line in lines if "000000000001" in line)
-    assert row.split()[:9] == ["llama", "000000000001", "1.00", "GiB", "of", "4.00", "GiB", "-", "100"]
+    assert row.split()[:5] == ["llama", "000000000001", "1.00G/4.00G", "-", "100"]
     assert "Saved   prefill -, - tokens loaded" in lines
     assert next(line for line in lines if line.startswith("now")).split()[1] == "-"
 
@@ -185,9 +201,11 @@ def test_other_views(screen: Screen) -> None:
     assert "No answer so far." in drawn(screen)[2], "it was not asked for them yet"
     screen.reading = Reading(stats(1), [])
     assert "No engine is connected." in drawn(screen)
-    engine = Engine("vllm 7", [bytes.fromhex("000000000001") + bytes(26)], 1, 4, [7], 12, GIB, 3, 8 * GIB, GIB, 2 * GIB)
+    fingerprint = bytes.fromhex("000000000001") + bytes(26)
+    engine = Engine("vllm 7", [fingerprint], ["tiny"], 1, 4, [7], 12, GIB, 3, 8 * GIB, GIB, 2 * GIB)
     screen.reading = Reading(stats(1), [engine])
     assert " ".join(drawn(screen)[3].split()) == "vllm 7 000000000001 4 7 1.00 GiB 2.00 GiB 1.00 GiB 8.00 GiB"
+    assert drawn(screen, 120)[3].startswith("vllm 7  tiny (000000000001)  "), "there is room for the label"
     screen.view = "tiers"
     text = "\n".join(drawn(screen))
     assert "  corrupt 2: blocks read back were not as they were written: a bad drive" in text

@@ -19,6 +19,7 @@ from kvoffd_client.cli.format import (
     print_status,
     say,
 )
+from kvoffd_client.cli.show import labels_of
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, open_admin
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, EventBatch, KvEvent
 from kvoffd_proto.stats import namespace_id
@@ -140,7 +141,7 @@ def events(directory: Directory = None, json: Json = False) -> int:
             last[topic] = sequence
             fingerprint = topic_fingerprint(topic)
             if fingerprint not in labels:
-                labels |= {item.namespace: item.label for item in admin.namespaces().namespaces}
+                labels |= labels_of(admin)
             if json:
                 print_json(event_object(fingerprint, sequence, batch, labels))
             else:

@@ -24,6 +24,7 @@ from kvoffd_proto.messages import BENCH_LABEL, Role
 from kvoffd_proto.stats import (
     MISS_REASONS,
     NO_SPACE_CAUSES,
+    CopyStats,
     DaemonStats,
     HitCurve,
     NamespaceStats,
@@ -279,13 +280,21 @@ def failures(facts: Facts) -> Iterator[Finding]:
         counts = sorted(stats.last_hour_errors.items())
         named = ", ".join(f"{format_count(count)} {printable(name)}" for name, count in counts)
         yield finding("errors", f"In the last hour the daemon answered with errors: {named}.", 0.5)
+    for name, copies in failing_copies(stats):
+        evidence = f"{format_count(copies.failed_jobs)} of {format_count(copies.jobs)} {name} jobs failed."
+        causes = stats.since_start.no_space_causes if name == "store" else {}
+        for cause, lost in sorted(causes.items(), key=lambda item: -item[1])[:1]:
+            evidence += f" {count_blocks(lost)} had no space: {NO_SPACE_CAUSES.get(cause, printable(cause))}."
+        yield finding(f"failed_{name}s", evidence, _share(copies.failed_jobs, copies.jobs))
+
+
+def failing_copies(stats: DaemonStats) -> Iterator[tuple[str, CopyStats]]:
+    """Stores and loads of which many failed; no stores where quotas refused most: health says that."""
+    causes = stats.since_start.no_space_causes
     for name, copies in (("store", stats.store), ("load", stats.load)):
-        if copies.failed_jobs >= FEWEST_ERRORS and copies.failed_jobs > ERROR_SHARE * copies.jobs:
-            evidence = f"{format_count(copies.failed_jobs)} of {format_count(copies.jobs)} {name} jobs failed."
-            causes = stats.since_start.no_space_causes if name == "store" else {}
-            for cause, lost in sorted(causes.items(), key=lambda item: -item[1])[:1]:
-                evidence += f" {count_blocks(lost)} had no space: {NO_SPACE_CAUSES.get(cause, printable(cause))}."
-            yield finding(f"failed_{name}s", evidence, _share(copies.failed_jobs, copies.jobs))
+        refused = name == "store" and causes and max(causes, key=causes.__getitem__) == "quota"
+        if copies.failed_jobs >= FEWEST_ERRORS and copies.failed_jobs > ERROR_SHARE * copies.jobs and not refused:
+            yield name, copies
 
 
 def blocked_loop(facts: Facts) -> Iterator[Finding]:

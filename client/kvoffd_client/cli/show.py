@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import (
     NO_NAMESPACE,
+    PIPE_CELLS,
+    make_console,
     namespace_name,
     print_json,
     print_page,
@@ -67,6 +72,7 @@ class Engine:
 
     name: str
     namespaces: list[bytes]
+    labels: list[str]
     schedulers: int = 0
     workers: int = 0
     pids: list[int] = field(default_factory=list)
@@ -101,12 +107,13 @@ def clients(
         return _show_requests(directory, request, as_json=json)
     with open_admin(directory) as admin:
         found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
+        rows = engines_of(found, labels_of(admin))
     if json:
-        print_json({"sessions": found} if every else {"engines": [vars(one) for one in engines_of(found)]})
+        print_json({"sessions": found} if every else {"engines": list(map(vars, rows))})
     elif every:
         _show_sessions(found)
-    elif rows := engines_of(found):
-        print_page(engine_table(rows))
+    elif rows:
+        print_page(engine_table(rows, make_console()))
         if without := sum(not row.workers for row in rows):
             say(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
     else:
@@ -114,14 +121,19 @@ def clients(
     return 0
 
 
-def engines_of(found: Sequence[SessionInfo]) -> list[Engine]:
+def labels_of(admin: AdminClient) -> dict[bytes, str]:
+    """Of the open namespaces, by fingerprint."""
+    return {one.namespace: one.label for one in admin.namespaces().namespaces}
+
+
+def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = MappingProxyType({})) -> list[Engine]:
     """The engines among the sessions: each scheduler is one. Its workers have its name and its process, or are the
     next ones of that name."""
     rows: list[Engine] = []
     for one in sorted(found, key=lambda one: one.role != Role.SCHEDULER):
         if one.role not in (Role.SCHEDULER, Role.WORKER):
             continue
-        row = Engine(_engine_name(one), one.namespaces)
+        row = Engine(_engine_name(one), one.namespaces, [labels.get(each, "") for each in one.namespaces])
         alike = [each for each in rows if (each.name, each.namespaces) == (row.name, row.namespaces)]
         if one.role == Role.WORKER and alike:
             row = min(alike, key=lambda each: (one.pid not in each.pids, each.workers))
@@ -140,20 +152,26 @@ def _engine_name(session: SessionInfo) -> str:
     return re.sub(rf" {session.role}( \d+)?$", "", session.name)
 
 
-def engine_table(rows: Sequence[Engine]) -> Table:
-    return table_of(
-        ("engine", "<namespace", ">workers", "pids", ">stored", ">loaded", ">pinned", ">registered"),
-        [
-            (
-                printable(row.name) or "-",
-                _ids(row.namespaces),
-                format_count(row.workers),
-                ", ".join(map(str, row.pids)) or "-",
-                *map(format_size, (row.stored_bytes, row.loaded_bytes, row.pinned_bytes, row.registered_bytes)),
-            )
-            for row in rows
-        ],
+def engine_table(rows: Sequence[Engine], console: Console) -> Table:
+    """A row for each engine; namespaces have their labels beside their ids where the console is wide enough."""
+    named, short = (
+        table_of(
+            ("engine", "<namespace", ">workers", "pids", ">stored", ">loaded", ">pinned", ">registered"),
+            [
+                (
+                    printable(row.name) or "-",
+                    ", ".join(map(namespace_name, labels, row.namespaces)) or "-",
+                    format_count(row.workers),
+                    ", ".join(map(str, row.pids)) or "-",
+                    *map(format_size, (row.stored_bytes, row.loaded_bytes, row.pinned_bytes, row.registered_bytes)),
+                )
+                for row, labels in zip(rows, shown, strict=True)
+            ],
+        )
+        for shown in ([row.labels for row in rows], [[""] * len(row.namespaces) for row in rows])
     )
+    needs = console.measure(named, options=console.options.update_width(PIPE_CELLS)).maximum
+    return named if needs <= console.width else short
 
 
 def _show_sessions(found: Sequence[SessionInfo]) -> None:
@@ -200,7 +218,7 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
     with open_admin(directory) as admin:
         found = admin.ask(Requests, name).requests
         names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
-        labels = {one.namespace: one.label for one in admin.namespaces().namespaces}
+        labels = labels_of(admin)
     if as_json:
         print_json({"requests": found})
         return 0

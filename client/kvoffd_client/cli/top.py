@@ -25,9 +25,10 @@ from rich.live import Live
 from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
+from kvoffd_client.cli.findings import failing_copies
 from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, wrapped
-from kvoffd_client.cli.show import Engine, engine_table, engines_of
-from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, size_of, tier_details, token_count
+from kvoffd_client.cli.show import Engine, engine_table, engines_of, labels_of
+from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_details, token_count
 from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin, parse_option
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel
@@ -311,7 +312,8 @@ def _bytes(count: float, window: Window) -> str:
 
 def _lookups(stats: DaemonStats, now: Window, pen: Pen) -> list[Text]:
     times = [format_duration(stats.lookup_seconds.quantile(share)) for share in (0.5, 0.99)]
-    queued, failed = (getattr(stats.store, name) + getattr(stats.load, name) for name in ("queued_jobs", "failed_jobs"))
+    queued = stats.store.queued_jobs + stats.load.queued_jobs
+    failed = sum(copies.failed_jobs for _, copies in failing_copies(stats))
     words = f"Lookups {_rate(now.lookups, now)}/s  queued copies {format_count(queued)}  since start:"
     line = f"{words} p50 {times[0]}  p99 {times[1]}"
     failures = f"! {format_count(failed)} copy jobs failed since the start: see `kvoffd-cli doctor --all`"
@@ -337,19 +339,19 @@ def _curve(stats: DaemonStats, pen: Pen) -> list[Text]:
 
 
 COLUMNS = ("NAMESPACE", "SIZE", "TOK/S", "KEYS/S", "LOADED", "MISSED", "MOST MISSED")
-QUOTA_CELLS = 12
-"""In the column of sizes, where a namespace has a quota: `` of 1.00 GiB``."""
+SIZE_CELLS, QUOTA_CELLS = 9, 11
+"""Of sizes: ``1.00 GiB``; where a namespace has a quota, ``50.0M/1.00G`` as df -h has it."""
 
 
 def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pen: Pen) -> list[Text]:
-    of_quota = QUOTA_CELLS if any(one.quota_bytes is not None for one in found) else 0
-    of_name = max(10, pen.width - 57 - of_quota)
-    widths = (-of_name, 9 + of_quota, 8, 8, 7, 7, -12)
+    of_size = SIZE_CELLS if all(one.quota_bytes is None for one in found) else QUOTA_CELLS
+    of_name = max(12, pen.width - 46 - of_size)
+    widths = (-of_name, of_size, 8, 8, 6, 6, -12)
     head = pen.cells(COLUMNS, widths, "bold reverse")
     head.highlight_words([sort], "underline")
     lines = [Text(), head]
     for one in found:
-        name = f"{one.model} {one.id}" if one.model else one.id
+        name = printable(f"{one.model} {one.id}" if one.model else one.id)
         if of_name < cell_len(name):  # the id stays whole, since labels may repeat, and the owner of the model goes
             model = printable(one.model).rpartition("/")[2]
             name = f"{set_cell_size(model, max(0, of_name - len(one.id) - 1))} {one.id}"
@@ -357,7 +359,7 @@ def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pe
         missed = sum(now.misses.values())
         cells = (
             name,
-            size_of(one),
+            _size(one),
             _token_rate(now),
             _rate(now.asked_keys, now),
             percent(now.loaded_keys, now.asked_keys),
@@ -366,6 +368,13 @@ def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pe
         )
         lines.append(pen.cells(cells, widths, "dim" if one.of_bench else ""))
     return lines if found else [Text(), pen.text("No namespace: no engine has connected so far.", "dim")]
+
+
+def _size(one: NamespaceStats) -> str:
+    if one.quota_bytes is None:
+        return format_size(one.ready_bytes)
+    both = one.ready_bytes, one.quota_bytes
+    return "/".join(format_size(each).replace(" ", "").removesuffix("iB") for each in both)
 
 
 def _tier_summary(stats: DaemonStats, pen: Pen) -> list[Text]:
@@ -385,7 +394,7 @@ def _tier_summary(stats: DaemonStats, pen: Pen) -> list[Text]:
 def _clients(engines: Sequence[Engine] | None, console: Console) -> list[Text]:
     if not engines:
         return [Text(), Text("No answer so far." if engines is None else "No engine is connected.")]
-    found = console.render_lines(engine_table(engines))
+    found = console.render_lines(engine_table(engines, console))
     lines = [Text.assemble(*((part.text, part.style or "") for part in line)) for line in found]
     note = Text("pinned: pool memory under its leases. registered: memory of its own, for copies.", "dim")
     return [Text(), *lines, Text(), note]
@@ -420,7 +429,9 @@ def top(
             if url:
                 return Reading(read_stats(url), far=True)
             admin.timeout_s = timeout_s
-            return Reading(admin.stats(), engines_of(admin.sessions().sessions) if view == "clients" else None)
+            if view != "clients":
+                return Reading(admin.stats())
+            return Reading(admin.stats(), engines_of(admin.sessions().sessions, labels_of(admin)))
 
         console = make_console()
         if console.is_terminal and not console.is_dumb_terminal and not json:
