@@ -11,13 +11,15 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from kvoffd.errors import KvoffdError
-from kvoffd.tiers.tier import Space
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import UnitError, is_host, parse_duration, quoted
+
+if TYPE_CHECKING:  # `kvoffd config` imports nothing heavy
+    from kvoffd.tiers.tier import Space
 
 logger = logging.getLogger(__name__)
 
