@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             status = quick_health(given[1:])
         except OSError:
-            status = None  # nobody reads what it prints: see app.main
+            status = None  # nobody reads what it prints: see app.run
         finally:
             gc.enable()  # for a program that calls this
         if status is not None:

@@ -112,9 +112,8 @@ class EngineNamespace:
         return self.current is not None and self.client.ready and self.usable
 
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
-        """Whether steps, empty ones too, will make the namespace known or the workers registered in that time."""
-        if self.registered and self.client.ready:
-            return False
+        """Where the namespace is not known, or the workers are not registered: whether steps, empty ones too, will make
+        it so in that time."""
         return self._waiting_since is not None and self._clock() - self._waiting_since < patience_s
 
     @property

@@ -272,7 +272,7 @@ class KvoffdManager(OffloadingManager):
         state.found, state.otherwise = {}, _MISS
         if has_all or not self._may_load(state) or not namespace.usable:
             return
-        if namespace.current is None or not (namespace.registered and namespace.client.ready):
+        if not (namespace.registered and namespace.client.ready):
             if namespace.pending() if namespace.current is None else namespace.pending(self._deadline_s):
                 state.otherwise = LookupResult.RETRY  # it is about to be known, or the workers registered
                 return
