@@ -98,8 +98,8 @@ clean: ## remove all environments, caches and what was built
 	rm -rf .venv* .demo .fuzz .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
-# Editable: Python is taken from here as it is, but C must be compiled again.
-$(VENV)/.tools: pyproject.toml hatch_build.py $(shell find kvoffd -name '*.[ch]') $(BUILD)
+# Editable: Python is taken from here as it is, but C must be compiled again, and the version be written down.
+$(VENV)/.tools: pyproject.toml hatch_build.py kvoffd/__init__.py $(shell find kvoffd -name '*.[ch]') $(BUILD)
 	@test -n "$(PYTHON)" || { echo "kvoffd needs Python 3.11 to 3.14 and found none: install one, or say" \
 		"\`make PYTHON=/path/to/python\`." >&2; exit 1; }
 	@$(PYTHON) $(BUILD) $(VENV) tools
