@@ -646,11 +646,13 @@ class Cache:
             names = _some(names, lacking, size)
         numbers, blocks = ([plan.mine_keys], [plan.mine]) if plan.mine_keys else ([], [])
         runs: Sequence[tuple[int, float]] = [(len(lacking), inf)]
-        short, kept = -inf, False  # what has such a score gives no space; whether there is other
+        short = -inf  # what has a score up to here gets no space
         try:
             if part.starts is not None and lacking and group.sizes and not group.namespace.of_bench:
                 starts = part.starts if len(part.starts) == 1 else np.unique(np.searchsorted(lacking, part.starts))
                 runs = self.policy.admit(group, names, list(starts))
+                if self.slots.free_bytes < group.block_bytes and not self._dead and not self._partial:
+                    short = self.policy.lowest
             for count, score in runs:
                 end, taken = begin + count, 0
                 limit = inf if self.tiers is not None else score  # the pool is the way down to them
@@ -660,9 +662,10 @@ class Cache:
                         blocks.append(slots[:, 0])
                         numbers.append(lacking[begin : begin + taken])
                     if taken < count:
-                        short, kept = limit, limit != inf and self._victims.are_left(self._bytes_in[READY])
+                        short = limit
                 if taken < count:
-                    lost = stored.rejected if score == REJECTED or kept else stored.no_space
+                    others = short < inf and self._victims.are_left(self._bytes_in[READY])
+                    lost = stored.rejected if score == REJECTED or others else stored.no_space
                     lost += lacking[begin + taken : end]
                 begin = end
             if stored.no_space:
@@ -886,6 +889,7 @@ class Cache:
                 elif not victims.size:
                     continue
                 else:
+                    count = min(count, entered + len(victims))  # where they are fewer, nothing else may go
                     slots = self._replace(group, victims, left)
                 found.append(slots)  # and maybe more, where one rank took what another lacked
                 entered += len(slots)

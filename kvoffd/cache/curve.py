@@ -10,7 +10,6 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +46,7 @@ class HitRatioCurve:
         self._free = weakref.finalize(self, self._native.curve_free, self._at)
         self._clock = clock
         self._halved_at = clock()
-        self._counts: WeakKeyDictionary[Namespace, tuple[_Counts, int, list[int]]] = WeakKeyDictionary()
+        self._counts: dict[Namespace, tuple[_Counts, int, list[int]]] = {}
         """Those of ``struct counts``, their address, and the tokens that requests found."""
         self._gone, self._gone_found = np.zeros(_ROW), [0]
         """What those of namespaces that were forgotten had come to."""
@@ -73,8 +72,8 @@ class HitRatioCurve:
             tokens = group.tokens or UNKNOWN_TOKENS
             per = max(1, PIECE_TOKENS // tokens) if tokens > UNKNOWN_TOKENS else 1
             whose, size = int.from_bytes(namespace.fingerprint[:8], "big") ^ group.group, group.key_bytes
-            sizes = len(keys) // size, size, group.block_bytes, tokens, per
-            self._native.curve_asked(self._at, counted[1], whose, keys, *sizes)
+            count = len(keys) // size
+            self._native.curve_asked(self._at, counted[1], whose, keys, count, size, group.block_bytes, tokens, per)
             counted[2][0] += run * tokens
 
     def tick(self) -> None:

@@ -89,6 +89,7 @@ struct known {
     uint64_t known_bytes; /* of the blocks that known keys have, or would have */
     uint64_t nbytes; /* memory of all that is known */
     uint64_t as_lru; /* learned.py: blocks go as in an LRU, and all are taken */
+    double lowest; /* score of all blocks when keys were last offered; INFINITY where there are none */
 };
 
 /* What was counted, and what follows from it; learned.py reads it, and sets the first three. */
@@ -1198,6 +1199,16 @@ struct offer {
 
 static const double DECLINED = -1;
 
+static double lowest_worth(const struct learned *l)
+{
+    for (uint32_t word = 0; word < sizeof l->filled / sizeof *l->filled; word++)
+        if (l->filled[word]) {
+            uint32_t cell = l->by_rank[word * 64 + __builtin_ctzll(l->filled[word])];
+            return l->counts.worth[cell / BINS][cell % BINS];
+        }
+    return INFINITY;
+}
+
 /* Writes what keys are worth that have no block, in runs, of which there are at most `count`; returns how many. Chains
  * begin at `starts`, the first at 0. */
 uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
@@ -1206,6 +1217,7 @@ uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *
     uint64_t *hashes = scratch(l, count * sizeof *hashes), made = 0;
 
     forget_some(l, count); /* what is stored without a request is bounded, too */
+    l->known.lowest = lowest_worth(l);
     hash_keys(l, name, keys, count, key_bytes, hashes);
     for (uint64_t chain = 0; chain < chains; chain++) {
         uint64_t end = chain + 1 < chains ? starts[chain + 1] : count;

@@ -74,13 +74,11 @@ BINS = 17
 class Known(ctypes.Structure):
     """``struct known`` of learned.c."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            "lifetime", "now", "keys", "requests", "known_keys", "blocks", "spans", "known_bytes", "nbytes",
-            "as_lru",
-        )
-    )  # fmt: skip
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("lifetime", "now", "keys", "requests", "known_keys", "blocks", "spans")),
+        *((name, ctypes.c_uint64) for name in ("known_bytes", "nbytes", "as_lru")),
+        ("lowest", ctypes.c_double),
+    )
 
 
 class Counts(ctypes.Structure):
@@ -176,6 +174,10 @@ class Learned(InOrder):
         single = (keys[at * size : (at + 1) * size] for at in range(count))
         chance = self._native.learned_chance
         return np.array([chance(self._at, group.number, key, size, within_bytes) for key in single], np.float64)
+
+    @property
+    def lowest(self) -> float:
+        return self.known.lowest
 
     @property
     def ghosts(self) -> int:

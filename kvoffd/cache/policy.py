@@ -86,6 +86,10 @@ class Policy(Protocol):
         ``starts``: where the keys of each chain begin, the first at 0.
         """
 
+    @property
+    def lowest(self) -> float:
+        """The lowest score of a block at the last ``admit``, or a lower one."""
+
     def rejected(self, group: Group, keys: bytes) -> None:
         """Offered keys were not worth the blocks that would have had to go."""
 
@@ -112,6 +116,8 @@ class Policy(Protocol):
 
 class AdmitsAll:
     """Half of a policy that takes whatever a store offers and learns nothing of keys."""
+
+    lowest = -inf
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         return [(len(keys) // group.key_bytes, inf)]
