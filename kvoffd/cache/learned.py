@@ -177,7 +177,7 @@ class Learned(InOrder):
 
     @property
     def lowest(self) -> float:
-        return self.known.lowest
+        return float(self.known.lowest)
 
     @property
     def ghosts(self) -> int:
