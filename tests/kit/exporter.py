@@ -20,7 +20,7 @@ class Exporter(Closing):
     Args:
         directory: the daemon's.
         library: libcuda's path; "" for the system's.
-        kind: "ordinary", or "chunks" of CUDA's virtual memory API.
+        kind: "ordinary", "apart" with an allocation for each layer, or "chunks" of CUDA's virtual memory API.
         environ: of the process.
         under: a command that runs it, as ``unshare``; killed, it must take the process along.
     """

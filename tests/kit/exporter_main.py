@@ -15,7 +15,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ END_BYTES = 1024
 
 
 class Gpu:
-    """Memory of device 0: layers of blocks of pages, in one allocation or in chunks of 2 MiB."""
+    """Memory of device 0: layers of blocks of pages, in one allocation, in one for each layer or in chunks of 2 MiB."""
 
     def __init__(self, library: str, kind: str, layers: int, blocks: int, page_bytes: int) -> None:
         self.layers, self.blocks, self.page_bytes = layers, blocks, page_bytes
@@ -46,20 +46,36 @@ class Gpu:
         self.driver.init()
         self.driver.set_context(self.driver.retain_context(0))
         self.cuda = load(library or cuda.DEFAULT_LIBRARY)
-        self.nbytes = layers * blocks * page_bytes
-        self.address = self._ordinary() if kind == "ordinary" else self._chunks()
+        self.layer_bytes = blocks * page_bytes
+        self.nbytes = layers * self.layer_bytes
+        if kind == "apart":  # smaller allocations would share one
+            self.addresses = [self._ordinary(max(CHUNK, self.layer_bytes)) for _ in range(layers)]
+        else:
+            first = self._ordinary(self.nbytes) if kind == "ordinary" else self._chunks()
+            self.addresses = [first + layer * self.layer_bytes for layer in range(layers)]
 
     def call(self, name: str, *arguments: Any) -> None:
         status = getattr(self.cuda, name)(*arguments)
         assert status == 0, (name, status)
 
     def write(self, data: bytes, at: int = 0) -> None:
-        self.call("cuMemcpyHtoD_v2", self.address + at, data, len(data))
+        for address, begin, end in self._spans(at, len(data)):
+            self.call("cuMemcpyHtoD_v2", address, data[begin:end], end - begin)
 
     def read(self, nbytes: int, at: int = 0) -> bytes:
         data = ctypes.create_string_buffer(nbytes)
-        self.call("cuMemcpyDtoH_v2", data, self.address + at, nbytes)
+        for address, begin, end in self._spans(at, nbytes):
+            self.call("cuMemcpyDtoH_v2", ctypes.addressof(data) + begin, address, end - begin)
         return data.raw
+
+    def _spans(self, at: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """Where bytes that lie in one layer are, and which they are."""
+        begin = 0
+        while begin < nbytes:
+            layer, within = divmod(at + begin, self.layer_bytes)
+            end = min(nbytes, begin + self.layer_bytes - within)
+            yield self.addresses[layer] + within, begin, end
+            begin = end
 
     def ends(self, blocks: list[int]) -> list[int]:
         """Where the last END_BYTES of each page of these blocks begin: what a copy of a page writes last."""
@@ -74,9 +90,9 @@ class Gpu:
         data = np.frombuffer(self.read(self.nbytes), dtype=np.uint8).reshape(self.layers, self.blocks, self.page_bytes)
         return [hashlib.sha256(data[:, block].tobytes()).hexdigest() for block in range(self.blocks)]
 
-    def _ordinary(self) -> int:
+    def _ordinary(self, nbytes: int) -> int:
         address = ctypes.c_uint64()
-        self.call("cuMemAlloc_v2", ctypes.byref(address), self.nbytes)
+        self.call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
         return address.value
 
     def _chunks(self) -> int:
@@ -118,10 +134,10 @@ class _LateWriter:
 class TorchGpu(Gpu):
     """Memory of torch's allocator, written by kernels."""
 
-    def _ordinary(self) -> int:
+    def _ordinary(self, nbytes: int) -> int:
         import torch
 
-        self.tensor = torch.zeros(self.nbytes, dtype=torch.uint8, device="cuda")
+        self.tensor = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         return int(self.tensor.data_ptr())
 
@@ -144,12 +160,13 @@ class _Nothing:
 
 
 def registration_of(gpu: Gpu) -> Registration:
-    (segment,) = export_segments([(gpu.address, gpu.nbytes)], gpu.driver)
-    first = gpu.address - segment.address
-    layer_bytes = gpu.blocks * gpu.page_bytes
-    tensors = [TensorLayout(0, first + layer * layer_bytes, gpu.page_bytes, gpu.blocks) for layer in range(gpu.layers)]
+    segments = export_segments([(address, gpu.layer_bytes) for address in gpu.addresses], gpu.driver)
+    tensors = []
+    for address in gpu.addresses:
+        number, segment = [one for one in enumerate(segments) if one[1].address <= address][-1]
+        tensors.append(TensorLayout(number, address - segment.address, gpu.page_bytes, gpu.blocks))
     pages = tuple(PageRef(layer, gpu.page_bytes) for layer in range(gpu.layers))
-    return Registration(0, 1, (segment,), tuple(tensors), (pages,))
+    return Registration(0, 1, tuple(segments), tuple(tensors), (pages,))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from kvoffd_client.cuda_export import export_segments
 from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.memory import Registration
 from kvoffd_client.session import ClientOptions, Closing
-from kvoffd_proto.messages import GroupKeys
+from kvoffd_proto.messages import GroupKeys, PageRef, TensorLayout
 from kvoffd_proto.units import format_size
 from tests.bench.gpu.driver import BenchDriver
 from tests.kit.waiting import wait_until
@@ -71,19 +71,27 @@ class CopyJobs(Closing):
 
     The blocks of a job lie scattered, so that no two pieces are copied as one. Times are those of the public clients,
     messages included.
+
+    ``apart``: each layer is an allocation of its own, as torch makes them.
     """
 
-    def __init__(self, directory: Path, driver: BenchDriver, piece_bytes: int, job_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, driver: BenchDriver, piece_bytes: int, job_bytes: int, *, apart: bool = False
+    ) -> None:
         layers = max(1, min(LAYERS, MAX_BLOCK_BYTES // piece_bytes))
         self._keys = job_bytes // (layers * piece_bytes)
         blocks = 2 * IN_FLIGHT * self._keys
         self._job_bytes = self._keys * layers * piece_bytes
         self._driver = driver
-        nbytes = -(-layers * blocks * piece_bytes // GRANULARITY) * GRANULARITY
-        self._address = driver.allocate(nbytes)
-        (segment,) = export_segments([(self._address, nbytes)], driver)
-        assert segment.address == self._address
-        memory = Registration.flat(0, segment, layers, blocks, piece_bytes)
+        together = 1 if apart else layers
+        nbytes = -(-together * blocks * piece_bytes // GRANULARITY) * GRANULARITY
+        self._allocations = sorted(driver.allocate(nbytes) for _ in range(layers // together))
+        segments = export_segments([(address, nbytes) for address in self._allocations], driver)
+        assert [segment.address for segment in segments] == self._allocations
+        places = [divmod(layer, together) for layer in range(layers)]
+        tensors = [TensorLayout(number, at * blocks * piece_bytes, piece_bytes, blocks) for number, at in places]
+        pages = tuple(PageRef(layer, piece_bytes) for layer in range(layers))
+        memory = Registration(0, 1, tuple(segments), tuple(tensors), (pages,))
         namespace = NamespaceSpec.named("bench gpu", layers=layers, page_bytes=piece_bytes, process=os.getpid())
         options = ClientOptions(request_timeout_s=WAIT_S)
         self._scheduler = SchedulerClient(directory, namespace, options=options)
@@ -151,11 +159,17 @@ class CopyJobs(Closing):
         assert self._worker.unregister(WAIT_S), self._worker.problem
         self._worker.close()
         self._scheduler.close()
-        self._driver.free(self._address)
+        for address in self._allocations:
+            self._driver.free(address)
 
 
-def measure_copies(directory: Path, piece_sizes: Sequence[int], job_bytes: int, rounds: int) -> list[Row]:
-    """Streams of stores, of loads and of both at once, then single jobs, in turns with their floors. GB/s."""
+def measure_copies(
+    directory: Path, piece_sizes: Sequence[int], job_bytes: int, rounds: int, apart: Sequence[int] = ()
+) -> list[Row]:
+    """Streams of stores, of loads and of both at once, then single jobs, in turns with their floors. GB/s.
+
+    ``apart``: sizes of pieces whose layers lie in an allocation each.
+    """
     rows: list[Row] = []
     driver = BenchDriver()
     with ExitStack() as undo:
@@ -177,9 +191,10 @@ def measure_copies(directory: Path, piece_sizes: Sequence[int], job_bytes: int, 
             both = stats.store, stats.load
             return stats.cpu_seconds, sum(one.checksum_seconds for one in both), sum(one.bytes for one in both)
 
-        for piece_bytes in piece_sizes:
-            print(f"pieces of {format_size(piece_bytes)}", flush=True)
-            with CopyJobs(directory, driver, piece_bytes, job_bytes) as jobs:
+        for piece_bytes, is_apart in [*((size, False) for size in piece_sizes), *((size, True) for size in apart)]:
+            pieces = f"pieces of {format_size(piece_bytes)}{', layers apart' if is_apart else ''}"
+            print(pieces, flush=True)
+            with CopyJobs(directory, driver, piece_bytes, job_bytes, apart=is_apart) as jobs:
                 cases: list[tuple[str, Callable[[], float], dict[str, bool]]] = [
                     ("store", jobs.store, {"store": True}),
                     ("load", jobs.load, {"load": True}),
@@ -198,9 +213,8 @@ def measure_copies(directory: Path, piece_sizes: Sequence[int], job_bytes: int, 
                         )
                 for name, found in measured.items():
                     speeds, floors, cpu, checksums = zip(*found[1:], strict=True)  # the first one warms up
-                    case = f"{name}, pieces of {format_size(piece_bytes)}"
                     costs = {"cpu_s_per_gb": mean(cpu), "checksum_s_per_gb": mean(checksums)}
-                    rows.append(_row(case, median(speeds), "GB/s", median(floors)) | costs)
+                    rows.append(_row(f"{name}, {pieces}", median(speeds), "GB/s", median(floors)) | costs)
     return rows
 
 

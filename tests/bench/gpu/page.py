@@ -21,10 +21,10 @@ def write_page(report: Mapping[str, Any]) -> str:
     lines += [f"Commit {report['commit']}. `make gpu`; the figures are in the JSON file beside this page.", ""]
     for name, part in report["parts"].items():
         lines += [f"## {name}: {part['outcome']}, {part['seconds']:.0f} s", ""]
-        found = part["found"]
+        found = dict(part["found"]) if isinstance(part["found"], dict) else part["found"]
         if isinstance(found, dict) and "results" in found:
-            lines += [_results_table(found["results"]), ""]
-        elif isinstance(found, dict):
+            lines += [_results_table(found.pop("results")), ""]
+        if isinstance(found, dict):
             lines += [*_items(found), ""]
         else:
             lines += ["```", str(found), "```", ""]

@@ -398,7 +398,10 @@ def copy(setup: Setup) -> dict[str, list[Row]]:
         ([16 * KIB, 64 * KIB], 4 * MIB) if setup.double else ([4 * KIB << step for step in range(10)], 128 * MIB)
     )
     with setup.daemon(2 * job_bytes * STREAM_JOBS) as daemon:
-        return {"results": measure_copies(daemon.directory, sizes, job_bytes, 2 if setup.double else 5)}
+        results = measure_copies(daemon.directory, sizes, job_bytes, 2 if setup.double else 5, sizes[:3:2])
+        with AdminClient(daemon.directory) as admin:
+            stats = admin.stats()
+        return {"results": results, "refused_batches": [stats.store.refused_batches, stats.load.refused_batches]}
 
 
 def latency(setup: Setup) -> Found:
