@@ -216,7 +216,7 @@ class Learned(InOrder):
             raise ValueError("it is cut off")
         (version, checksum), body = _HEAD.unpack_from(state), state[_HEAD.size :]
         if version != FORMAT:
-            raise ValueError(f"its format is {version}, not {FORMAT}")
+            raise ValueError("another release wrote it")
         if zlib.crc32(body) != checksum:
             raise ValueError("its checksum is wrong")
         if len(body) != _TIME.size + _KEPT_BYTES:

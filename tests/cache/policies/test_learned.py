@@ -373,7 +373,7 @@ def with_count(state: bytes, at: int, form: str, value: float) -> bytes:
 DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "empty": ("it is cut off", lambda state: b""),
     "bit": ("its checksum is wrong", lambda state: state[:50] + bytes([state[50] ^ 1]) + state[51:]),
-    "format": ("its format is 9, not 5", lambda state: struct.pack("=I", 9) + state[4:]),
+    "format": ("another release wrote it", lambda state: struct.pack("=I", 9) + state[4:]),
     "short": ("its layout is another", lambda state: with_count(state[:-8], 32, "=d", 0)),
     "pool": ("it is of a pool of another size", lambda state: with_count(state, 0, "=Q", 5)),
     "time": ("its counts are none", lambda state: with_count(state, 8, "=Q", 2**63)),
