@@ -4,7 +4,7 @@
 
 #include <errno.h>
 #include <linux/aio_abi.h>
-#include <pthread.h>
+#include <stdatomic.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -12,7 +12,7 @@
 void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *sum, uint64_t slots);
 
 enum { ROW = 64 }; /* bytes for a key: MAX_KEY_BYTES of pool/slot_table.py */
-enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_RUNS = 64 };
+enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_RUNS = 64, MOST_CONTEXTS = 64 };
 
 /* What is known of a region's slots, by their places in it. */
 struct disk_region {
@@ -163,27 +163,28 @@ static void fill(int fd, struct run *run, int64_t got)
     }
 }
 
-static pthread_key_t aio_key;
-static pthread_once_t aio_once = PTHREAD_ONCE_INIT;
+/* That no thread uses now. */
+static _Atomic(aio_context_t) idle_context[MOST_CONTEXTS];
 
-static void close_aio(void *context)
+/* One for this thread, to be given back; 0 where the kernel gives none. */
+static aio_context_t take_context(void)
 {
-    syscall(SYS_io_destroy, (aio_context_t)context);
-}
-
-static void make_aio_key(void)
-{
-    pthread_key_create(&aio_key, close_aio);
-}
-
-/* Of this thread, until it ends; 0 where the kernel gives none. */
-static aio_context_t aio_context(void)
-{
-    pthread_once(&aio_once, make_aio_key);
-    aio_context_t context = (aio_context_t)pthread_getspecific(aio_key);
-    if (!context && !syscall(SYS_io_setup, MOST_RUNS, &context))
-        pthread_setspecific(aio_key, (void *)context);
+    aio_context_t context = 0;
+    for (int i = 0; i < MOST_CONTEXTS && !context; i++)
+        context = atomic_exchange(&idle_context[i], 0);
+    if (!context)
+        syscall(SYS_io_setup, MOST_RUNS, &context);
     return context;
+}
+
+static void give_context(aio_context_t context)
+{
+    for (int i = 0; i < MOST_CONTEXTS; i++) {
+        aio_context_t none = 0;
+        if (atomic_compare_exchange_strong(&idle_context[i], &none, context))
+            return;
+    }
+    syscall(SYS_io_destroy, context);
 }
 
 /* Fills up to MOST_RUNS runs at the same time. */
@@ -191,7 +192,7 @@ static void fill_some(int fd, struct run *run, uint64_t runs)
 {
     struct iocb calls[MOST_RUNS], *call[MOST_RUNS];
     struct io_event events[MOST_RUNS];
-    aio_context_t context = runs > 1 ? aio_context() : 0;
+    aio_context_t context = runs > 1 ? take_context() : 0;
     int64_t under_way = 0;
 
     for (uint64_t i = 0; i < runs; i++) {
@@ -208,6 +209,8 @@ static void fill_some(int fd, struct run *run, uint64_t runs)
         for (int64_t i = 0; i < ended; i++, under_way--)
             fill(fd, &run[events[i].data], events[i].res);
     }
+    if (context)
+        give_context(context);
 }
 
 void kvoffd_disk_read(int fd, struct run *run, uint64_t runs)
