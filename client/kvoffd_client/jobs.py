@@ -130,46 +130,42 @@ def _slice(one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_
 def submit_of(
     request_id: int, registration_id: bytes, key_bytes: int, jobs: Sequence[Job], acknowledged: int = 0
 ) -> m.Submit:
-    """The message with these jobs: by group, the blocks of all stores, and those of all loads."""
+    """The message with these jobs: by group, the blocks of all stores, and those of all loads.
+
+    A group comes twice where some of its jobs tell tokens and others do not.
+    """
     stores = [job for job in jobs if job.lease_id is None]
     loads = [job for job in jobs if job.lease_id is not None]
+    of_stores, of_loads = list[m.GroupBlocks](), list[m.GroupBlocks]()
+    for alike, found in (stores, of_stores), (loads, of_loads):
+        by_group: dict[tuple[int, bool, bool], list[tuple[int, GroupTransfer]]] = {}
+        for number, job in enumerate(alike):
+            for one in job.groups:
+                by_group.setdefault((one.group, bool(one.parents), bool(one.tokens)), []).append((number, one))
+        numbers = f"<{len(alike)}I"
+        for (group, *_), parts in by_group.items():
+            keys, blocks, firsts = ([0] * len(alike) for _ in range(3))
+            for number, one in parts:
+                keys[number] = len(one.keys) // key_bytes
+                blocks[number] = len(one.block_ids) // m.BLOCK_ID_BYTES
+                firsts[number] = one.first_block
+            found.append(
+                m.GroupBlocks(
+                    group,
+                    struct.pack(numbers, *keys),
+                    struct.pack(numbers, *blocks),
+                    struct.pack(numbers, *firsts) if any(firsts) else b"",
+                    b"".join([one.keys for _, one in parts]),
+                    b"".join([one.block_ids for _, one in parts]),
+                    b"".join([one.parents for _, one in parts]),
+                    b"".join([one.tokens for _, one in parts]),
+                )
+            )
+    leases, keep = [load.lease_id or 0 for load in loads], [load.keep_lease for load in loads]
     return m.Submit(
         request_id,
         registration_id,
-        m.Stores([store.job_id for store in stores], _blocks_of(stores, key_bytes)),
-        m.Loads(
-            [load.job_id for load in loads],
-            [load.lease_id or 0 for load in loads],
-            [load.keep_lease for load in loads],
-            _blocks_of(loads, key_bytes),
-        ),
+        m.Stores([store.job_id for store in stores], of_stores),
+        m.Loads([load.job_id for load in loads], leases, keep, of_loads),
         acknowledged,
     )
-
-
-def _blocks_of(jobs: Sequence[Job], key_bytes: int) -> list[m.GroupBlocks]:
-    """A group comes twice where some of its jobs tell tokens and others do not."""
-    by_group: dict[tuple[int, bool, bool], list[tuple[int, GroupTransfer]]] = {}
-    for number, job in enumerate(jobs):
-        for one in job.groups:
-            by_group.setdefault((one.group, bool(one.parents), bool(one.tokens)), []).append((number, one))
-    found, numbers = [], f"<{len(jobs)}I"
-    for (group, *_), parts in by_group.items():
-        keys, blocks, firsts = [0] * len(jobs), [0] * len(jobs), [0] * len(jobs)
-        for number, one in parts:
-            keys[number] = len(one.keys) // key_bytes
-            blocks[number] = len(one.block_ids) // m.BLOCK_ID_BYTES
-            firsts[number] = one.first_block
-        found.append(
-            m.GroupBlocks(
-                group,
-                struct.pack(numbers, *keys),
-                struct.pack(numbers, *blocks),
-                struct.pack(numbers, *firsts) if any(firsts) else b"",
-                b"".join([one.keys for _, one in parts]),
-                b"".join([one.block_ids for _, one in parts]),
-                b"".join([one.parents for _, one in parts]),
-                b"".join([one.tokens for _, one in parts]),
-            )
-        )
-    return found

@@ -112,7 +112,6 @@ class SchedulerClient(Session):
         """By id, oldest first: lookups whose blocks are pinned."""
         self._unanswered: dict[int, Lookup] = {}
         self._reports: deque[m.RequestReport] = deque(maxlen=m.MAX_REQUEST_REPORTS)
-        self._report_at = NEVER
         self._transport.start(self)
 
     @property
@@ -184,7 +183,7 @@ class SchedulerClient(Session):
         """Tell operators what became of a request, in a second or so; where there are very many, of the last ones."""
         with self._transport.lock:
             self._reports.append(report)
-            self._report_at = min(self._report_at, self._transport.now() + REPORT_PAUSE_S)
+            self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)
             self._transport.notify()
 
     def reset(self, timeout_s: float = 2.0) -> bool:
@@ -285,7 +284,7 @@ class SchedulerClient(Session):
         return [] if self._events is None else [self._events.topic]
 
     def _role_disconnected(self, now: float) -> None:
-        self._report_at = NEVER
+        self._role_due = NEVER
         leases, self._leases = self._leases, {}
         for found in leases.values():
             found.stale_at = 0.0
@@ -293,14 +292,11 @@ class SchedulerClient(Session):
             self._events.disconnected()
 
     def _role_tick(self, now: float) -> None:
-        if now >= self._report_at:
-            self._report_at = NEVER
+        if now >= self._role_due:
+            self._role_due = NEVER
             if self.ready:
                 self._send(m.ReportRequests(m.NO_REPLY, self._fingerprint, list(self._reports)))
             self._reports.clear()
-
-    def _role_wake_at(self) -> float:
-        return self._report_at
 
     # --- KV events -------------------------------------------------------------------------------
 

@@ -228,6 +228,8 @@ class Session(Closing):
         self._owed_since = NEVER
         """Since when the daemon has owed a reply without sending any."""
         self._handshake_deadline = NEVER
+        self._role_due = NEVER
+        """When to call _role_tick at the latest."""
         # When to connect again.
         self._retry_at = self._ready_at = 0.0
         self._pause_s = self._absent_pause_s = BACKOFF_MIN_S
@@ -281,10 +283,10 @@ class Session(Closing):
         """The time at which tick() must be called at the latest."""
         phase = self._phase
         if phase is Phase.READY:
-            return min(self._next_expiry, self._silent_at(), self._role_wake_at())
+            return min(self._next_expiry, self._silent_at(), self._role_due)
         if phase is Phase.CLOSED:
             return NEVER
-        return min(self._retry_at if phase is Phase.IDLE else self._handshake_deadline, self._role_wake_at())
+        return min(self._retry_at if phase is Phase.IDLE else self._handshake_deadline, self._role_due)
 
     def _silent_at(self) -> float:
         """When the client will not wait for a reply any longer. In a handshake its deadline says that."""
@@ -534,10 +536,6 @@ class Session(Closing):
         """The connection has ended; once more when the session has drained."""
 
     def _role_tick(self, now: float) -> None: ...
-
-    def _role_wake_at(self) -> float:
-        """When to call _role_tick at the latest."""
-        return NEVER
 
     def _must_drain(self) -> bool:
         return False

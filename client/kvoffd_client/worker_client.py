@@ -102,7 +102,6 @@ class WorkerClient(Session):
         self._ahead: set[int] = set()
         """Numbers beyond it of what has arrived."""
         self._asking = False
-        self._asked_at = 0.0
         self._transport.start(self)
 
     # --- for any thread --------------------------------------------------------------------------
@@ -150,6 +149,7 @@ class WorkerClient(Session):
             accepted = max(0, limits.max_jobs_in_flight - len(self._sent))
             if len(jobs) > accepted:
                 self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
+            self._role_due = min(self._role_due, now + JOB_PATIENCE_S)
             most_keys, most_bytes = most = limits.max_keys_per_request, limits.max_frame_bytes // 2
             messages: list[tuple[int, list[Job]]] = []
             """By the id of the request, jobs and parts of jobs."""
@@ -182,7 +182,7 @@ class WorkerClient(Session):
         """Results since the last call, those included that have arrived and were not read yet."""
         if not self._jobs and not self._results:  # vLLM asks in every step
             return []
-        self.poll()
+        self._transport.wait(bool, 0.0)
         with self._transport.lock:
             taken, self._results = self._results, []
         return taken
@@ -374,7 +374,7 @@ class WorkerClient(Session):
         self._send(message, now, lambda reply, reply_now: self._on_results(asked, reply, reply_now))
 
     def _on_results(self, asked: int, reply: ReplyOrError, now: float) -> None:
-        self._asking, self._asked_at = False, now
+        self._asking = False
         if isinstance(reply, m.ResultsReply):
             for batch in reply.batches:
                 self._complete(batch)
@@ -399,7 +399,7 @@ class WorkerClient(Session):
         return [self._topic]
 
     def _role_disconnected(self, now: float) -> None:
-        self._sequence, self._ahead = 0, set()
+        self._sequence, self._ahead, self._role_due = 0, set(), NEVER
         # A copy of a load may still land until the daemon has released the memory, or is gone.
         loads_land = self._phase is Phase.DRAINING
         ended = [job_id for job_id, sent in self._sent.items() if not loads_land or sent.job.lease_id is None]
@@ -413,11 +413,9 @@ class WorkerClient(Session):
         stores_only = bool(self._sent) and all(sent.job.lease_id is None for sent in self._sent.values())
         if stores_only and not self._responsive and self._phase is Phase.READY:
             self._abandon_stores(self._jobs, now)  # an engine that pauses waits until nothing is stored
-        if now >= self._role_wake_at():
-            self._ask_for_results(now)
-
-    def _role_wake_at(self) -> float:
-        """When the oldest job has no result for long, and it was not asked for it a short while ago."""
-        if self._asking or not self._jobs or self._phase is not Phase.READY:
-            return NEVER
-        return max(next(iter(self._jobs.values())).sent_at, self._asked_at) + JOB_PATIENCE_S
+        if now >= self._role_due:
+            oldest = next(iter(self._jobs.values()), None)
+            self._role_due = NEVER if oldest is None else oldest.sent_at + JOB_PATIENCE_S
+            if now >= self._role_due:
+                self._role_due = now + JOB_PATIENCE_S
+                self._ask_for_results(now)

@@ -243,8 +243,7 @@ class KvoffdConnector(OffloadingConnector):
             return None, False
         if self._dense_groups and self._has_windows:
             self._note_shared_prefix(request, num_computed_tokens + tokens)
-        if tokens and not self._manager.harm.load_is_worth_it(tokens):
-            self._manager.load_skipped(request.request_id)
+        if tokens and self._manager.skips_load(request.request_id, tokens):
             tokens, loads = 0, False
         if (room := self._load_room.admits(request, num_computed_tokens + tokens, loads=loads)) is not True:
             return (None if room is None else 0), False

@@ -109,15 +109,16 @@ def largest_chunk_of(config: SchedulerConfig) -> int:
 class DoNoHarm:
     """Says where loads and stores cost more than they bring. Where it is not ``active`` it measures only.
 
-    A load's time is compared with computing as many tokens. The daemon measures it, from taking a job to its end, so
-    that steps of other requests count on neither side; the slowest rank counts. Loads of about one length, a power of
-    two of tokens, are compared with each other. What is not known, or not clearly slower, is loaded.
+    A load's time is compared with computing as many tokens, at its end. The daemon measures it, from taking a job to
+    its end, so that steps of other requests count on neither side; the slowest rank counts. Loads of about one length,
+    a power of two of tokens, are compared with each other. What is not known, or not clearly slower, is loaded.
 
     Stores pause for a while where vLLM waits for them too often, before it reuses blocks that are being stored. That is
     the harm of stores that can be told from anything else: an engine's speed with and without stores depends on its
     batches far more.
 
     Attributes:
+        loads_paused_until: by the bits of a number of tokens; no load of so many until that time.
         stores_paused_until: no store before that time.
     """
 
@@ -129,8 +130,8 @@ class DoNoHarm:
         """By length, when loads ended and their seconds per token."""
         self._waits: deque[tuple[float, float]] = deque(maxlen=1000)
         """When vLLM waited for stores, and how long."""
+        self.loads_paused_until: dict[int, float] = {}
         self.stores_paused_until = float("-inf")
-        self._say_at = clock()
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -140,29 +141,26 @@ class DoNoHarm:
         return self.prefill.tokens_per_second, 1 / max(median(lately), 1e-9) if lately else 0.0
 
     def note_load(self, tokens: int, seconds: float) -> None:
-        if tokens > 0:
-            lately = self._loads.setdefault(tokens.bit_length(), deque(maxlen=LOAD_SAMPLES))
-            lately.append((self._clock(), seconds / tokens))
-
-    def load_is_worth_it(self, tokens: int) -> bool:
-        """Whether to load so many tokens. Where that begins to be left out, the log says so."""
-        now, rate = self._clock(), self.prefill.tokens_per_second
-        samples = self._loads.get(tokens.bit_length(), ())
+        """Note how long a load took. Where loads of its length take too long they pause, and the log says so."""
+        now, rate, length = self._clock(), self.prefill.tokens_per_second, tokens.bit_length()
+        if tokens <= 0:
+            return
+        samples = self._loads.setdefault(length, deque(maxlen=LOAD_SAMPLES))
+        samples.append((now, seconds / tokens))
         lately = [per_token for at, per_token in samples if at >= now - SAMPLE_AGE_S]
         enough = LEAST_DEAR if tokens * sum(lately) >= DEAR_S else LEAST_LOAD_SAMPLES
+        paused_until = self.loads_paused_until.pop(length, float("-inf"))
         if not self.active or not rate or len(lately) < enough:
-            return True
+            return
         loaded_s, computed_s = tokens * median(lately), tokens / rate
-        if loaded_s <= MARGIN * computed_s or loaded_s - computed_s <= LEAST_LOSS_S:
-            return True
-        if now >= self._say_at:
-            self._say_at = now + SAMPLE_AGE_S
-            logger.warning(
-                "kvoffd: loads of about %d tokens take %.2f s here, and computing them %.2f s: they are computed until "
-                "loads are tried again %.0f s after the last one.",
-                *(tokens, loaded_s, computed_s, SAMPLE_AGE_S),
-            )
-        return False
+        if loaded_s > MARGIN * computed_s and loaded_s - computed_s > LEAST_LOSS_S:
+            self.loads_paused_until[length] = now + SAMPLE_AGE_S
+            if now >= paused_until:
+                logger.warning(
+                    "kvoffd: loads of about %d tokens take %.2f s here, and computing them %.2f s: they are computed "
+                    "until loads are tried again %.0f s after the last one.",
+                    *(tokens, loaded_s, computed_s, SAMPLE_AGE_S),
+                )
 
     def note_wait(self, seconds: float) -> None:
         """Note that vLLM waited so long for stores, in all workers at once."""

@@ -77,18 +77,17 @@ class KeyedLookup:
 
     Attributes:
         chunks: by index on the wire, the chunks of each group that has whole ones.
-        found: after ``read``, by vLLM's keys, the answer for those that are in the pool, or on their way up from a
-            tier and waited for.
-        coming: the states of those that are on their way.
         given_up: its answer is waited for no longer. It is used if it comes before the request runs.
-        timed: it was noted how long the answer took.
+        read: its answer came and was read.
+        found: by vLLM's keys, the answer for those that are in the pool, or on their way up from a tier and waited for.
+        coming: the states of those that are on their way.
     """
 
     ticket: Lookup
     chunks: dict[int, Sequence[bytes]]
     sent_at: float
     given_up: bool = False
-    timed: bool = False
+    read: bool = False
     found: dict[OffloadKey, LookupResult] = field(default_factory=dict)
     coming: dict[OffloadKey, int] = field(default_factory=dict)
 
@@ -96,20 +95,6 @@ class KeyedLookup:
     def asked(self) -> int:
         """How many chunks the lookup was for."""
         return sum(map(len, self.chunks.values()))
-
-    def read(self, groups: Sequence[ChunkGroup]) -> None:
-        """Take the states of an answer. Of what is neither there nor coming nobody needs the keys."""
-        for (index, chunks), states in zip(self.chunks.items(), self.ticket.states, strict=False):
-            suffix, leading = groups[index].suffix, len(states) - len(states.lstrip(_READY_BYTE))
-            self.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], _HIT))
-            if not states[leading:].strip(_NOT_THERE):
-                continue
-            for one, state in zip(chunks[leading:], states[leading:], strict=True):
-                if state == READY:
-                    self.found[one + suffix] = _HIT
-                elif state in COMING:
-                    # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
-                    self.found[one + suffix], self.coming[one + suffix] = _PENDING, state
 
     def leading_ready(self, index: int) -> int:
         """Return how many blocks of a group are there, from the first one on."""
@@ -292,11 +277,10 @@ class KvoffdManager(OffloadingManager):
                 self._release(came)
                 state.failed_at = now
             else:
-                self._note_reply(came)
+                self._read(came)
                 # The new lease pins what the old one did, so nothing is unpinned in between.
                 self._release(state.answer)
                 state.answer = came
-                came.read(self._groups)
                 state.from_tiers.update(came.coming)
         if state.answer is not None:
             state.found = state.answer.found
@@ -360,11 +344,23 @@ class KvoffdManager(OffloadingManager):
         allowed_s = min(self._deadline_s, computed_s)
         return allowed_s if self._reply_s <= allowed_s else 0.0
 
-    def _note_reply(self, came: KeyedLookup) -> None:
-        """Take how long an answer took, once: also where nobody waited for it."""
-        if came.ticket.done and not came.ticket.failed and not came.timed:
-            came.timed = True
-            self._reply_s = came.ticket.answered_at - came.sent_at
+    def _read(self, came: KeyedLookup) -> None:
+        """Take in an answer, if there is one: how long it took, and what it says. Once."""
+        ticket = came.ticket
+        if came.read or not ticket.done or ticket.failed:
+            return
+        came.read, self._reply_s = True, ticket.answered_at - came.sent_at
+        for (index, chunks), states in zip(came.chunks.items(), ticket.states, strict=False):
+            suffix, leading = self._groups[index].suffix, len(states) - len(states.lstrip(_READY_BYTE))
+            came.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], _HIT))
+            if not states[leading:].strip(_NOT_THERE):
+                continue  # nobody needs the keys of what is neither there nor coming
+            for one, state in zip(chunks[leading:], states[leading:], strict=True):
+                if state == READY:
+                    came.found[one + suffix] = _HIT
+                elif state in COMING:
+                    # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
+                    came.found[one + suffix], came.coming[one + suffix] = _PENDING, state
 
     def _decide_disk_wait(self, state: RequestState, answer: KeyedLookup) -> bool:
         """Decide whether a request waits for what its answer says is on its way."""
@@ -430,12 +426,14 @@ class KvoffdManager(OffloadingManager):
         """Whether steps are needed: for a load to be taken in, or for the namespace."""
         return bool(self._loading) or self.has_pending_work()
 
-    def load_skipped(self, request_id: str) -> None:
-        """Note that a request computes what it could load, since that is faster."""
+    def skips_load(self, request_id: str, tokens: int) -> bool:
+        """Whether a request computes so many tokens that it could load, since that is faster. It counts once."""
+        if self._clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), NEVER):
+            return False
         state = self._requests[request_id]
-        if not state.skip_counted:
-            state.skip_counted = True
-            self._counters[metrics.SLOW_LOADS] += 1
+        self._counters[metrics.SLOW_LOADS] += not state.skip_counted
+        state.skip_counted = True
+        return True
 
     def ready_tokens(self, request: Request, index: int) -> int:
         """Return of how many tokens of a group, from a request's first one on, the answer says that they are there."""
@@ -548,7 +546,11 @@ class KvoffdManager(OffloadingManager):
         self._release(lookup, "coming" if lookup is not None and lookup.coming else "")
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """As vLLM's. None, after which vLLM offers the keys again in the next step, where it is too early to say."""
+        """As vLLM's. None, after which vLLM offers the keys again in the next step, where it is too early to say.
+
+        vLLM offers all of a prompt when a request ends, although one that ends with an error may have computed a part
+        of it, and one that was preempted while its last token was on its way has lost its blocks to others.
+        """
         state, namespace = self._requests.get(req_context.req_id), self.namespace
         nothing = PrepareStoreOutput(keys_to_store=[], store_spec=KeyedSpec(()), evicted_keys=[])
         if state is None or state.disabled or not self.stores:
@@ -557,10 +559,19 @@ class KvoffdManager(OffloadingManager):
             return None
         if namespace.engine_cache_stale or not namespace.serves:
             return nothing
-        has_ended, last = state.request.is_finished(), state.last
+        request, last = state.request, state.last
+        has_ended = request.is_finished()
         if last and not last.ticket.done and self._clock() - last.sent_at < self._deadline_s and not has_ended:
             return None  # what the answer says that the daemon has need not be stored
-        wanted = self._storable(state, keys, req_context)
+        if last and not last.read:
+            self._read(last)  # it came after its request was scheduled
+        found, computed = last.found if last else {}, request.num_computed_tokens if has_ended else inf
+        ends = {key: req_context.get_offload_key_position(key) or 0 for key in keys}
+        wanted = []
+        for key, end in ends.items():
+            whole = end % self._groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk == 0
+            if whole and end <= computed and key not in self._storing and found.get(key) is not _HIT:
+                wanted.append(key)
         if not wanted:
             return nothing
         if self._clock() < self.harm.stores_paused_until:
@@ -581,29 +592,8 @@ class KvoffdManager(OffloadingManager):
         self._outstanding_bytes += wanted_bytes
         spec = KeyedSpec.of(wanted, self._positions, state.adapter)
         if self.events is not None:
-            places = {key: req_context.get_offload_key_position(key) or 0 for key in wanted}
-            spec.origins = self.events.origins_of(state.request, places)
+            spec.origins = self.events.origins_of(request, {key: ends[key] for key in wanted})
         return PrepareStoreOutput(keys_to_store=wanted, store_spec=spec, evicted_keys=[])
-
-    def _storable(self, state: RequestState, keys: Collection[OffloadKey], context: ReqContext) -> list[OffloadKey]:
-        """Return those of a request's keys that are to be stored.
-
-        vLLM offers all of a prompt when a request ends, although one that ends with an error may have computed a part
-        of it, and one that was preempted while its last token was on its way has lost its blocks to others.
-        """
-        request, last = state.request, state.last
-        computed = request.num_computed_tokens if request.is_finished() else inf
-        if last is not None and not last.found and last.ticket.done:
-            last.read(self._groups)  # it came after its request was scheduled
-            self._note_reply(last)
-        found = last.found if last is not None else {}
-        wanted = []
-        for key in keys:
-            end = context.get_offload_key_position(key) or 0
-            whole = end % self._groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk == 0
-            if whole and end <= computed and key not in self._storing and found.get(key) is not _HIT:
-                wanted.append(key)
-        return wanted
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self._outstanding_bytes -= sum([self._storing.pop(key, 0) for key in keys])
@@ -612,7 +602,7 @@ class KvoffdManager(OffloadingManager):
         if state := self._requests.pop(req_context.req_id, None):
             self._end_leases(state)
             if state.last is not None:
-                self._note_reply(state.last)
+                self._read(state.last)
         self._end_scheduled()
 
     def has_pending_work(self) -> bool:
