@@ -184,7 +184,7 @@ class Service:
     def urgent(self) -> bool:
         """Whether ``after_send`` may begin to bring up blocks that lookups wait for."""
         tiering = self.tiers.tiering
-        return tiering is not None and any(level.promoter.queued_blocks for level in tiering.levels)
+        return tiering is not None and any(level.queued_blocks for level in tiering.levels)
 
     def after_send(self) -> None:
         """Work that may wait until the replies are out: what lookups leave behind."""

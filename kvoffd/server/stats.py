@@ -218,12 +218,12 @@ def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
 def _tiering_stats(service: Service) -> s.TieringStats | None:
     if (tiering := service.tiers.tiering) is None:
         return None
-    promoter, writer = tiering.disks.promoter, tiering.disks.writer
+    disks, writer = tiering.disks, tiering.disks.writer
     return s.TieringStats(
-        promoted_blocks=promoter.promoted_blocks,
-        promoted_bytes=promoter.promoted_bytes,
-        promotions_waiting=promoter.waiting_blocks,
-        promotions_failed=dict(promoter.failures),
+        promoted_blocks=disks.promoted_blocks,
+        promoted_bytes=disks.promoted_bytes,
+        promotions_waiting=disks.waiting_blocks,
+        promotions_failed=dict(disks.failures),
         demoted_blocks=writer.written_blocks,
         demoted_bytes=writer.written_bytes,
         demotions_waiting=writer.waiting_blocks,
@@ -232,7 +232,7 @@ def _tiering_stats(service: Service) -> s.TieringStats | None:
         writes_missed=writer.missed_blocks,
         write_budget_left_bytes=writer.budget.left_bytes,
         write_mode=writer.mode.value,
-        promotion_bytes_per_second=promoter.bytes_per_second,
+        promotion_bytes_per_second=disks.bytes_per_second,
     )
 
 
@@ -268,7 +268,7 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
             queued_reads=tier.stats().queued_reads,
             queued_writes=tier.stats().queued_writes,
             already_stored=tier.counters.present_blocks,
-            promotions_failed=dict(level.promoter.failures),
+            promotions_failed=dict(level.failures),
             errors=dict(tier.counters.errors),
             servers=[s.SharedServer(*server) for server in tier.servers],
             unshared_namespaces=unshared,

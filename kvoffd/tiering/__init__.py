@@ -1,6 +1,6 @@
 """Between the pool and the tiers below it: what is written to a tier and when, what is brought up, how much at once.
 
-Here are the settings; ``tiering`` has the whole, ``promoter`` and ``writer`` the two directions.
+Here are the settings; ``tiering`` has lookups and what is brought up, ``writer`` what is written.
 """
 
 from __future__ import annotations

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
+
+import numpy as np
 
 from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.tickets import FillTicket
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.promoter import SLOWER, Coming, Fill, Promoter
-from kvoffd.tiering.writer import Writer
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Space, Tier, make_space
+from kvoffd.tiering.writer import SpaceOf, Writer
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier, make_space
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
 
@@ -40,33 +44,381 @@ MOST_LOGGED = 1024
 MOST_UNSHARED = 32_768
 """Namespaces that are not shared: those that there are, and the latest others."""
 
+NO_SPACE, QUOTA, OVERDUE, SLOWER = "no_space", "quota", "overdue", "slower"
+"""Why a block does not come up, beside the results of tiers. ``slower``: computing it takes less time."""
+MISSES: dict[str, MissReason] = {
+    NO_SPACE: MissReason.NO_SPACE,
+    QUOTA: MissReason.QUOTA,
+    OVERDUE: MissReason.TIER_LATE,
+    Result.DEADLINE: MissReason.TIER_LATE,
+    Result.CORRUPT: MissReason.CORRUPT,
+    Result.GONE: MissReason.EVICTED,
+}
+"""What a failure is to those that asked; any other is the tier's failure."""
+MAX_FILLING_BYTES = 2**30
+"""Bound on the pool bytes that fills hold, beside an eighth of the pool."""
+MAX_BEGUN, BEGUN_PER_END = 64, 16
+"""Blocks that are begun in one go, and when one has ended and less than half of what may be is under way. Otherwise
+they wait for the next go: to make room for a few takes as long as for many. Their slots are taken together, so that
+neighbours in the queue are neighbours in the pool."""
+SPEED_SAMPLE_S = 0.05
+"""Reading is timed over at least this long."""
+OLD_SPEED_WEIGHT = 0.7
+"""Weight of what was measured before in the speed."""
+NO_SPACE_S = 1.0
+"""So long after the pool had no space for a namespace's block its lookups that are repeated are not told to wait."""
+READ_AGAIN_S = 60.0
+"""So long after the last read one is tried although it would be slower: speeds change."""
+
 SETTLED = bytes([READY, *COMING])
 """States of keys that are there, or will be, without anything to be done about it."""
 
 
+@dataclass(slots=True, eq=False)
+class Fill:
+    """A block that a lookup asked for and a tier has."""
+
+    session: int
+    namespace: Namespace
+    space: Space
+    key: bytes
+    tier: Tier
+    level: Level
+    nbytes: int
+    deadline: float
+    ticket: FillTicket | None = None
+    """Its block in the pool while the tier reads into it: the slots stay until that has ended."""
+    withdrawn: bool = False
+    """It was invalidated, its namespace reset, or it is overdue: nobody waits for it any more."""
+    given_up: bool = False
+    """It is overdue and under way: the tier may still write into its slots."""
+    askers: int = 0
+    """Lookups that count it as found, or as a miss, once it is known whether it comes up."""
+    found: int = 0
+    """Lookups that counted it as found when it came up."""
+
+
+Coming = dict[int, dict[bytes, Fill]]
+"""By tag of their space and by key: blocks that come up, from whatever tier, and are not withdrawn."""
+
+
 class Level:
-    """One level below the pool, with its bounds and counts: the disks of this node together, or one store."""
+    """One level below the pool, with its bounds and counts: the disks of this node together, or one store.
 
-    def __init__(self, tiers: list[Tier], promoter: Promoter, writer: Writer) -> None:
-        self.tiers, self.promoter, self.writer = tiers, promoter, writer
-        """``tiers``: disks come while the daemon serves."""
+    What is brought up from it is here, what is written to it in ``writer``.
 
-    @property
-    def shared(self) -> bool:
-        """Whether other nodes use it too."""
-        return self.promoter.shared
+    Args:
+        tiers: disks come while the daemon serves.
+        coming: where fills are noted as long as lookups may wait for them.
+        shared: other nodes use it too.
+        unshared: fingerprints of namespaces of which nothing is shared.
+    """
+
+    def __init__(
+        self,
+        tiers: list[Tier],
+        settings: TieringSettings,
+        cache: Cache,
+        clock: Callable[[], float],
+        coming: Coming,
+        space_of: SpaceOf,
+        engines_busy: Callable[[], bool],
+        unshared: Collection[bytes] = (),
+        *,
+        shared: bool,
+    ) -> None:
+        self.tiers, self.shared = tiers, shared
+        self._cache, self._clock, self._deadline_s, self._coming = cache, clock, settings.deadline_s, coming
+        self._under_way_limit = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
+        """Pool bytes that fills may hold at once. A larger block goes alone. What was given up and has not ended, as on
+        a device that hangs, may hold as much again: others go on meanwhile."""
+        self._requested_limit = cache.slots.pool_bytes * 2 // 3
+        """Bytes that may be under way and wait, together; what is asked for beyond is absent. A session has no more
+        than three times what it leaves to others."""
+        self._queue: deque[Fill] = deque()
+        """The one with the earliest deadline first; some are withdrawn."""
+        self._held = Counter[int]()
+        """By session, bytes that are under way or wait."""
+        self.under_way: dict[Fill, None] = {}
+        self._given_up_bytes = 0
+        self.queued_blocks = self.queued_bytes = self.under_way_bytes = 0
+        self.promoted_blocks = self.promoted_bytes = 0
+        self.failures: Counter[str] = Counter()
+        """Blocks that were asked for and did not come up, by reason: a ``Result``, or one of those above."""
+        self.bytes_per_second = 0.0
+        """Speed at which blocks came up lately; 0 before the first did."""
+        self._sample_began = 0.0
+        self._sample_bytes = 0
+        self._read_again_at = 0.0
+        self.no_space_until: dict[Namespace, float] = {}
+        self._stopped = False
+        self.writer = Writer(
+            *(cache, tiers, clock, settings, space_of),
+            shared=shared,
+            idle=lambda: not self.busy,
+            engines_busy=engines_busy,
+            left_out=unshared,
+        )
 
     @property
     def available(self) -> bool:
         return any(tier.available() for tier in self.tiers)
 
+    def stop(self) -> None:
+        """Begin nothing any more."""
+        self._stopped = True
+        self.writer.stop()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queued_blocks or self.under_way)
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks that wait or are under way."""
+        return self.queued_blocks + len(self.under_way)
+
+    @property
+    def wait_s(self) -> float:
+        """How long it will take until all that was asked for is up, by that speed; 0 where that is not known."""
+        awaited = self.queued_bytes + self.under_way_bytes - self._given_up_bytes
+        return awaited / self.bytes_per_second if self.bytes_per_second else 0.0
+
+    def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
+        """Whether so many blocks take longer to read than to compute, by the speeds of late; not once a while."""
+        prefill, speed = namespace.counters.prefill_tokens_per_second, self.bytes_per_second
+        tokens = count * namespace.groups[group].tokens_per_block
+        if not (tokens and prefill and speed):
+            return False
+        nbytes = len(namespace.groups) * count * self._cache.group(namespace, group).block_bytes
+        now = self._clock()
+        if self.wait_s + nbytes / speed <= tokens / prefill or now >= self._read_again_at:
+            self._read_again_at = max(self._read_again_at, now + READ_AGAIN_S)
+            return False
+        return True
+
+    def request(self, session: int, namespace: Namespace, space: Space, key: bytes, tier: Tier) -> Fill | None:
+        """Queue a block that a tier has; None where too much is asked for."""
+        nbytes, held = self._cache.group(namespace, space.group).block_bytes, self.queued_bytes + self.under_way_bytes
+        if held and held + nbytes + self._held[session] // 3 > self._requested_limit:
+            return None
+        fill = Fill(session, namespace, space, key, tier, self, nbytes, self._clock() + self._deadline_s)
+        self._coming.setdefault(space.tag, {})[key] = fill
+        self._queue.append(fill)
+        self._count_queued(fill, 1)
+        return fill
+
+    def forget(self, fill: Fill) -> None:
+        """Nobody is to have it any more. What is under way ends by itself and leaves nothing: the cache dropped it."""
+        self._settle(fill, MissReason.INVALIDATED)
+        self._withdraw(fill)
+        if fill.ticket is None:
+            self._count_queued(fill, -1)
+
+    def pump(self, most: int = MAX_BEGUN) -> None:
+        """Begin what may begin now, of very much a part."""
+        while not self._stopped and most > 0 and (batch := self._next_batch(most)):
+            most -= len(batch)
+            try:
+                whole = self._begin_batch(batch)
+            except BaseException:
+                for fill in batch:  # no lookup waits for what is neither under way nor queued
+                    if fill.ticket is None and not fill.withdrawn:
+                        self._failed(fill, Result.FAILED)
+                raise
+            if not whole:
+                return
+
+    def _begin_batch(self, batch: Sequence[Fill]) -> bool:
+        """Begin fills of one group; False where the tier took not all of them: those are queued again."""
+        namespace, group = batch[0].namespace, batch[0].space.group
+        keys = b"".join([fill.key for fill in batch])
+        taken = self._cache.begin_fill(namespace, group, keys)
+        states, _ = self._cache.blocks.find(taken.group.number, keys, namespace.key_bytes)
+        offsets = self._cache.slots.offsets(taken.slots).tolist()
+        tickets = {key: FillTicket(taken.group, [0], taken.slots[at : at + 1]) for at, key in enumerate(taken.keys)}
+        places = dict(zip(taken.keys, offsets, strict=True))
+        refused: list[Fill] = []
+        try:
+            for number, fill in enumerate(batch):
+                if (ticket := tickets.get(number)) is not None:
+                    if not refused and self._begin(fill, ticket, places[number]):
+                        del tickets[number]
+                    else:
+                        refused.append(fill)
+                elif states[number] == FREE:
+                    self.no_space_until[namespace] = self._clock() + NO_SPACE_S
+                    self._failed(fill, QUOTA if self._cache.no_space_cause(taken.group) == QUOTA else NO_SPACE)
+                else:  # the pool has it by now
+                    self._settle(fill)
+                    self._withdraw(fill)
+        finally:
+            for ticket in tickets.values():
+                self._end_fill(ticket, None)
+        if refused:
+            self._put_back(refused)
+        return not refused
+
     def tick(self) -> None:
+        """End what is overdue, in the queue or under way, and look at the cold end of the pool."""
         for tier in self.tiers:
             tier.tick()
-        if not self.available:
-            self.promoter.try_again()
-        self.promoter.tick()
-        self.writer.tick(self.promoter.promoted_bytes)
+        if not self.available:  # reading was slow since the tier was away: the next one is tried, whatever the speed
+            self._read_again_at = 0.0
+        now = self._clock()
+        while self._queue and (self._queue[0].withdrawn or self._queue[0].deadline <= now):
+            if not (fill := self._queue.popleft()).withdrawn:
+                self._count_queued(fill, -1)
+                self._failed(fill, OVERDUE)
+        for fill in [one for one in self.under_way if one.deadline <= now and not one.given_up]:
+            # The tier may still write into its slots: they stay until it says that it does not.
+            assert fill.ticket is not None
+            fill.given_up = True
+            self._given_up_bytes += fill.nbytes
+            self._failed(fill, OVERDUE)
+            self._cache.drop_unfinished(fill.ticket, MissReason.TIER_LATE)
+        self.pump()
+        self.writer.tick(self.promoted_bytes)
+
+    def _next_batch(self, most: int) -> list[Fill]:
+        """The next fills of one group, as many as may be under way now, out of the queue."""
+        room = self._under_way_limit - self.under_way_bytes + min(self._given_up_bytes, self._under_way_limit)
+        batch: list[Fill] = []
+        while self._queue and len(batch) < most:
+            fill = self._queue[0]
+            if not fill.withdrawn:
+                same = not batch or (fill.namespace is batch[0].namespace and fill.space == batch[0].space)
+                if not same or (fill.nbytes > room and (batch or self.under_way)):
+                    break
+                batch.append(fill)
+                room -= fill.nbytes
+                self._count_queued(fill, -1)
+            self._queue.popleft()
+        return batch
+
+    def _begin(self, fill: Fill, ticket: FillTicket, offsets: Sequence[int]) -> bool:
+        """Have the tier read into the slots; False where it does not take the read now."""
+        if not fill.tier.read(fill.space, fill.key, offsets, fill.deadline, partial(self._on_end, fill)):
+            return False
+        if not self.under_way:
+            self._sample_began, self._sample_bytes = self._clock(), 0
+        fill.ticket = ticket
+        self.under_way[fill] = None
+        self.under_way_bytes += fill.nbytes
+        self._hold(fill, fill.nbytes)
+        return True
+
+    def _put_back(self, refused: Sequence[Fill]) -> None:
+        """Queue fills again whose read the tier did not take, unless the block has left the tier or that hangs."""
+        for fill in reversed(refused):
+            if not fill.tier.available():
+                self._failed(fill, Result.DEADLINE)
+            elif fill.tier.find(fill.space, [fill.key], prefix=False)[0] != PRESENT:
+                self._failed(fill, Result.GONE)
+            else:
+                self._queue.appendleft(fill)
+                self._count_queued(fill, 1)
+
+    def _on_end(self, fill: Fill, result: Result, block: Block | None) -> None:
+        assert fill.ticket is not None
+        del self.under_way[fill]
+        self.under_way_bytes -= fill.nbytes
+        self._hold(fill, -fill.nbytes)
+        if fill.given_up:
+            self._given_up_bytes -= fill.nbytes
+        try:
+            if self._end_fill(fill.ticket, block if result is Result.DONE else None):
+                self.promoted_blocks += 1
+                self.promoted_bytes += fill.space.nbytes
+                self._settle(fill)
+                fill.tier.used(fill.space, [fill.key])
+            elif not fill.withdrawn:
+                self._failed(fill, Result.CORRUPT if result is Result.DONE else result)
+        finally:
+            self._withdraw(fill)  # whatever went wrong, no lookup waits for it
+            fill.ticket = None  # a lookup may know the fill for some seconds more
+        if result is Result.DONE:
+            self._measure_speed(fill.space.nbytes)
+        elif result in (Result.DEADLINE, Result.FAILED):  # no more than this came since the last one did
+            speed = fill.space.nbytes / max(self._clock() - self._sample_began, 1e-4)
+            self.bytes_per_second = min(self.bytes_per_second or speed, speed)
+        if 2 * self.under_way_bytes <= self._under_way_limit:
+            self.pump(BEGUN_PER_END)
+
+    def _end_fill(self, ticket: FillTicket, block: Block | None) -> bool:
+        """End it; ``block``: what was read, None where that is not all there. True where the block is READY."""
+        firsts, sums = np.zeros(ticket.slots.shape, np.uint16), np.zeros(ticket.slots.shape, np.uint64)
+        if whole := block is not None and all(block.checksums):
+            assert block is not None
+            firsts[0], sums[0] = block.first_blocks, block.checksums
+        return bool(self._cache.end_fill(ticket, np.array([whole]), firsts, sums))
+
+    def _failed(self, fill: Fill, reason: str) -> None:
+        """Nobody waits for it any more, and why it is not there."""
+        self.failures[str(reason)] += 1
+        miss = MISSES.get(reason, MissReason.TIER_FAILED)
+        self._settle(fill, miss)
+        if not fill.withdrawn:
+            self._withdraw(fill)
+            self._cache.note_misses(fill.namespace, fill.space.group, fill.key, miss)
+
+    def not_awaited(self, fill: Fill, why: MissReason) -> None:
+        """One of the lookups that count it waits no longer: the tier has it, and that is a miss."""
+        if fill.askers:
+            fill.askers -= 1
+            self._count_found(fill, 1)
+        elif fill.found:
+            fill.found -= 1
+        else:
+            return
+        fill.namespace.counters.misses[why] += 1
+
+    def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
+        """Count the key for those who asked for it, once: as found, or as a miss."""
+        askers, fill.askers = fill.askers, 0
+        if not askers:
+            return
+        if miss is not None:
+            fill.namespace.counters.misses[miss] += askers
+        else:
+            fill.found = askers
+            self._count_found(fill, askers)
+
+    def _count_found(self, fill: Fill, count: int) -> None:
+        if self.shared:
+            fill.namespace.counters.found_shared += count
+        else:
+            fill.namespace.counters.found_disk += count
+
+    def _withdraw(self, fill: Fill) -> None:
+        """Lookups do not wait for it any more."""
+        if fill.withdrawn:
+            return
+        fill.withdrawn = True
+        keys = self._coming.get(fill.space.tag, {})
+        if keys.get(fill.key) is fill:
+            del keys[fill.key]
+            if not keys:
+                del self._coming[fill.space.tag]
+
+    def _count_queued(self, fill: Fill, sign: int) -> None:
+        self.queued_blocks += sign
+        self.queued_bytes += sign * fill.nbytes
+        self._hold(fill, sign * fill.nbytes)
+
+    def _hold(self, fill: Fill, nbytes: int) -> None:
+        self._held[fill.session] += nbytes
+        if not self._held[fill.session]:
+            del self._held[fill.session]
+
+    def _measure_speed(self, nbytes: int) -> None:
+        now = self._clock()
+        self._sample_bytes += nbytes
+        seconds = now - self._sample_began
+        if seconds >= SPEED_SAMPLE_S or not self.under_way:
+            speed, before = self._sample_bytes / max(seconds, 1e-4), self.bytes_per_second
+            self.bytes_per_second = OLD_SPEED_WEIGHT * before + (1 - OLD_SPEED_WEIGHT) * speed if before else speed
+            self._sample_began, self._sample_bytes = now, 0
 
 
 class _Lookup(NamedTuple):
@@ -140,13 +492,14 @@ class Tiering:
         settings: TieringSettings,
         engines_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._cache, self._clock, self._engines_busy = cache, clock, engines_busy
+        self._cache, self._clock = cache, clock
         self._coming: Coming = {}
+        self._parts = cache, clock, self._coming, self.space, engines_busy
         self._spaces: dict[tuple[Namespace, int], Space] = {}
         self._groups: dict[int, tuple[Namespace, int]] = {}
         """By tag."""
         self.unshared: dict[bytes, None] = {}
-        self.disks = self._level([], settings, shared=False)
+        self.disks = Level([], settings, *self._parts, shared=False)
         self.stores: list[Level] = []
         self._answers_due = 0.0
         self._uncounted: dict[Namespace, Counter[tuple[int, bytes]]] = {}
@@ -165,18 +518,7 @@ class Tiering:
 
     def share(self, tier: Tier, settings: TieringSettings) -> None:
         """Use a store that nodes share, for what the pool and the levels before it do not have."""
-        self.stores.append(self._level([tier], settings, shared=True))
-
-    def _level(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Level:
-        promoter = Promoter(self._cache, self._clock, settings.deadline_s, self._coming, shared=shared)
-        writer = Writer(
-            *(self._cache, tiers, self._clock, settings, self.space),
-            shared=shared,
-            idle=lambda: not promoter.busy,
-            engines_busy=self._engines_busy,
-            left_out=self.unshared if shared else (),
-        )
-        return Level(tiers, promoter, writer)
+        self.stores.append(Level([tier], settings, *self._parts, self.unshared, shared=True))
 
     def space(self, namespace: Namespace, group: int) -> Space:
         """As it is now. It has no lengths while a rank of the world has not registered."""
@@ -290,17 +632,17 @@ class Tiering:
             key = some.keys[at]
             if (fill := self._coming.get(some.space.tag, {}).get(key)) is None:
                 level, tier = some.there[at]
-                no_space = level.promoter.no_space_until.get(lookup.namespace, 0.0) > self._clock()
+                no_space = level.no_space_until.get(lookup.namespace, 0.0) > self._clock()
                 if level in slower or (lookup.again and no_space):
                     return
-                fill = level.promoter.request(lookup.session, lookup.namespace, some.space, key, tier)
+                fill = level.request(lookup.session, lookup.namespace, some.space, key, tier)
                 if fill is None:
                     return
             fill.askers += asker
             lookup.waits.fills.append(fill)
             if self._due:
                 fill.askers += self._take_due(some.space, key)
-            some.states[at] = SHARED if fill.promoter.shared else PENDING
+            some.states[at] = SHARED if fill.level.shared else PENDING
 
     def _slower_levels(self, namespace: Namespace, some: _Range, places: Sequence[int]) -> set[Level]:
         """The levels from which what is there takes longer to read than to compute: none of that is read."""
@@ -308,11 +650,11 @@ class Tiering:
         slower = {
             level
             for level, count in Counter(level for level, _ in sources).items()
-            if level.promoter.is_slower(namespace, some.space.group, count)
+            if level.is_slower(namespace, some.space.group, count)
         }
         for at in places if slower else ():
             if at in some.there and some.there[at][0] in slower:
-                some.there[at][0].promoter.failures[SLOWER] += 1
+                some.there[at][0].failures[SLOWER] += 1
                 namespace.counters.misses[MissReason.SKIPPED] += self._take_due(some.space, some.keys[at])
         return slower
 
@@ -324,7 +666,7 @@ class Tiering:
             if not_awaited is None:
                 continue
             for fill in waits.fills:
-                fill.promoter.not_awaited(fill, not_awaited)
+                fill.level.not_awaited(fill, not_awaited)
             for name in waits.asked:
                 self._not_awaited(waits.namespace, name, not_awaited)
 
@@ -345,7 +687,7 @@ class Tiering:
             namespace.counters.found_shared += 1
             namespace.counters.misses[why] += 1
         elif (fill := self._coming.get(name[0], {}).get(name[1])) is not None:
-            fill.promoter.not_awaited(fill, why)
+            fill.level.not_awaited(fill, why)
 
     def used(self, blocks: BlockIds) -> None:
         for group, alike in self._cache.by_group(blocks):
@@ -369,7 +711,7 @@ class Tiering:
         names, space = namespace.split(group, keys), self.space(namespace, group)
         coming = self._coming.get(space.tag, {})
         for fill in [coming[key] for key in names if key in coming]:
-            fill.promoter.forget(fill)
+            fill.level.forget(fill)
         for level in self.levels:
             # Others use what a store has; bytes that are wrong here are not wrong there.
             for tier in level.tiers if not level.shared or why is not MissReason.CORRUPT else ():
@@ -390,20 +732,19 @@ class Tiering:
     @property
     def wait_s(self) -> float:
         """How long it will take until what lookups wait for is up, as far as that is known."""
-        return max(self._answers_due - self._clock(), *(level.promoter.wait_s for level in self.levels), 0.0)
+        return max(self._answers_due - self._clock(), *(level.wait_s for level in self.levels), 0.0)
 
     def pump(self) -> None:
         """Begin what was requested, and go on writing. For when the replies are out."""
         for level in self.levels:
-            level.promoter.pump()
+            level.pump()
         for level in self.levels:
             level.writer.pump()
 
     def stop(self) -> None:
         """Begin nothing any more."""
         for level in self.levels:
-            level.promoter.stop()
-            level.writer.stop()
+            level.stop()
 
     def tick(self) -> None:
         """A few times a second: deadlines, the cold end of the pool."""
@@ -423,7 +764,7 @@ class Tiering:
         for lease_id in [one for one, waits in self._waiting.items() if waits.namespace is namespace]:
             self._end_waiting(lease_id)
         for level in self.levels:
-            level.promoter.no_space_until.pop(namespace, None)
+            level.no_space_until.pop(namespace, None)
         for group in range(len(namespace.groups)):
             if (space := self._spaces.pop((namespace, group), None)) is not None:
                 self._groups.pop(space.tag, None)
@@ -470,7 +811,7 @@ class Tiering:
             for fill in list(keys.values()):
                 if fill.namespace is not namespace:
                     break  # all of a tag are of one
-                fill.promoter.forget(fill)
+                fill.level.forget(fill)
 
     def namespace_of(self, tag: int) -> tuple[Namespace, int] | None:
         """The namespace that is open, and the group, whose blocks have this tag now."""

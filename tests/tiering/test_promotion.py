@@ -6,7 +6,7 @@ import pytest
 
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promoter import BEGUN_PER_END, MAX_BEGUN
+from kvoffd.tiering.tiering import BEGUN_PER_END, MAX_BEGUN
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import ABSENT, PENDING, READY
 from tests.kit.slot_cache import UNIT, check_invariants, keys_of
@@ -28,7 +28,7 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     rig.tiering.pump()
     rig.clock.now += 6.0
     rig.tiering.tick()
-    assert rig.tiering.disks.promoter.failures["overdue"] == 1
+    assert rig.tiering.disks.failures["overdue"] == 1
     assert +space.counters.misses == {MissReason.TIER_LATE: 1}
     assert rig.index(space) == {}
     check_invariants(rig.cache)
@@ -36,7 +36,7 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     assert rig.states(space, keys_of(1)) == [READY]
     rig.tier.end_all(now=0.0, fault=fault)  # the tier was slow, and writes into its own slots only
     assert rig.cache.usage.writing == 0
-    assert rig.tiering.disks.promoter.failures == {"overdue": 1}
+    assert rig.tiering.disks.failures == {"overdue": 1}
     rig.check()
 
 
@@ -56,7 +56,7 @@ def test_what_fails_is_absent(rig: TieringHarness, fault: Result, miss: MissReas
     rig.states(space, keys_of(1))
     rig.tiering.pump()
     rig.tier.end_all(fault=fault)
-    assert rig.tiering.disks.promoter.failures == {fault.value: 1}
+    assert rig.tiering.disks.failures == {fault.value: 1}
     assert +space.counters.misses == {miss: 1}
     assert rig.index(space) == {}
     assert rig.slots.free_bytes == free
@@ -71,7 +71,7 @@ def test_pinned_blocks_are_never_evicted_for_what_comes_up(rig: TieringHarness) 
     rig.cache.blocks.pin(pinned)
     rig.states(space, keys_of(1))
     rig.finish_promotions()
-    assert rig.tiering.disks.promoter.failures["no_space"] == 1
+    assert rig.tiering.disks.failures["no_space"] == 1
     ((states,), _) = rig.cache.lookup(space, 1, 1, [(0, keys_of(1))], again=True)
     assert list(states) == [ABSENT], "who asks again computes it"
     assert rig.states(space, keys_of(1)) == [PENDING], "another request may have more luck"
@@ -178,14 +178,14 @@ def test_events_tell_of_what_is_written_and_of_all_that_goes(rig: TieringHarness
 def test_the_wait_is_told_by_the_speed_measured(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2))
-    assert rig.tiering.disks.promoter.wait_s == 0.0
+    assert rig.tiering.disks.wait_s == 0.0
     rig.states(space, keys_of(1))
     rig.tiering.pump()
     rig.clock.now += 0.5
     rig.tier.end_all()
-    assert rig.tiering.disks.promoter.bytes_per_second == pytest.approx(2 * UNIT)
+    assert rig.tiering.disks.bytes_per_second == pytest.approx(2 * UNIT)
     rig.states(space, keys_of(1, 2))
-    assert rig.tiering.disks.promoter.wait_s == pytest.approx(0.5)
+    assert rig.tiering.disks.wait_s == pytest.approx(0.5)
 
 
 def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
@@ -196,7 +196,7 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
     stuck = list(rig.tier.jobs)
-    assert rig.tiering.disks.promoter.under_way_bytes == rig.slots.pool_bytes // 8 == 4 * UNIT
+    assert rig.tiering.disks.under_way_bytes == rig.slots.pool_bytes // 8 == 4 * UNIT
     rig.clock.now += QUIET.deadline_s
     rig.tiering.tick()
     assert rig.states(space, keys_of(*range(4, 12))) == [PENDING] * 8
@@ -206,10 +206,10 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
         assert len(begun) == 4
         for job in begun:
             rig.tier.end(job, rig.clock())
-        assert rig.tiering.disks.promoter.under_way_bytes <= 8 * UNIT
+        assert rig.tiering.disks.under_way_bytes <= 8 * UNIT
         rig.check()
     assert rig.states(space, keys_of(*range(4, 12))) == [READY] * 8
-    assert rig.tiering.disks.promoter.wait_s == 0.0
+    assert rig.tiering.disks.wait_s == 0.0
     # However often reads are given up, they hold no more than as much again.
     rig.states(space, keys_of(12, 13, 14, 15))
     rig.tiering.pump()
@@ -217,7 +217,7 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig.tiering.tick()
     rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
-    assert rig.tiering.disks.promoter.under_way_bytes == 8 * UNIT
+    assert rig.tiering.disks.under_way_bytes == 8 * UNIT
     rig.tier.end_all(rig.clock())
-    assert rig.tiering.disks.promoter.under_way_bytes == 0
+    assert rig.tiering.disks.under_way_bytes == 0
     rig.check()

@@ -9,8 +9,7 @@ import pytest
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.server.traffic import pending_keys
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promoter import READ_AGAIN_S, Promoter
-from kvoffd.tiering.tiering import ANSWER_S, DUE_S, MOST_KEYS, last_window
+from kvoffd.tiering.tiering import ANSWER_S, DUE_S, MOST_KEYS, READ_AGAIN_S, Level, last_window
 from kvoffd.tiers.tier import Block, Result, TierStats
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, WRITING, GroupSpec
 from tests.kit.fake_tier import FakeTier, checksum
@@ -179,7 +178,7 @@ def test_gaps_of_the_disks_are_filled_from_the_stores_in_their_order(rig: Tierin
     shared.end_all()
     second.end_all()
     assert rig.states(space, asked) == [READY] * 5 + [ABSENT]
-    assert [level.promoter.promoted_blocks for level in rig.tiering.levels] == [2, 2, 1]
+    assert [level.promoted_blocks for level in rig.tiering.levels] == [2, 2, 1]
 
 
 def test_behind_what_an_engine_is_storing_nothing_is_asked_for(rig: TieringHarness, shared: FakeTier) -> None:
@@ -266,7 +265,7 @@ class Asker:
     def __init__(self, rig: TieringHarness, shared: FakeTier) -> None:
         self.rig, self.shared, self.space = rig, shared, rig.open()
         give(rig, shared, self.space, *range(1, 9))
-        self.promoter: Promoter = rig.tiering.stores[0].promoter
+        self.level: Level = rig.tiering.stores[0]
         self.space.counters.prefill_tokens_per_second = 10.0 * self.space.groups[0].tokens_per_block
 
     def __call__(self, *numbers: int) -> list[int]:
@@ -279,17 +278,17 @@ def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_t
     rig: TieringHarness, shared: FakeTier
 ) -> None:
     asked = Asker(rig, shared)  # it computes a block in a tenth of a second
-    asked.promoter.bytes_per_second = 5.0 * UNIT
+    asked.level.bytes_per_second = 5.0 * UNIT
     assert asked(1) == [SHARED], "nothing was read lately"
     assert asked(2, 3) == [ABSENT, ABSENT]
-    assert asked.promoter.failures == {"slower": 2}
+    assert asked.level.failures == {"slower": 2}
     assert asked.space.counters.misses[MissReason.SKIPPED] == 2
     rig.clock.now += READ_AGAIN_S
     assert asked(4) == [SHARED]
     assert asked(5) == [ABSENT]
     rig.tiering.pump()
     shared.end_all()
-    asked.promoter.bytes_per_second = 20.0 * UNIT
+    asked.level.bytes_per_second = 20.0 * UNIT
     assert asked(6) == [SHARED]
     assert asked(7, 8) == [SHARED, SHARED], "it waits for the one before, and both are quicker read than computed"
     rig.check()
@@ -297,7 +296,7 @@ def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_t
 
 def test_behind_what_is_slower_read_than_computed_nothing_comes_up(rig: TieringHarness, shared: FakeTier) -> None:
     asked = Asker(rig, shared)
-    asked.promoter.bytes_per_second = 5.0 * UNIT
+    asked.level.bytes_per_second = 5.0 * UNIT
     assert asked(8) == [SHARED], "nothing was read lately"
     rig.put_in_tier(asked.space, keys_of(2))
     assert asked(1, 2, 3) == [ABSENT, ABSENT, ABSENT]
@@ -308,14 +307,14 @@ def test_what_does_not_come_in_time_is_slow_until_the_store_was_away_and_is_back
     rig: TieringHarness, shared: FakeTier, result: Result
 ) -> None:
     asked = Asker(rig, shared)
-    asked.promoter.bytes_per_second = 1e12
+    asked.level.bytes_per_second = 1e12
     assert asked(1, 2) == [SHARED, SHARED]
     rig.tiering.pump()
     rig.clock.now += 2.0
     shared.end_all(fault=result)
-    assert asked.promoter.bytes_per_second == pytest.approx(UNIT / 2)
+    assert asked.level.bytes_per_second == pytest.approx(UNIT / 2)
     assert asked(3) == [ABSENT]
-    assert asked.promoter.failures == {result.value: 2, "slower": 1}
+    assert asked.level.failures == {result.value: 2, "slower": 1}
     shared.hangs = True
     rig.tiering.tick()
     shared.hangs = False
@@ -330,7 +329,7 @@ def test_where_nobody_says_how_many_tokens_a_block_has_nothing_is_slower(rig: Ti
     space = rig.join("w", groups=[GroupSpec("full_attention", 0)])
     rig.cache.register_rank(space, 0, [UNIT], None)
     space.counters.prefill_tokens_per_second = 1e6
-    rig.tiering.stores[0].promoter.bytes_per_second = 1.0
+    rig.tiering.stores[0].bytes_per_second = 1.0
     give(rig, shared, space, 1, 2, 3)
     for number in (1, 2, 3):
         rig.states(space, keys_of(number))
@@ -348,7 +347,7 @@ def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: 
     (job,) = shared.jobs
     job.on_end(Result.DONE, Block(job.space, job.key, (0,), (0,)))
     assert rig.index(space) == {}
-    assert rig.tiering.stores[0].promoter.failures == {"corrupt": 1}
+    assert rig.tiering.stores[0].failures == {"corrupt": 1}
     rig.check()
 
 

@@ -12,7 +12,7 @@ from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promoter import Fill
+from kvoffd.tiering.tiering import Fill
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED
 from tests.kit.fake_tier import FakeTier, Job
@@ -148,7 +148,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.cache.tick()
         self.rig.tiering.tick()
         assert all(fill.deadline > self.rig.clock() for fill in self.coming), "nobody waits for what is late"
-        for fill in [fill for level in self.rig.tiering.levels for fill in level.promoter.under_way if fill.given_up]:
+        for fill in [fill for level in self.rig.tiering.levels for fill in level.under_way if fill.given_up]:
             assert fill.ticket is not None
             is_written = self.rig.cache.blocks.state[fill.ticket.blocks] == WRITING
             assert fill.ticket.group.dead or not is_written.any(), "its key is free"
@@ -263,14 +263,14 @@ class TieringMachine(RuleBasedStateMachine):
                 begun = self.unshared.get(job.space.fingerprint)
                 assert begun is None or job.block is None or job in begun, "an engine reset it"
         for level in self.rig.tiering.levels:
-            promoter, writer, budget = level.promoter, level.writer, level.writer.budget
+            writer, budget = level.writer, level.writer.budget
             most = max(pool // 8, 2 * UNIT)
-            assert promoter.under_way_bytes - promoter._given_up_bytes <= most
-            assert promoter.under_way_bytes <= 2 * most, "what was given up and hangs may hold as much again"
-            fills = [*promoter.under_way, *promoter._queue]
+            assert level.under_way_bytes - level._given_up_bytes <= most
+            assert level.under_way_bytes <= 2 * most, "what was given up and hangs may hold as much again"
+            fills = [*level.under_way, *level._queue]
             names = [(fill.space.tag, fill.key) for fill in fills if not fill.withdrawn]
             assert len(names) == len(set(names)), "two fills of one key"
-            assert promoter.queued_bytes + promoter.under_way_bytes <= max(pool * 2 // 3, 2 * UNIT)
+            assert level.queued_bytes + level.under_way_bytes <= max(pool * 2 // 3, 2 * UNIT)
             assert writer.under_way_bytes <= pool // 16 + 2 * UNIT
             spent = self.spent[id(level)] + writer.under_way_bytes
             assert budget.spent_bytes <= spent, "what was not written is given back"
@@ -289,7 +289,7 @@ class TieringMachine(RuleBasedStateMachine):
         for store in self.stores_of_nodes:
             store.answer()
         goes = 0
-        while self.jobs or any(level.promoter.busy for level in rig.tiering.levels):
+        while self.jobs or any(level.busy for level in rig.tiering.levels):
             assert (goes := goes + 1) < 100, "something waits for ever"
             rig.tiering.pump()
             for tier in self.tiers:
@@ -297,8 +297,8 @@ class TieringMachine(RuleBasedStateMachine):
             rig.clock.now += 10.0
             rig.tiering.tick()
         assert not rig.tiering._coming
-        assert all(level.promoter.waiting_blocks == level.promoter.queued_bytes == 0 for level in rig.tiering.levels)
-        assert not any(level.promoter._held or level.promoter._given_up_bytes for level in rig.tiering.levels)
+        assert all(level.waiting_blocks == level.queued_bytes == 0 for level in rig.tiering.levels)
+        assert not any(level._held or level._given_up_bytes for level in rig.tiering.levels)
         rig.clock.now += 1000.0
         rig.cache.tick()
         rig.tiering.tick()
