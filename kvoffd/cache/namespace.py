@@ -14,6 +14,7 @@ from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
 from kvoffd_proto import messages
 from kvoffd_proto.admin import ShardSpec
+from kvoffd_proto.events import kv_topic
 from kvoffd_proto.messages import GroupSpec
 
 GROUP_BYTES = 1024
@@ -141,6 +142,8 @@ class Namespace:
         self.key_bytes = key_bytes
         self.groups = tuple(groups)
         self.description = description
+        self.topic = kv_topic(fingerprint)
+        """Of its KV events."""
         self.of_bench = label.startswith(messages.BENCH_LABEL)
         self.nbytes = nbytes_of(label, description, world_size, len(groups))
         """Memory that it takes beside its blocks, about."""

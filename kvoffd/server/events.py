@@ -17,7 +17,6 @@ from kvoffd_proto.events import (
     BlockStored,
     EventBatch,
     KvEvent,
-    kv_topic,
 )
 
 MAX_EVENTS_PER_MESSAGE = 64
@@ -73,7 +72,7 @@ class EventLog:
             number = self._numbers.get(namespace, 0)
             for start in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
                 payload = encode(EventBatch(self._wall_clock(), events[start : start + MAX_EVENTS_PER_MESSAGE]))
-                messages.append((kv_topic(namespace.fingerprint), number.to_bytes(SEQUENCE_BYTES, "big"), payload))
+                messages.append((namespace.topic, number.to_bytes(SEQUENCE_BYTES, "big"), payload))
                 number += 1
             self._numbers[namespace] = number
         self.pending.clear()

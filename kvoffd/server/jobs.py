@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,10 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import BlockTokens
 from kvoffd.cache.tickets import Check, LoadTicket, StoreTicket
 from kvoffd.config import Config
-from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
+from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease, UnsafeSegment
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.pool.pool import Pool
+from kvoffd.server.handlers import answers
 from kvoffd.server.memory import Host
 from kvoffd.server.sessions import Registration, Session, credit_bytes
 from kvoffd.transfer.engine import SlotChecksums, Transfer
@@ -39,6 +40,8 @@ from kvoffd_proto.messages import (
     BLOCK_ID_BYTES,
     COUNT_BYTES,
     TOKEN_ID_BYTES,
+    Cancel,
+    CancelReply,
     GroupKeys,
     JobResult,
     Loads,
@@ -46,9 +49,14 @@ from kvoffd_proto.messages import (
     Submit,
 )
 
+if TYPE_CHECKING:
+    from kvoffd.server.service import Service
+
 logger = logging.getLogger(__name__)
 
 ID_LIMIT = 2**31
+WHOLE_EVERY_S = 0.05
+"""How often it is looked whether a client's memory is still all allocated: a microsecond a segment."""
 QUIET_S = 0.05
 """Engines that have copied nothing for so long do not copy."""
 MAX_UNACKNOWLEDGED_RESULTS = 16_384
@@ -136,7 +144,10 @@ def checked_parts(
     namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[Part]()
     named: set[tuple[int, int]] = set()
     for part in batch.groups:
-        group, keys = part.group, namespace.split(part.group, part.keys)
+        group, size = part.group, namespace.key_bytes
+        if not 0 <= group < len(namespace.groups) or len(part.keys) % size:
+            namespace.check(group, part.keys)  # which raises
+        keys: list[bytes] = np.frombuffer(part.keys, namespace.key_type).tolist()
         if len(part.block_ids) % BLOCK_ID_BYTES:
             raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
         layout, block_ids = registration.layouts[group], np.frombuffer(part.block_ids, dtype="<i4")
@@ -432,12 +443,12 @@ class Jobs:
         self._cache = cache
         self._pool = pool
         self._host = host
-        self._max_store_bytes = 2 * credit_bytes(config, cache)
+        self.max_store_bytes = 2 * credit_bytes(config, cache)
         """Of a session's unfinished stores. Credits are a promise of the client; this is for one that breaks it."""
         self.running: dict[Job, None] = {}
         """All whose copy may still touch memory, oldest first."""
         self._ended_at = float("-inf")
-        self._verify_due = 0.0
+        self.verify_due = 0.0
         """From 1 on a load compares all its slots: ``verify_share`` of the loads do."""
         self.with_results: dict[int, Session] = {}
         """Sessions with results that were not published yet, by id."""
@@ -454,77 +465,7 @@ class Jobs:
         """Whether a job is unfinished, or was ``QUIET_S`` ago."""
         return bool(self.running) or self._host.now() - self._ended_at < QUIET_S
 
-    # --- accepting --------------------------------------------------------------------------------
-
-    def submit(self, session: Session, message: Submit) -> None:
-        """Accept the jobs of a message, or raise KvoffdError and change nothing."""
-        registration, accepted_at = session.registrations[message.registration_id], self._host.now()
-        registration.check_whole(accepted_at)
-        loads = checked_parts(registration, message.loads, storing=False)
-        stores = checked_parts(registration, message.stores, storing=True, is_offered=not session.operator)
-        self._check_counts(session, registration, message, (*loads, *stores))
-        wanted: list[list[tuple[Part, Span]]] = [[] for _ in message.loads.job_ids]
-        for part in loads:
-            for span in part.spans:
-                wanted[span.job].append((part, span))
-        jobs: list[StoreBatch | LoadJob] = []
-        try:
-            for number, parts in enumerate(wanted):
-                job_id, lease_id = message.loads.job_ids[number], message.loads.lease_ids[number]
-                keep_lease = message.loads.keep_lease[number]
-                load = LoadJob((job_id,), session, registration, accepted_at, parts, lease_id, keep_lease)
-                jobs.append(load)
-                self._verify_due += self._config.verify_share
-                verify = self._verify_due >= 1.0
-                self._verify_due -= verify
-                load.begin(self._cache, self._pool, verify=verify)
-            if message.stores.job_ids:
-                batch = StoreBatch(message.stores.job_ids, session, registration, accepted_at, stores)
-                jobs.append(batch)
-                batch.begin(self._cache, self._pool)
-        except BaseException:
-            for job in jobs:
-                job.abort(self._cache)
-            raise
-        for job in jobs:
-            self._start(job)
-
-    def _check_counts(
-        self, session: Session, registration: Registration, message: Submit, parts: Sequence[Part]
-    ) -> None:
-        """Raise KvoffdError where there are too many jobs, keys or pieces, or a job of the same id is unfinished."""
-        limits, stores, loads = self._config.limits, message.stores, message.loads
-        ids = [*stores.job_ids, *loads.job_ids]
-        if len(set(ids)) < len(ids) or not session.jobs.keys().isdisjoint(ids):
-            raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
-        if not len(loads.job_ids) == len(loads.lease_ids) == len(loads.keep_lease):
-            raise BadKeys(
-                f"{len(loads.job_ids)} loads, {len(loads.lease_ids)} leases and {len(loads.keep_lease)} times whether "
-                "to keep them; send one of each for each load."
-            )
-        keys = sum([len(part.keys) for part in parts]) // registration.namespace.key_bytes
-        pieces = sum([part.block_ids.size * part.layout.page_bytes.size for part in parts])
-        of_memory = sum([layout.block_limit * layout.page_bytes.size for layout in registration.layouts])
-        for count, most, what in (
-            (len(ids), limits.max_jobs_per_message, "jobs in one message"),
-            (keys, limits.max_keys_per_request, "keys in one message"),
-            (session.in_flight + len(ids), limits.max_jobs_in_flight, "jobs in flight with these"),
-            (session.pieces + pieces, max(limits.max_pieces_in_flight, 2 * of_memory), "pieces in flight with these"),
-        ):
-            if count > most:
-                why = f"{count} {what}; {most} are allowed. Send several messages, or wait for results."
-                raise KvoffdError(why, ErrorCode.TOO_MANY)
-        held = session.completions
-        if held.results >= MAX_UNACKNOWLEDGED_RESULTS or held.key_bytes >= MAX_UNACKNOWLEDGED_KEY_BYTES:
-            raise KvoffdError("The session does not acknowledge its results; each Submit may.", ErrorCode.TOO_MANY)
-        if stores.job_ids and session.store_bytes > self._max_store_bytes:
-            raise KvoffdError(
-                "The session's outstanding stores are far beyond its credit; wait for results.", ErrorCode.TOO_MANY
-            )
-
-    # --- running ----------------------------------------------------------------------------------
-
-    def _start(self, job: StoreBatch | LoadJob) -> None:
+    def start(self, job: StoreBatch | LoadJob) -> None:
         """Run a job. It ends, maybe at once, whatever becomes of its copy."""
         session = job.session
         if isinstance(job, StoreBatch):
@@ -532,7 +473,8 @@ class Jobs:
         session.jobs.update(dict.fromkeys(job.ids, job))
         session.in_flight += len(job.ids)
         session.pieces += len(job.plan.size)
-        job.registration.count_jobs(1)
+        assert job.registration.on_closed is None, "memory that is being closed takes no jobs"
+        job.registration.jobs += 1
         self.running[job] = None
         if not len(job.plan.size):
             self.finished(job, Outcome.DONE)
@@ -576,7 +518,9 @@ class Jobs:
         session.in_flight -= len(job.ids)
         session.pieces -= len(job.plan.size)
         job.transfer = None  # they refer to each other
-        job.registration.count_jobs(-1)
+        job.registration.jobs -= 1
+        if job.registration.on_closed is not None:
+            job.registration.close_if_idle()
         if session.ended:
             session.release_if_idle()
 
@@ -603,35 +547,110 @@ class Jobs:
             session.loaded_bytes += nbytes
         for job_id in job.ids:
             del session.jobs[job_id]
-        session.completions.add(results)
+        log = session.completions
+        log.pending += results
+        log.results += len(results)
+        log.key_bytes += sum([len(part.keys) for one in results for part in (*one.failed, *one.declined)])
         self.with_results[session.id] = session
-
-    # --- stopping ---------------------------------------------------------------------------------
-
-    def cancel(self, session: Session, job_ids: Iterable[int], unsent: int) -> tuple[list[int], list[int]]:
-        """Fail what has not started. Returns the ids of that, and those given whose bytes move, or will.
-
-        Stores that are copied together are cancelled together, all of them when one is to be. Ids that are no
-        unfinished job's are ignored. ``unsent`` more stores were never sent, and are counted.
-        """
-        self.unsent_stores += unsent
-        cancelled: list[int] = []
-        running: list[int] = []
-        wanted: dict[Job, list[int]] = {}
-        for job_id in dict.fromkeys(job_ids):
-            if job_id in session.jobs:
-                wanted.setdefault(session.jobs[job_id], []).append(job_id)
-        for job, ids in wanted.items():
-            if job.transfer is not None and job.registration.memory.engine.cancel(job.transfer):
-                cancelled.extend(job.ids)
-                if isinstance(job, StoreBatch):
-                    self.cancelled_stores += len(job.ids)
-            else:
-                running.extend(ids)
-        return cancelled, running
 
     def abandon(self, jobs: Iterable[Job]) -> None:
         """Stop jobs, in this order: those that wait now, those that run at their next step."""
         for job in dict.fromkeys(jobs):
             if job.transfer is not None and not job.registration.memory.engine.cancel(job.transfer):
                 job.transfer.must_end(Outcome.FAILED)
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+@answers(Submit)
+def submit(service: Service, session: Session, message: Submit) -> None:
+    """Accept stores and loads, all or none. Their results are the answer."""
+    cache, pool, jobs, limits = service.cache, service.pool, service.jobs, service.config.limits
+    stores, loads, log, accepted_at = message.stores, message.loads, session.completions, service.clock()
+    log.acknowledge(message.acknowledged)
+    registration = session.registrations[message.registration_id]
+    if accepted_at - registration.whole_at >= WHOLE_EVERY_S:
+        # What a copy would allocate in a hole is charged to the daemon.
+        if not all(segment.whole() for segment in registration.memory.segments):
+            raise UnsafeSegment(
+                "Pages of the registered memory were given back to the kernel since; register memory that stays."
+            )
+        registration.whole_at = accepted_at
+    of_loads = checked_parts(registration, loads, storing=False)
+    of_stores = checked_parts(registration, stores, storing=True, is_offered=not session.operator)
+    ids = [*stores.job_ids, *loads.job_ids]
+    if len(set(ids)) < len(ids) or not session.jobs.keys().isdisjoint(ids):
+        raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
+    if not len(loads.job_ids) == len(loads.lease_ids) == len(loads.keep_lease):
+        raise BadKeys(
+            f"{len(loads.job_ids)} loads, {len(loads.lease_ids)} leases and {len(loads.keep_lease)} times whether "
+            "to keep them; send one of each for each load."
+        )
+    parts = (*of_loads, *of_stores)
+    keys = sum([len(part.split) for part in parts])
+    pieces = sum([part.block_ids.size * part.layout.page_bytes.size for part in parts])
+    of_memory = sum([layout.block_limit * layout.page_bytes.size for layout in registration.layouts])
+    for count, most, what in (
+        (len(ids), limits.max_jobs_per_message, "jobs in one message"),
+        (keys, limits.max_keys_per_request, "keys in one message"),
+        (session.in_flight + len(ids), limits.max_jobs_in_flight, "jobs in flight with these"),
+        (session.pieces + pieces, max(limits.max_pieces_in_flight, 2 * of_memory), "pieces in flight with these"),
+    ):
+        if count > most:
+            why = f"{count} {what}; {most} are allowed. Send several messages, or wait for results."
+            raise KvoffdError(why, ErrorCode.TOO_MANY)
+    if log.results >= MAX_UNACKNOWLEDGED_RESULTS or log.key_bytes >= MAX_UNACKNOWLEDGED_KEY_BYTES:
+        raise KvoffdError("The session does not acknowledge its results; each Submit may.", ErrorCode.TOO_MANY)
+    if stores.job_ids and session.store_bytes > jobs.max_store_bytes:
+        raise KvoffdError(
+            "The session's outstanding stores are far beyond its credit; wait for results.", ErrorCode.TOO_MANY
+        )
+    wanted: list[list[tuple[Part, Span]]] = [[] for _ in loads.job_ids]
+    for part in of_loads:
+        for span in part.spans:
+            wanted[span.job].append((part, span))
+    begun: list[StoreBatch | LoadJob] = []
+    try:
+        for job_id, lease_id, keep, asked in zip(loads.job_ids, loads.lease_ids, loads.keep_lease, wanted, strict=True):
+            load = LoadJob((job_id,), session, registration, accepted_at, asked, lease_id, keep)
+            begun.append(load)
+            jobs.verify_due += service.config.verify_share
+            verify = jobs.verify_due >= 1.0
+            jobs.verify_due -= verify
+            load.begin(cache, pool, verify=verify)
+        if stores.job_ids:
+            batch = StoreBatch(stores.job_ids, session, registration, accepted_at, of_stores)
+            begun.append(batch)
+            batch.begin(cache, pool)
+    except BaseException:
+        for job in begun:
+            job.abort(cache)
+        raise
+    for job in begun:
+        jobs.start(job)
+
+
+@answers(Cancel)
+def cancel(service: Service, session: Session, message: Cancel) -> CancelReply:
+    """Fail jobs that have not started. Returns the ids of these, and those given whose bytes move, or will.
+
+    Stores that are copied together are cancelled together, all of them when one is to be. Unknown ids have ended and
+    are in neither list.
+    """
+    session.completions.acknowledge(message.acknowledged)
+    service.jobs.unsent_stores += message.unsent
+    cancelled: list[int] = []
+    running: list[int] = []
+    wanted: dict[Job, list[int]] = {}
+    for job_id in dict.fromkeys(message.job_ids):
+        if job_id in session.jobs:
+            wanted.setdefault(session.jobs[job_id], []).append(job_id)
+    for job, ids in wanted.items():
+        if job.transfer is not None and job.registration.memory.engine.cancel(job.transfer):
+            cancelled.extend(job.ids)
+            if isinstance(job, StoreBatch):
+                service.jobs.cancelled_stores += len(job.ids)
+        else:
+            running.extend(ids)
+    return CancelReply(message.request_id, cancelled, running)

@@ -57,7 +57,7 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
         __version__,
         [*service.memory.kinds, "kv_events"],
         filled(m.Limits, config.limits),
-        service.sessions.credit_of(session),
+        0 if message.role is m.Role.ADMIN else service.sessions.credit_bytes,
         round(config.limits.lease_ttl_s * 1000),
         round(config.limits.job_deadline_s * 1000),
     )
@@ -68,7 +68,7 @@ def results(service: Service, session: Session, message: m.Results) -> m.Results
     """Give out the completions that were not acknowledged, and the jobs that have none yet."""
     session.completions.acknowledge(message.acknowledged)
     # A job that ended but whose batch is still open must be in one of the two lists.
-    if frames := session.completions.flush(service.sessions.credit_of(session)):
+    if frames := session.completions.flush(service.sessions.credit_bytes):
         service.publications.append(frames)
     return m.ResultsReply(message.request_id, session.completions.replay(), list(session.jobs))
 
@@ -109,6 +109,7 @@ def unregister(service: Service, session: Session, message: m.Unregister) -> Pen
     """Stop the registration's jobs and unmap its memory; the reply follows once that is done."""
     registration = session.registrations[message.registration_id]
     del session.registrations[message.registration_id]
+    service.sessions.share_credit()
     answer = Pending()
     service.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
     registration.close_when_idle(lambda: answer.bring(m.Done(message.request_id, 1)))
@@ -155,6 +156,7 @@ def _registered(
         raise
     registration = Registration(memory, namespace, message.rank, layouts)
     session.registrations[message.registration_id] = registration
+    service.sessions.share_credit()
     return m.Registered(message.request_id, message.registration_id, shard_bytes)
 
 
@@ -254,18 +256,3 @@ def reset(service: Service, session: Session, message: m.Reset) -> Pending:
     count = service.reset(session.namespaces[message.namespace])
     service.tiers.namespace_reset(message.namespace)
     return service.removed(message.request_id, count)
-
-
-@answers(m.Submit)
-def submit(service: Service, session: Session, message: m.Submit) -> None:
-    """Accept stores and loads, all or none. Their results are the answer."""
-    session.completions.acknowledge(message.acknowledged)
-    service.jobs.submit(session, message)
-
-
-@answers(m.Cancel)
-def cancel(service: Service, session: Session, message: m.Cancel) -> m.CancelReply:
-    """Fail jobs that have not started. Unknown ids have ended and are in neither list."""
-    session.completions.acknowledge(message.acknowledged)
-    cancelled, running = service.jobs.cancel(session, message.job_ids, message.unsent)
-    return m.CancelReply(message.request_id, cancelled, running)

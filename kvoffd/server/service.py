@@ -171,7 +171,7 @@ class Service:
             self.pending = [pending for pending in self.pending if not self._poll(pending)]
         if self.jobs.with_results:
             for session in self.jobs.with_results.values():
-                if frames := session.completions.flush(self.sessions.credit_of(session)):
+                if frames := session.completions.flush(self.sessions.credit_bytes):
                     self.publications.append(frames)
             self.jobs.with_results.clear()
         if self.events.pending:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
-from kvoffd.errors import KvoffdError, UnsafeSegment
+from kvoffd.errors import KvoffdError
 from kvoffd.server.memory import EngineMemory, Host
 from kvoffd.transfer.plan import GroupLayout
 from kvoffd_proto import codec, events
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 OpenT = TypeVar("OpenT")
 
-WHOLE_EVERY_S = 0.05
-"""How often it is looked whether a client's memory is still all allocated: a microsecond a segment."""
 MAX_DEFAULT_CREDIT_BYTES = 2**30
 OPERATORS_SESSIONS = 8
 """Sessions beyond max_sessions, which are those of engines: an operator can look when all of these are taken."""
@@ -82,7 +80,8 @@ class CompletionLog:
 
     def __init__(self, epoch: int, session_id: int) -> None:
         self._topic = events.session_topic(epoch, session_id)
-        self._pending: list[JobResult] = []
+        self.pending: list[JobResult] = []
+        """What the next batch will have. Who adds to it counts it below."""
         self._unacknowledged: deque[Completions] = deque()
         self.sequence = 0
         self.results = 0
@@ -90,18 +89,12 @@ class CompletionLog:
         self.key_bytes = 0
         """Of the keys that these name."""
 
-    def add(self, results: Sequence[JobResult]) -> None:
-        """Put ``results`` into the batch that the next flush publishes."""
-        self._pending += results
-        self.results += len(results)
-        self.key_bytes += sum([len(part.keys) for one in results for part in (*one.failed, *one.declined)])
-
     def flush(self, credit_bytes: int) -> tuple[bytes, bytes, bytes] | None:
         """Close the current batch; return it as the frames to publish, or None when it is empty."""
-        if not self._pending:
+        if not self.pending:
             return None
         self.sequence += 1
-        batch, self._pending = Completions(self.sequence, credit_bytes, self._pending), []
+        batch, self.pending = Completions(self.sequence, credit_bytes, self.pending), []
         self._unacknowledged.append(batch)
         return self._topic, self.sequence.to_bytes(events.SEQUENCE_BYTES, "big"), codec.encode(batch)
 
@@ -127,19 +120,10 @@ class Registration:
     layouts: list[GroupLayout]
     jobs: int = field(default=0, init=False)
     """Jobs that hold addresses inside the memory."""
-    _on_closed: Callable[[], None] | None = field(default=None, init=False)
-    _whole_at: float = field(default=float("-inf"), init=False)
-
-    def check_whole(self, now: float) -> None:
-        """Raise UnsafeSegment where the client has made holes in its memory, as far as was seen: the pages that a copy
-        would allocate there are charged to the daemon.
-        """
-        if now - self._whole_at >= WHOLE_EVERY_S:
-            if not all(segment.whole() for segment in self.memory.segments):
-                raise UnsafeSegment(
-                    "Pages of the registered memory were given back to the kernel since; register memory that stays."
-                )
-            self._whole_at = now
+    on_closed: Callable[[], None] | None = field(default=None, init=False)
+    """What to call once it is closed, where it is to be."""
+    whole_at: float = field(default=float("-inf"), init=False)
+    """When all of the memory was seen to be allocated."""
 
     @property
     def mapped_bytes(self) -> int:
@@ -148,16 +132,14 @@ class Registration:
 
     def close_when_idle(self, on_closed: Callable[[], None]) -> None:
         """Unmap once the last job has ended, then have ``on_closed`` called. Once."""
-        assert self._on_closed is None, "a registration is closed once"
-        self._on_closed = on_closed
-        self.count_jobs(0)
+        assert self.on_closed is None, "a registration is closed once"
+        self.on_closed = on_closed
+        self.close_if_idle()
 
-    def count_jobs(self, change: int) -> None:
-        """So many more or fewer jobs touch the memory. With the last one of a registration that is closed it goes."""
-        assert change <= 0 or self._on_closed is None, "memory that is being closed takes no jobs"
-        self.jobs += change
-        if self._on_closed is not None and not self.jobs:
-            self.memory.close(self._on_closed)
+    def close_if_idle(self) -> None:
+        """Where it is to be closed, its last job may have ended."""
+        if self.on_closed is not None and not self.jobs:
+            self.memory.close(self.on_closed)
 
 
 class Opened(dict[bytes, OpenT]):
@@ -276,6 +258,7 @@ class Sessions:
         self.epoch = int.from_bytes(host.random(8), "big") >> 1
         """This life of the daemon: a subscriber that has not noticed its end must not hear the next one's sessions."""
         self.credit_bytes = credit_bytes(config, cache)
+        """Of stores that each session may have outstanding: its share of what all writers together may."""
         self.ended: Counter[str] = Counter()
         """Sessions that ended, by ``Ending``: engines', and those that the daemon ended before their Hello."""
         self.stopping = False
@@ -347,12 +330,10 @@ class Sessions:
         self._may_attach -= 1
         session.segments[segment_id] = fd
 
-    def credit_of(self, session: Session) -> int:
-        """Bytes of stores ``session`` may have outstanding: its share of what all writers together may."""
-        if session.role is Role.ADMIN:
-            return 0
-        writers = len([None for other in self.by_route.values() if other.registrations])
-        return self.credit_bytes // max(1, writers)
+    def share_credit(self) -> None:
+        """Sessions have begun to have memory registered, or ceased to."""
+        writers = sum(bool(session.registrations) for session in self)
+        self.credit_bytes = credit_bytes(self._config, self._cache) // max(1, writers)
 
     def end(self, session: Session, on_released: Callable[[], None], why: Ending = Ending.GONE) -> None:
         """The lifeline has ended: drop what the session held, stop its copies, unmap its memory.
@@ -371,6 +352,7 @@ class Sessions:
         session.release_if_idle()
         self._jobs.abandon(list(session.jobs.values()))
         session.close_memory()
+        self.share_credit()
         if session.role is not None:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO
             logger.log(level, "Session %d (%s %s) ended: %s.", session.id, session.role, session.name, why)
