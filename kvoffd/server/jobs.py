@@ -34,7 +34,7 @@ from kvoffd.server.handlers import answers
 from kvoffd.server.memory import Host
 from kvoffd.server.sessions import Registration, Session, credit_bytes
 from kvoffd.transfer.engine import SlotChecksums, Transfer
-from kvoffd.transfer.plan import Direction, GroupLayout, Outcome, Plan, concatenate, plan_blocks
+from kvoffd.transfer.plan import BlockCopy, Direction, GroupLayout, Outcome, Plan, plan_blocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
     BLOCK_ID_BYTES,
@@ -254,34 +254,25 @@ class StoreBatch(Job):
 
     def begin(self, cache: Cache, pool: Pool) -> None:
         """Take slots for what is absent, and plan the copy. ``abort`` undoes it, also where it raises."""
-        registration, plans = self.registration, list[Plan]()
+        registration, copies = self.registration, list[BlockCopy]()
         self.copied_bytes = [0] * len(self.ids)
         places: list[tuple[int, int]] = []
         self.ticket = cache.begin_store(registration.namespace, registration.rank, self.parts)
         for part, stored in zip(self.parts, self.ticket.parts, strict=True):
             if not stored.copy:
                 continue
-            layout, keys = part.layout, len(part.split)
-            length = stored.group.lengths[registration.rank]
-            offsets = cache.slots.offsets(stored.slots)
+            layout, length = part.layout, stored.group.lengths[registration.rank]
+            offsets, slots = cache.slots.offsets(stored.slots), np.zeros(len(part.split), np.uint64)
             places += [(offset, length) for offset in offsets.tolist()]
-            addresses, chosen = offsets.astype(np.uint64) + np.uint64(pool.address), None
-            if len(stored.copy) < keys:
-                chosen = np.zeros(keys, dtype=np.bool_)
-                chosen[stored.copy] = True
-                of_chosen, addresses = addresses, np.zeros(keys, dtype=np.uint64)
-                addresses[chosen] = of_chosen
-            positions = np.arange(part.block_ids.size, dtype=np.int64)
-            for span in part.spans if part.first_blocks else ():
-                positions[span.block :] += span.first_block
-            plans.append(plan_blocks(layout, self.direction, part.block_ids, positions, addresses, chosen))
+            slots[stored.copy] = offsets.astype(np.uint64) + np.uint64(pool.address)
+            copies.append(BlockCopy(layout, part.block_ids, slots, part.first_blocks))
             for span in part.spans:
                 at, end = (bisect_left(stored.copy, number) for number in (span.key, span.keys_end))
                 blocks = (end - at) * layout.blocks_per_key
                 if at < end and stored.copy[at] == span.key:
                     blocks -= span.first_block
                 self.copied_bytes[span.job] += blocks * layout.block_bytes
-        self.plan = concatenate(plans)
+        self.plan = plan_blocks(self.direction, copies)
         if places:
             self.checksums = SlotChecksums(pool.digests, places, pool_address=pool.address)
 
@@ -359,7 +350,7 @@ class LoadJob(Job):
         ``verify``: all slots are compared with their checksums, else those that nobody has compared since an earlier
         daemon wrote them.
         """
-        registration, plans = self.registration, list[Plan]()
+        registration, copies = self.registration, list[BlockCopy]()
         whose = registration.namespace, registration.rank, self.lease_id
         size = registration.namespace.key_bytes
         for part, span in self.parts:
@@ -376,13 +367,11 @@ class LoadJob(Job):
             tokens_per_block = registration.namespace.groups[part.group].tokens_per_block
             ticket.tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
             self.checks += cache.checks_of_load(ticket, verify, first)
-            positions = np.arange(first, first + block_ids.size, dtype=np.int64)
-            addresses = ticket.offsets.astype(np.uint64) + np.uint64(pool.address)
-            plans.append(plan_blocks(part.layout, self.direction, block_ids, positions, addresses))
+            slots = ticket.offsets.astype(np.uint64) + np.uint64(pool.address)
+            copies.append(BlockCopy(part.layout, block_ids, slots, {0: first} if first else {}))
         if self.error is not None:
-            self.plan, self.checks = concatenate([]), []
-            return
-        self.plan = concatenate(plans)
+            copies, self.checks = [], []
+        self.plan = plan_blocks(self.direction, copies)
         if self.checks:
             places = [(check.offset, check.length) for check in self.checks]
             self.checksums = SlotChecksums(pool.digests, places, [check.checksum for check in self.checks])
@@ -589,8 +578,8 @@ def submit(service: Service, session: Session, message: Submit) -> None:
         )
     parts = (*of_loads, *of_stores)
     keys = sum([len(part.split) for part in parts])
-    pieces = sum([part.block_ids.size * part.layout.page_bytes.size for part in parts])
-    of_memory = sum([layout.block_limit * layout.page_bytes.size for layout in registration.layouts])
+    pieces = sum([part.block_ids.size * len(part.layout.layers) for part in parts])
+    of_memory = sum([layout.block_limit * len(layout.layers) for layout in registration.layouts])
     for count, most, what in (
         (len(ids), limits.max_jobs_per_message, "jobs in one message"),
         (keys, limits.max_keys_per_request, "keys in one message"),

@@ -6,20 +6,21 @@ registers, so that copies need no checks but those of their block ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffd.errors import BadGeometry, OutOfBounds
+from kvoffd.system.native import native
 from kvoffd_proto.messages import PageRef, TensorLayout
 
 _MAX_SHARD_BYTES = 2**62
-PIECES_AT_ONCE = 32_768
-"""Of a plan: arrays that do not fit the processor's caches cost several times as much for each piece."""
-
 UInt64Array = npt.NDArray[np.uint64]
 
 
@@ -51,17 +52,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupLayout:
-    """One KV cache group of one worker; arrays have one element per layer, in slot order (L layers, see ``_runs``).
+    """One KV cache group of one worker.
 
-    A slot is layer-major: sub-block ``s`` (engine block ``s`` of a key) of layer ``l`` lies at
-    ``slot_page_offset[l] + s * page_bytes[l]``, where ``slot_page_offset[l]`` is the sum of ``blocks_per_key *
-    page_bytes`` over the layers before. So neighbouring engine blocks of a layer are neighbours in the slot too.
+    A slot is layer-major: sub-block ``s`` (engine block ``s`` of a key) of a layer lies at ``offset + s *
+    page_bytes``, where ``offset`` is the sum of ``blocks_per_key * page_bytes`` over the layers before. So neighbouring
+    engine blocks of a layer are neighbours in the slot too.
     """
 
-    tensor_address: npt.NDArray[np.uint64]  # [L] address of engine block 0
-    stride: npt.NDArray[np.uint64]  # [L] bytes between engine blocks
-    page_bytes: npt.NDArray[np.uint64]  # [L] bytes of an engine block that belong to the layer
-    slot_page_offset: npt.NDArray[np.uint64]  # [L] offset of the layer in a slot
+    layers: UInt64Array
+    """[L, 4] in slot order (see ``_runs``): the address of engine block 0, bytes between engine blocks, bytes of an
+    engine block that belong to the layer (``page_bytes``), ``offset`` in a slot."""
     blocks_per_key: int
     block_limit: int  # block ids lie below it: the engine blocks of the shortest tensor
     block_bytes: int  # bytes of an engine block in all layers
@@ -104,17 +104,15 @@ def _build_layout(
             raise OutOfBounds(f"Group {group} names tensor {tensor}, but only {len(tensors)} tensors were registered.")
         _check_tensor(segments, tensor, tensors[tensor], nbytes)
     runs = _runs(segments, tensors, pages, merge=blocks_per_key == 1)
-    address, stride, page_bytes = (np.array(column, dtype=np.uint64) for column in zip(*runs, strict=True))
     block_bytes = sum(page.page_bytes for page in pages)
     shard_bytes = blocks_per_key * block_bytes
     if shard_bytes > _MAX_SHARD_BYTES:
         raise BadGeometry(f"A shard of group {group} would have {shard_bytes} bytes; register fewer blocks per key.")
-    ends = np.cumsum(page_bytes * np.uint64(blocks_per_key), dtype=np.uint64)
+    ends = accumulate(blocks_per_key * page_bytes for *_, page_bytes in runs)
     return GroupLayout(
-        tensor_address=address,
-        stride=stride,
-        page_bytes=page_bytes,
-        slot_page_offset=np.concatenate((np.zeros(1, dtype=np.uint64), ends[:-1])),
+        layers=np.array(
+            [(*run, end - blocks_per_key * run[2]) for run, end in zip(runs, ends, strict=True)], np.uint64
+        ),
         blocks_per_key=blocks_per_key,
         block_limit=min(tensors[page.tensor].num_blocks for page in pages),
         block_bytes=block_bytes,
@@ -166,76 +164,36 @@ def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: Tenso
         )
 
 
-def plan_blocks(
-    layout: GroupLayout,
-    direction: Direction,
-    block_ids: npt.NDArray[np.int32],
-    position: npt.NDArray[np.int64],
-    slot_address: UInt64Array,
-    chosen: npt.NDArray[np.bool_] | None = None,
-) -> Plan:
-    """Plan the copies of one group, of one job or of several, whose block ids were checked.
+class BlockCopy(NamedTuple):
+    """The blocks of one group that a job copies. Their ids were checked, and that they fit the keys."""
 
-    Args:
-        block_ids: [m] engine blocks.
-        position: [m] where each of them belongs: ``key * blocks_per_key + sub-block``; ascending.
-        slot_address: [keys] address of each key's slot; ignored where the key is not chosen.
-        chosen: [keys] which keys to copy; all when None.
+    layout: GroupLayout
+    block_ids: npt.NDArray[np.int32]
+    """[m] engine blocks, of one key after the other."""
+    slots: UInt64Array
+    """[keys] address of each key's slot; 0 where the key is not copied."""
+    first_blocks: Mapping[int, int]
+    """By number of a key, how many engine blocks are left out at its start, where there are any."""
+
+
+def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
+    """Plan a job.
 
     Neighbours that touch on both sides become one piece. Pieces are ordered as the slots have them, key, layer,
     sub-block, so that every slot is filled from its first byte on.
     """
-    per_key, layers, keys = layout.blocks_per_key, layout.page_bytes.size, slot_address.size
-    at_once = max(1, PIECES_AT_ONCE // (layers * per_key))
-    if keys > at_once:
-        firsts = range(0, keys, at_once)
-        bounds = [*np.searchsorted(position, np.array(firsts) * per_key).tolist(), block_ids.size]
-        plans = []
-        for first, begin, end in zip(firsts, bounds, bounds[1:], strict=False):
-            some = slice(first, first + at_once)
-            wanted = None if chosen is None else chosen[some]
-            ids, places = block_ids[begin:end], position[begin:end] - first * per_key
-            plans.append(plan_blocks(layout, direction, ids, places, slot_address[some], wanted))
-        return concatenate(plans)
-    ids = block_ids.astype(np.uint64)
-    key = position if per_key == 1 else position // per_key
-    if chosen is not None:
-        wanted = chosen[key]
-        key, position, ids = key[wanted], position[wanted], ids[wanted]
-    if ids.size == 0:
-        return concatenate([])
-    # [m, L]: one row per engine block, one column per layer.
-    engine = layout.tensor_address + ids[:, None] * layout.stride
-    pool = slot_address[key][:, None] + layout.slot_page_offset
-    if per_key > 1:
-        pool += (position % per_key).astype(np.uint64)[:, None] * layout.page_bytes
-    size = np.empty(engine.shape, dtype=np.uint64)
-    size[:] = layout.page_bytes
-    engine, pool, size = engine.reshape(-1), pool.reshape(-1), size.reshape(-1)
-    if per_key > 1:
-        layer = np.tile(np.arange(layers, dtype=np.int64), ids.size)
-        order = np.argsort(np.repeat(key, layers) * layers + layer, kind="stable")  # key, layer, sub-block
-        engine, pool, size = engine[order], pool[order], size[order]
-    begins = np.ones(size.size, dtype=np.bool_)  # which pieces do not continue the one before them on both sides
-    begins[1:] = (engine[:-1] + size[:-1] != engine[1:]) | (pool[:-1] + size[:-1] != pool[1:])
-    if not begins.all():
-        heads = begins.nonzero()[0]
-        size = np.add.reduceat(size, heads)
-        engine, pool = engine[heads], pool[heads]
-    nbytes = int(ids.size) * layout.block_bytes
+    pieces, most = 0, sum([copy.block_ids.size * len(copy.layout.layers) for copy in copies])
+    columns = np.empty((3, most), np.uint64)
+    addresses = [columns.ctypes.data + row * columns.strides[0] for row in range(3)]
+    for layout, block_ids, slots, first_blocks in copies:
+        firsts = array("H", bytes(2 * slots.size if first_blocks else 0))
+        for key, first in first_blocks.items():
+            firsts[key] = first
+        pieces = native().plan_blocks(
+            *(layout.layers.ctypes.data, len(layout.layers), layout.blocks_per_key),
+            *(block_ids.ctypes.data, block_ids.size, slots.ctypes.data, slots.size),
+            *(firsts.buffer_info()[0] if first_blocks else None, *addresses, pieces),
+        )
+    engine, pool, size = (column.copy() for column in columns[:, :pieces])  # what was merged needs no memory
+    nbytes = int(size.sum())
     return Plan(engine, pool, size, nbytes) if direction is Direction.LOAD else Plan(pool, engine, size, nbytes)
-
-
-def concatenate(plans: Sequence[Plan]) -> Plan:
-    """Return one plan that copies what all of ``plans`` do."""
-    if len(plans) == 1:
-        return plans[0]
-    if not plans:
-        empty = np.empty(0, dtype=np.uint64)
-        return Plan(empty, empty, empty, 0)
-    return Plan(
-        np.concatenate([plan.destination for plan in plans]),
-        np.concatenate([plan.source for plan in plans]),
-        np.concatenate([plan.size for plan in plans]),
-        sum(plan.nbytes for plan in plans),
-    )

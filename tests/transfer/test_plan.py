@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffd.transfer import plan as plan_module
 from kvoffd.transfer.engine import host_copy
-from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts, plan_blocks
+from kvoffd.transfer.plan import BlockCopy, Direction, GroupLayout, Plan, build_layouts, plan_blocks
 from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.kit.copy_buffers import address_of, random_bytes
 
@@ -28,8 +25,8 @@ def plan_copy(
     chosen: npt.NDArray[np.bool_] | None = None,
 ) -> Plan:
     """Plan one group's part of one job: ``block_ids`` ([m]) begin ``first_block`` blocks into key 0."""
-    position = np.arange(first_block, first_block + block_ids.size, dtype=np.int64)
-    return plan_blocks(layout, direction, block_ids, position, slot_address, chosen)
+    slots = slot_address if chosen is None else np.where(chosen, slot_address, np.uint64(0))
+    return plan_blocks(direction, [BlockCopy(layout, block_ids, slots, {0: first_block})])
 
 
 def execute(plan: Plan) -> None:
@@ -118,16 +115,7 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(tensors, page_refs, blocks_per_key, ids, first_block, slots, chosen, end, keys * slot)
 
 
-@pytest.fixture(params=[plan_module.PIECES_AT_ONCE, 8])
-def pieces_at_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Large plans are made piece by piece."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "PIECES_AT_ONCE", request.param)
-        yield
-
-
-@pytest.mark.usefixtures("pieces_at_once")
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=600, deadline=None)
 @given(job=jobs(), direction=st.sampled_from(Direction))
 def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction) -> None:
     def run(how: str) -> tuple[bytes, bytes, int]:
@@ -178,21 +166,25 @@ def evenly_spaced(layers: int, blocks: int, page: int, blocks_per_key: int) -> G
     return layout
 
 
+POOL = 2**41
+"""Its address."""
+
+
 def plan_of(layout: GroupLayout, ids: list[int], slots: list[int], first_block: int = 0) -> Plan:
     numbers = np.array(ids, dtype=np.int32)
-    return plan_copy(layout, Direction.STORE, numbers, first_block, np.array(slots, dtype=np.uint64))
+    return plan_copy(layout, Direction.STORE, numbers, first_block, np.array(slots, dtype=np.uint64) + np.uint64(POOL))
 
 
 def test_pieces_that_touch_on_both_sides_are_one() -> None:
     plan = plan_of(evenly_spaced(3, 16, 4096, 4), [4, 5, 6, 7], [0])
-    assert (plan.size.tolist(), plan.destination.tolist()) == ([4 * 4096] * 3, [0, 16384, 32768])
+    assert (plan.size.tolist(), plan.destination.tolist()) == ([4 * 4096] * 3, [POOL, POOL + 16384, POOL + 32768])
     plan = plan_of(evenly_spaced(1, 16, 8192, 1), [3, 4, 5, 9], [0, 8192, 16384, 24576])
     assert plan.size.tolist() == [3 * 8192, 8192]
 
 
 def test_pieces_fill_their_slots_from_the_first_byte_on() -> None:
     plan = plan_of(evenly_spaced(16, 16, 4096, 2), [9, 1, 3, 5], [2**20, 0])
-    assert plan.destination.tolist() == [2**20 + at for at in range(0, 2**17, 4096)] + list(range(0, 2**17, 4096))
+    assert plan.destination.tolist() == [POOL + at + add for at in (2**20, 0) for add in range(0, 2**17, 4096)]
 
 
 def side_by_side(order: list[int], blocks_per_key: int) -> GroupLayout:
@@ -205,15 +197,15 @@ def side_by_side(order: list[int], blocks_per_key: int) -> GroupLayout:
 
 def test_block_outermost_memory_is_one_layer_and_a_block_one_piece() -> None:
     layout = side_by_side([0, 1, 2, 3], 1)
-    assert (layout.page_bytes.tolist(), layout.stride.tolist(), layout.block_bytes) == ([16384], [16384], 16384)
+    assert (layout.layers[:, 1:].tolist(), layout.block_bytes) == ([[16384, 16384, 0]], 16384)
     assert plan_of(layout, [2, 6], [0, 2**20]).size.tolist() == [16384, 16384]
     assert plan_of(layout, [2, 3], [0, 16384]).size.tolist() == [32768]
     # Only where a slot has the layers in the same order, and they touch in every block.
-    assert side_by_side([1, 0, 2, 3], 1).page_bytes.tolist() == [4096, 4096, 8192]
-    assert side_by_side([0, 1, 2, 3], 2).page_bytes.tolist() == [4096] * 4
+    assert side_by_side([1, 0, 2, 3], 1).layers[:, 2].tolist() == [4096, 4096, 8192]
+    assert side_by_side([0, 1, 2, 3], 2).layers[:, 2].tolist() == [4096] * 4
     tensors = [TensorLayout(0, 0, 8192, 4), TensorLayout(0, 4096, 4096, 3)]
     (layout,) = build_layouts([(2**40, 2**20)], tensors, [[PageRef(0, 4096), PageRef(1, 4096)]], 1)
-    assert layout.page_bytes.tolist() == [4096, 4096]
+    assert layout.layers[:, 2].tolist() == [4096, 4096]
 
 
 def test_layers_far_above_the_sign_bit_do_not_wrap() -> None:

@@ -1,0 +1,37 @@
+/* Plans the copies of a group's blocks: see plan.py. */
+#include <stdint.h>
+
+/* A row of `layers` of GroupLayout. */
+struct layer {
+    uint64_t address, stride, page_bytes, slot_offset;
+};
+
+/* Writes the pieces that copy engine blocks of a group, behind the `pieces` that are there, and returns how many there are
+ * then: at most one more for each block and layer. Each key has `per_key` of the blocks, but for `first_blocks[key]` of them
+ * at its start, NULL for 0; the last key may have fewer. A key without a slot is left out. */
+uint64_t kvoffd_plan_blocks(const struct layer *layers, uint64_t count, uint64_t per_key, const int32_t *ids, uint64_t blocks,
+                            const uint64_t *slots, uint64_t keys, const uint16_t *first_blocks, uint64_t *engine,
+                            uint64_t *pool, uint64_t *size, uint64_t pieces)
+{
+    for (uint64_t key = 0, at = 0; key < keys && at < blocks; key++) {
+        uint64_t first = first_blocks ? first_blocks[key] : 0, some = per_key - first;
+        if (some > blocks - at)
+            some = blocks - at;
+        for (uint64_t number = 0; number < count && slots[key]; number++) {
+            struct layer layer = layers[number];
+            for (uint64_t i = 0; i < some; i++) {
+                uint64_t from = layer.address + (uint64_t)ids[at + i] * layer.stride;
+                uint64_t to = slots[key] + layer.slot_offset + (first + i) * layer.page_bytes, last = pieces - 1;
+                if (pieces && engine[last] + size[last] == from && pool[last] + size[last] == to) {
+                    size[last] += layer.page_bytes;
+                    continue;
+                }
+                engine[pieces] = from;
+                pool[pieces] = to;
+                size[pieces++] = layer.page_bytes;
+            }
+        }
+        at += some;
+    }
+    return pieces;
+}
