@@ -15,7 +15,7 @@ const uint32_t kvoffd_version = 4;
 
 /* Words of `misses` have all but the last four bits of a key's hash, and the reason why it left. What falls on the same place
  * replaces what was there. */
-static const uint64_t MISSES = 1 << 19; /* KNOWN_MISSES of block_table.py */
+enum { MISSES = 1 << 19 /* KNOWN_MISSES of block_table.py */ };
 #define REASON 15ULL
 enum { PARTIAL = 3 }; /* of MissReason in namespace.py: a shard is missing */
 

@@ -91,7 +91,7 @@ class Policy(Protocol):
         """The lowest score of a block at the last ``admit``, or a lower one."""
 
     def rejected(self, group: Group, keys: bytes) -> None:
-        """Offered keys were not worth the blocks that would have had to go."""
+        """Offered keys scored less than the blocks that would have had to go."""
 
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         """The chance of each key to be asked for again before so many bytes more are; 1 where nothing tells."""

@@ -66,17 +66,20 @@ class Pool:
             mappings = backing.find(geometry)
         except BadTable as error:
             mappings, self.cold_reason = None, error.message
-        self.adopted = mappings is not None
+        self.recovered = mappings is not None
         """Whether an earlier daemon's pool was taken over, be it empty."""
         if mappings is None:
             mappings = backing.make(geometry)
         self._memory, self._table_memory = mappings
-        self.address = self._memory.address
-        """Of its first byte; -1 once it is closed, which is an address of no plan."""
         with OnError(mappings.close):
-            self.table = SlotTable(mappings.table.buffer, geometry, new=not self.adopted)
+            self.table = SlotTable(mappings.table.buffer, geometry, new=not self.recovered)
         self._bytes = mappings.pool.buffer
         self._is_file = isinstance(backing, FileBacking)
+
+    @property
+    def address(self) -> int:
+        """Of its first byte; ValueError once it is closed."""
+        return self._memory.address
 
     @property
     def buffer(self) -> memoryview:
@@ -91,7 +94,7 @@ class Pool:
     @property
     def resident(self) -> bool:
         """Whether every page is in memory already, as in a pool that was taken over: then it need not be touched."""
-        return self.adopted and held_bytes(os.fstat(self._memory.fd)) >= self.pool_bytes
+        return self.recovered and held_bytes(os.fstat(self._memory.fd)) >= self.pool_bytes
 
     @property
     def removed(self) -> bool:
@@ -125,7 +128,6 @@ class Pool:
 
     def close(self) -> None:
         """Unmaps all memory; a second call does nothing. No copy may be using it."""
-        self.address = -1
         self._table_memory.close()
         self._bytes.release()
         self._memory.close()

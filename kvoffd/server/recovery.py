@@ -89,7 +89,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
     except KvoffdError as error:
         logger.warning("Some quotas of namespaces are left out. %s", error.message)
     policy.restore()
-    if not pool.adopted:
+    if not pool.recovered:
         return
     snapshot = pool.table.load_namespaces(NamespaceSnapshot) or NamespaceSnapshot(1, ())
     known = {}
@@ -157,7 +157,7 @@ def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[i
         _discard_stored(notifier, stored)
     with closing(MemfdBacking(stored_pair, lambda: _remove_from_systemd(notifier, stored))) as backing:
         pool = _make_pool(config, backing)
-    if not pool.adopted:
+    if not pool.recovered:
         for name, fd in zip((POOL_NAME, TABLE_NAME), pool.memory_fds, strict=True):
             notifier.store_fd(name, fd)
     return pool

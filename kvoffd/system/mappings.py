@@ -91,8 +91,8 @@ def map_memfd(fd: int, size_bytes: int, *, whole: bool = False) -> MappedSegment
     """Maps the first ``size_bytes`` of a memfd, shared, for reading and writing.
 
     The mapping needs no descriptor: ``fd`` is neither kept, duplicated nor closed, and stays the caller's. ``whole``
-    demands that every page of the file is allocated: the kernel charges a page to whoever touches it first, be it by
-    reading, and that must not be the daemon for a client's memory.
+    demands that every page of the file is allocated: the kernel charges a page to the process that touches it first,
+    be it by reading, and that must not be the daemon for a client's memory.
 
     Raises:
         UnsafeSegment: it is no memfd, is not sealed against shrinking, is smaller than ``size_bytes``, is not

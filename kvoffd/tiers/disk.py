@@ -666,7 +666,7 @@ class DiskTier(Tier):
         """Have the hand go on until it has some slots of this size. What was used since it came by stays.
 
         A region of another size at which it comes goes as a whole, unless most of it is of use; its slots are free when
-        that is noted, and nothing else is evicted meanwhile.
+        that is noted, and nothing else is evicted until then.
         """
         if self._leaving or self._region_note in self._unkept:  # slots come free without
             return False

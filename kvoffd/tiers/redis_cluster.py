@@ -1,8 +1,8 @@
 """A Redis or Valkey cluster as a store: each key lies at the master that has its slot.
 
 A generation lies at three keys, in a third of the slots each, so that it outlives one master of three: it is the
-highest of those that are there. Two of them must be up for anything to be found, and for it to be raised: whoever asks
-sees at least one that the last reset of the fleet has raised. One that a master has lost is written again.
+highest of those that are there. Two of them must be up for anything to be found, and for it to be raised: a node that
+asks sees at least one that the last reset of the fleet has raised. One that a master has lost is written again.
 """
 
 from __future__ import annotations

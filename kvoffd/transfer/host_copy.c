@@ -324,7 +324,7 @@ uint64_t kvoffd_host_copy(const uint64_t *destination, const uint64_t *source, c
             piece++, done = 0;
     }
 #if defined(__SSE2__)
-    _mm_sfence(); /* whoever hears of these bytes sees them */
+    _mm_sfence(); /* these bytes are seen before the end of the copy */
 #endif
     return copied;
 }

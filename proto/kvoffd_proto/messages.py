@@ -318,7 +318,7 @@ class JobResult(Wire, frozen=True):
     error: Annotated[ErrorCode | None, doc("Why the job is not ok.")] = None
     failed: Annotated[list[GroupKeys], doc("Keys that were not stored, or that the load lacked.")] = []
     declined: Annotated[
-        list[GroupKeys], doc("Keys of a store that the policy did not want: others in the pool are worth more.")
+        list[GroupKeys], doc("Keys of a store that the policy rejected: others in the pool score higher.")
     ] = []
 
     @property

@@ -103,7 +103,7 @@ def quoted(value: object) -> str:
 def is_host(text: str) -> bool:
     """Whether a text can be the name or the address of a host."""
     try:
-        text.encode("idna")  # as whoever looks it up does
+        text.encode("idna")  # as a resolver does
     except UnicodeError:
         return False
     return bool(text) and text.isprintable() and " " not in text

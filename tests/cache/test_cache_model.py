@@ -570,12 +570,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def a_successor_finds_every_readable_block_with_a_checksum_and_no_other(self) -> None:
-        heir, _ = self.rig.successor()
-        saved = heir.cache.table.load_namespaces(NamespaceSnapshot)
+        successor, _ = self.rig.successor()
+        saved = successor.cache.table.load_namespaces(NamespaceSnapshot)
         assert {record.fingerprint: (record.number, record.generation) for record in saved.namespaces} == {
             namespace.fingerprint: (namespace.number, namespace.generation) for namespace in self.spaces
         }
-        found = heir.index()
+        found = successor.index()
         assert found <= self.rig.events.index
         for space, group, key in self.index:
             name = self.spaces[space].fingerprint, group, keys_of(key)

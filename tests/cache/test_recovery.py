@@ -164,23 +164,23 @@ def plainly(fd: int) -> dict[tuple[int, bytes], list[int]]:
 
 def check(pool: Pool, damage: Callable[[int], None] = lambda fd: None) -> tuple[Pool, RecoveredBlocks]:
     """A successor finds exactly what is whole, in order of use, and the successor's successor the same."""
-    heir, recovered = pool.successor(damage)
-    found = heir.found()
-    assert found == plainly(heir.fd)
+    successor, recovered = pool.successor(damage)
+    found = successor.found()
+    assert found == plainly(successor.fd)
     assert sorted(recovered.blocks.tolist()) == sorted(row[0] for row in found.values())
-    newest = [max(int(heir.table.records["generation"][slot]) for slot in row) for row in found.values()]
+    newest = [max(int(successor.table.records["generation"][slot]) for slot in row) for row in found.values()]
     assert len(newest) == len(set(newest))
     by_block = {row[0]: at for row, at in zip(found.values(), newest, strict=True)}
     assert [by_block[block] for block in recovered.blocks.tolist()] == sorted(newest)
     slots = [slot for row in found.values() for slot in row]
-    assert set(np.flatnonzero(heir.slots.in_use).tolist()) == {*slots, *recovered.quarantined.tolist()}
-    assert (heir.blocks.shard[slots] == WRITTEN | UNVERIFIED).all()
-    assert heir.blocks.generation >= max(newest, default=0)
-    again, twice = heir.successor()
+    assert set(np.flatnonzero(successor.slots.in_use).tolist()) == {*slots, *recovered.quarantined.tolist()}
+    assert (successor.blocks.shard[slots] == WRITTEN | UNVERIFIED).all()
+    assert successor.blocks.generation >= max(newest, default=0)
+    again, twice = successor.successor()
     assert again.found() == found
     assert twice[2:] == (0, 0, 0, 0)
     assert twice.blocks.tolist() == recovered.blocks.tolist()
-    return heir, recovered
+    return successor, recovered
 
 
 def test_whole_blocks_come_back_in_order_of_use_and_nothing_else() -> None:
@@ -191,13 +191,13 @@ def test_whole_blocks_come_back_in_order_of_use_and_nothing_else() -> None:
     pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, array("Q", [7]), 8)  # of one rank only
     unchecked = pool.take(9, 0, keys_of(8, key_bytes=32))[0]
     pool.blocks.publish(unchecked, unchecked, [0], 20000, array("Q", [0]), 8)
-    heir, recovered = check(pool)
+    successor, recovered = check(pool)
     assert recovered.blocks.tolist() == [*first[::-1, 0].tolist(), *second[::-1, 0].tolist()]
     assert recovered[2:] == (0, 0, 1, 1)  # what was claimed only is free
-    freed = heir.slots.used_bytes
-    assert heir.store(3, 0, keys_of(9)).size == 2
-    assert heir.slots.used_bytes > freed
-    assert len(check(heir)[1].blocks) == 6
+    freed = successor.slots.used_bytes
+    assert successor.store(3, 0, keys_of(9)).size == 2
+    assert successor.slots.used_bytes > freed
+    assert len(check(successor)[1].blocks) == 6
 
 
 def test_a_rank_that_is_there_twice_keeps_what_is_newer() -> None:
@@ -214,12 +214,12 @@ def test_quarantined_slots_stay_so() -> None:
     pool = Pool()
     slots = pool.store(9, 0, keys_of(1, 2, 3, key_bytes=32))
     pool.table.records["state"][slots[1]] = BAD
-    heir, recovered = check(pool)
+    successor, recovered = check(pool)
     assert recovered.quarantined.tolist() == slots[1].tolist()
-    assert heir.blocks.shard[slots[1]] == CORRUPT
-    assert heir.table.records["state"][slots[1]] == BAD
-    heir.slots.take(20480, 1000)
-    assert len(heir.found()) == 2
+    assert successor.blocks.shard[slots[1]] == CORRUPT
+    assert successor.table.records["state"][slots[1]] == BAD
+    successor.slots.take(20480, 1000)
+    assert len(successor.found()) == 2
 
 
 @pytest.mark.parametrize("size", [50, 200, 4096, 5000, 20000])
@@ -351,10 +351,12 @@ def test_a_successor_may_be_killed_while_it_recovers() -> None:
     wanted = check(pool)[0].found()
     line, killed = 0, True
     while killed:
-        heir = Pool(os.dup(pool.fd))
+        successor = Pool(os.dup(pool.fd))
         killed = killed_at(
             line,
-            lambda heir=heir: recover(heir.fd, heir.table, heir.slots, heir.blocks, NAMESPACES, NEXT_NUMBER),
+            lambda successor=successor: recover(
+                successor.fd, successor.table, successor.slots, successor.blocks, NAMESPACES, NEXT_NUMBER
+            ),
             ("cache/recovery.py", "pool/slot_table.py"),
         )
         assert check(pool)[0].found() == wanted
@@ -378,9 +380,9 @@ def test_flipped_bytes_lose_their_own_block_alone(data: st.DataObject) -> None:
             byte = os.pread(fd, 1, position)[0]
             os.pwrite(fd, bytes([byte ^ 1 << bit]), position)
 
-    heir, _ = check(pool, damage)
+    successor, _ = check(pool, damage)
     touched = {slot for slot, _, _ in flips}
-    found = heir.found()
+    found = successor.found()
     assert found == {name: row for name, row in whole.items() if found.get(name) or not touched.intersection(row)}
     for name, row in found.items():
         assert row == whole[name]
@@ -429,8 +431,8 @@ def test_namespaces_are_kept_whole_wherever_the_writer_is_killed() -> None:
         assert found in (one(1), one(2))
         assert killed or found == one(2)
         line += 1
-    heir = pool.successor()[0].table
-    heir.load_namespaces(Snapshot)
-    assert heir.save_namespaces(one(3))
-    assert not heir.save_namespaces([os.urandom(100_000)])
+    successor = pool.successor()[0].table
+    successor.load_namespaces(Snapshot)
+    assert successor.save_namespaces(one(3))
+    assert not successor.save_namespaces([os.urandom(100_000)])
     assert pool.table.load_namespaces(Snapshot) is None, "nothing is newer than what was read"

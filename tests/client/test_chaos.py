@@ -32,7 +32,7 @@ def misbehave(fake: FakeDaemon, rng: random.Random) -> None:
             case _:
                 fake.answers.clear()
     except LookupError:
-        pass  # whoever was meant is away just now
+        pass  # it is away just now
 
 
 def test_every_job_gets_exactly_one_result_and_every_lookup_is_answered(

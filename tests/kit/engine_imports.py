@@ -3,7 +3,7 @@
 import os
 import signal
 
-# Whoever wants engines may be interrupted meanwhile; multiprocessing's server looks for that later.
+# A test that wants engines may be interrupted before it ends; multiprocessing's server looks for that later.
 parent = os.getppid()
 signal.signal(signal.SIGALRM, lambda *_: os.getppid() == parent or os._exit(0))
 signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)

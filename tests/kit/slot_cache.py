@@ -189,7 +189,9 @@ class CacheRig:
         os.pwrite(fd, os.pread(self.fd, self.geometry.size_bytes, 0), 0)
         table = SlotTable(memoryview(mmap.mmap(fd, self.geometry.size_bytes)), self.geometry, new=False)
         slots, cache = SlotAllocator(self.geometry.pool_bytes, self.geometry.region_bytes), self.cache
-        heir = Cache(slots, table, BlockTable(table.records), Queues(self.geometry.slots), FoldedEvents(), self.clock)
+        successor = Cache(
+            slots, table, BlockTable(table.records), Queues(self.geometry.slots), FoldedEvents(), self.clock
+        )
         numbers: dict[int, tuple[bytes, int]] = {}
         namespaces = {}
         for namespace in cache.namespaces.values():
@@ -199,9 +201,9 @@ class CacheRig:
                 lengths = [namespace.shard_length(rank, group) for rank in range(namespace.world_size)]
                 groups.append(GroupGeometry(len(numbers), namespace.key_bytes, lengths))
             namespaces[namespace.number] = groups
-        recovered = recover(fd, table, slots, heir.blocks, namespaces, 2**32 - 1)
+        recovered = recover(fd, table, slots, successor.blocks, namespaces, 2**32 - 1)
         os.close(fd)
-        return BlockFinder(heir, numbers), recovered
+        return BlockFinder(successor, numbers), recovered
 
 
 @dataclass

@@ -3,8 +3,8 @@
 
    Device memory is a memfd, so that another process can map it: an IPC handle names the exporter's pid and descriptor.
    Copies run as late as they may: when somebody waits for them; with a seed also before that, a few at any call, as
-   chance has it. Those of a stream keep its order, those of a batch and of several streams have none. Whoever does not
-   wait, or relies on an order, finds other bytes. A copy whose memory is gone when it runs is a fault, after which every
+   chance has it. Those of a stream keep its order, those of a batch and of several streams have none. A caller that does
+   not wait, or relies on an order, finds other bytes. A copy whose memory is gone when it runs is a fault, after which every
    call fails, as cuda.h says: "the process must be terminated and relaunched". What an engine exported and has freed, or
    died with, reads as 0xDB.
 
@@ -272,7 +272,7 @@ FOR_TESTS(int, stub_contexts, int device) { return contexts[device]; }
 FOR_TESTS(int, stub_made_contexts, void) { return made_contexts; }
 FOR_TESTS(int, stub_ranges, int kind) { int n = 0; pthread_mutex_lock(&lock); for (int i = 0; i < many_ranges; i++) n += (int)ranges[i].kind == kind; leave(0); return n; }
 /* Has host memory count as memory of one kind, instead of what was there. */
-FOR_TESTS(void, stub_adopt, int kind, address_t base, size_t size) {
+FOR_TESTS(void, stub_add_range, int kind, address_t base, size_t size) {
     pthread_mutex_lock(&lock);
     for (range_t *range; (range = overlap(base, size, ON_DEVICE | K(HOST)));) range->kind = FREE;
     add(kind, base, size, -1)->device = 0;

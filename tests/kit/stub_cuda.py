@@ -144,9 +144,9 @@ class StubCuda:
         assert self._library.cuMemAllocAsync(ctypes.byref(address), size, stream) == 0
         return DeviceBuffer(address.value, size)
 
-    def adopt(self, kind: Ranges, address: int, size: int) -> None:
+    def add_range(self, kind: Ranges, address: int, size: int) -> None:
         """Has host memory count as device memory, or as registered."""
-        self._library.stub_adopt(int(kind), ctypes.c_uint64(address), ctypes.c_size_t(size))
+        self._library.stub_add_range(int(kind), ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def free(self, buffer: DeviceBuffer) -> None:
         """Frees device memory."""

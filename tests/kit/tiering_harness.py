@@ -78,13 +78,15 @@ class TieringHarness(CacheRig):
         self.tiering.share(tier, settings)
         return tier
 
-    def heir(self, settings: TieringSettings) -> TieringHarness:
+    def successor(self, settings: TieringSettings) -> TieringHarness:
         """The next life, with the same disk."""
         self.tier.close(1.0)
-        heir = TieringHarness(settings)
-        heir.tier.blocks = self.tier.blocks
-        heir.found = {(block.space.fingerprint, block.space.group, block.key) for block, _ in self.tier.blocks.values()}
-        return heir
+        successor = TieringHarness(settings)
+        successor.tier.blocks = self.tier.blocks
+        successor.found = {
+            (block.space.fingerprint, block.space.group, block.key) for block, _ in self.tier.blocks.values()
+        }
+        return successor
 
     def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
         """The keys' states, by a lookup that the policy and the tiers do not hear of, and whose lease ends at once."""

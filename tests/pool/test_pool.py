@@ -58,7 +58,7 @@ def test_a_successor_goes_on_with_the_memory_it_is_given() -> None:
     first.close()
     second = successor(fds)
     try:
-        assert (second.adopted, second.resident, second.cold_reason) == (True, True, "")
+        assert (second.recovered, second.resident, second.cold_reason) == (True, True, "")
         assert second.table.records["checksum"][3] == 5
         assert second.touched_bytes == 0
         second.map_pages(lambda: False)
@@ -82,7 +82,7 @@ def test_a_table_that_cannot_be_trusted_is_not_taken_over() -> None:
         os.pwrite(fds[1], bytes_, at)
         second = successor(fds)
         assert sentence in second.cold_reason
-        assert not second.adopted
+        assert not second.recovered
         second.close()
 
 

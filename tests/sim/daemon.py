@@ -278,7 +278,7 @@ class SimDaemon:
         if len(replies) == 1:
             reply = replies[0]
             stranger = dealer.name not in self._session_of_route
-            # Whoever may connect may ask for the daemon's health.
+            # All that may connect may ask for the daemon's health.
             if stranger and not isinstance(request, a.Health | None) and not isinstance(reply, m.Error):
                 raise Broken(f"a {type(request).__name__} with a route of nobody was served")
             if request is None and not isinstance(reply, m.Error):

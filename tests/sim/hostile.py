@@ -200,7 +200,7 @@ class Hostile:
 
     def _other_geometry(self) -> None:
         victim, specs = self._victim(), [m.GroupSpec("y", 3)]
-        # One that is not open yet would be its own: whoever may connect and knows a fingerprint may open it.
+        # One that is not open yet would be its own: all that may connect and know a fingerprint may open it.
         if victim in self._world.daemon.service.cache.namespaces:
             self._send(m.OpenNamespace, victim, "h", 7, 64, specs, "")
 

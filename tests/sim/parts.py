@@ -78,7 +78,7 @@ def with_tiers(config: Config, rng: random.Random) -> Config:
 
 
 KeptPool = tuple[int, int]
-"""Descriptors of a pool and its table that outlive a daemon. Whoever has them closes them."""
+"""Descriptors of a pool and its table that outlive a daemon. Their owner closes them."""
 
 
 def make_pool(pool_bytes: int, kept: KeptPool | None) -> Pool:

@@ -11,14 +11,18 @@ from pathlib import Path
 import pytest
 
 import kvoffd
+from kvoffd.cache import block_table
 from kvoffd.cache.block_table import _Blocks
 from kvoffd.cache.learned import Counts, Known
+from kvoffd.cache.namespace import MissReason
 from kvoffd.cache.recovery import _Group, _Recovery
 from kvoffd.pool.allocator import _Slots
+from kvoffd.pool.slot_table import MAX_KEY_BYTES, RECORD_BYTES
 from kvoffd.system import native as native_module
 from kvoffd.system.native import Native, NotCompiled
 from kvoffd.tiers.disk import _Index, _RegionAddresses
 from kvoffd.transfer.cuda.engine import _GpuCopying
+from kvoffd_proto.messages import MAX_WORLD_SIZE
 from tests.kit.cuda_abi import compiler
 
 ROOT = Path(kvoffd.__file__).parent
@@ -32,6 +36,18 @@ STRUCTURES = {
     "slots": ("pool/slots.c", _Slots),
     "disk_region": ("tiers/disk_index.c", _RegionAddresses),
     "disk_index": ("tiers/disk_index.c", _Index),
+}
+
+CONSTANTS = {
+    "cache/blocks.c": {
+        "RECORD": RECORD_BYTES,
+        "MISSES": block_table.KNOWN_MISSES,
+        "PARTIAL": MissReason.PARTIAL,
+        "MOST_RANKS": MAX_WORLD_SIZE,
+        **{name: getattr(block_table, name) for name in ("FREE", "WRITING", "READY", "DROPPED", "NOT_FIRST")},
+        **{name: getattr(block_table, name) for name in ("WRITTEN", "SHARD_STATE", "UNVERIFIED", "CORRUPT")},
+    },
+    "tiers/disk_index.c": {"ROW": MAX_KEY_BYTES},
 }
 
 
@@ -48,10 +64,16 @@ def fields(structure: type[ctypes.Structure], begin: int = 0, prefix: str = "") 
 def refusals(name: str, text: str) -> str:
     """What the compiler says of a source and of its structure beside Python's."""
     path, structure = STRUCTURES[name]
-    lines = ["#include <stddef.h>", text, f'_Static_assert(sizeof(struct {name}) == {ctypes.sizeof(structure)}, "");']
+    asserted = [f"sizeof(struct {name}) == {ctypes.sizeof(structure)}"]
     for field, offset, size in fields(structure):
         same = f"offsetof(struct {name}, {field}) == {offset} && sizeof(((struct {name} *)0)->{field}) == {size}"
-        lines.append(f'_Static_assert({same}, "{field}");')
+        asserted.append(same)
+    return compiled(path, text, asserted)
+
+
+def compiled(path: str, text: str, asserted: list[str]) -> str:
+    """What the compiler says of a source in a file's folder, in which all that is asserted must hold."""
+    lines = ["#include <stddef.h>", text, *(f'_Static_assert({one}, "");' for one in asserted)]
     command = [compiler(), "-x", "c", "-std=gnu11", "-Wno-psabi", "-fsyntax-only", f"-I{(ROOT / path).parent}", "-"]
     return subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False).stderr
 
@@ -59,6 +81,14 @@ def refusals(name: str, text: str) -> str:
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_structure_is_the_same_in_c_and_in_python(name: str) -> None:
     assert refusals(name, (ROOT / STRUCTURES[name][0]).read_text()) == ""
+
+
+@pytest.mark.parametrize("path", CONSTANTS)
+def test_a_constant_is_the_same_in_c_and_in_python(path: str) -> None:
+    same = [f"{name} == {int(value)}" for name, value in CONSTANTS[path].items()]
+    text = (ROOT / path).read_text()
+    assert compiled(path, text, same) == ""
+    assert compiled(path, text, [f"!({one})" for one in same]).count("static assertion failed") == len(same)
 
 
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

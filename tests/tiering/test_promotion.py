@@ -147,16 +147,16 @@ def test_blocks_come_up_on_the_numa_nodes_of_their_ranks(rig: TieringHarness, mo
 def test_without_its_workers_a_namespace_gets_nothing_from_a_tier(rig: TieringHarness) -> None:
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))
-    heir = rig.heir(QUIET)
-    again = heir.join("a", 2)
-    assert heir.states(again, keys_of(1)) == [ABSENT]
-    heir.cache.register_rank(again, 0, [UNIT], None)
-    assert heir.states(again, keys_of(1)) == [ABSENT]
-    heir.cache.register_rank(again, 1, [UNIT], None)
-    assert heir.states(again, keys_of(1)) == [PENDING]
-    heir.finish_promotions()
-    assert heir.states(again, keys_of(1)) == [READY]
-    heir.check()
+    successor = rig.successor(QUIET)
+    again = successor.join("a", 2)
+    assert successor.states(again, keys_of(1)) == [ABSENT]
+    successor.cache.register_rank(again, 0, [UNIT], None)
+    assert successor.states(again, keys_of(1)) == [ABSENT]
+    successor.cache.register_rank(again, 1, [UNIT], None)
+    assert successor.states(again, keys_of(1)) == [PENDING]
+    successor.finish_promotions()
+    assert successor.states(again, keys_of(1)) == [READY]
+    successor.check()
 
 
 def test_events_tell_of_what_is_written_and_of_all_that_goes(rig: TieringHarness) -> None:
@@ -165,14 +165,14 @@ def test_events_tell_of_what_is_written_and_of_all_that_goes(rig: TieringHarness
     rig.put_in_tier(space, keys_of(1, 2, 3))
     rig.cache.invalidate(space, [(0, keys_of(2))])
     rig.check()
-    heir = rig.heir(QUIET)
-    again = heir.open()
-    heir.put_in_tier(again, keys_of(4))
-    heir.check()
-    heir.tier_events.index |= heir.found
-    heir.cache.invalidate(again, [(0, keys_of(3))])
-    heir.tier.settle()
-    assert heir.tier_events.index == {(again.fingerprint, 0, keys_of(1)), (again.fingerprint, 0, keys_of(4))}
+    successor = rig.successor(QUIET)
+    again = successor.open()
+    successor.put_in_tier(again, keys_of(4))
+    successor.check()
+    successor.tier_events.index |= successor.found
+    successor.cache.invalidate(again, [(0, keys_of(3))])
+    successor.tier.settle()
+    assert successor.tier_events.index == {(again.fingerprint, 0, keys_of(1)), (again.fingerprint, 0, keys_of(4))}
 
 
 def test_the_wait_is_told_by_the_speed_measured(rig: TieringHarness) -> None:

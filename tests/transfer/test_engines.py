@@ -132,7 +132,7 @@ class CudaHarness(Harness):
                 for kind, column in ((Ranges.HOST, plan.destination), (Ranges.DEVICE, plan.source)):
                     if column.size:
                         begin = int(column[0])
-                        stub.adopt(kind, begin, int(column[-1] + plan.size[-1]) - begin)
+                        stub.add_range(kind, begin, int(column[-1] + plan.size[-1]) - begin)
                 super().submit(transfer)
 
         chunks = PinnedChunks(np.ones(1, dtype=np.bool_), 2**62, 0)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import inf
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from kvoffd_proto.stats import (
     NO_SPACE_CAUSES,
     CopyStats,
     DaemonStats,
+    DiskStats,
     HitCurve,
     NamespaceStats,
     Window,
@@ -381,6 +383,14 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 # --- tiers ------------------------------------------------------------------------------------------
 
 
+def _disk_life_s(facts: Facts, disk: DiskStats) -> float:
+    """Seconds in which as much as a full disk holds is written to it; infinite where it evicts nothing.
+
+    It evicts once no slot is free: how much of it blocks fill then depends on their sizes. What is used stays.
+    """
+    return facts.stats.uptime_seconds * _share(disk.used_bytes, disk.written_bytes) if disk.evicted_blocks else inf
+
+
 def disks(facts: Facts) -> Iterator[Finding]:
     for disk in facts.stats.disks:
         free, name = facts.machine.disks_free_bytes.get(disk.directory), printable(disk.directory)
@@ -388,9 +398,7 @@ def disks(facts: Facts) -> Iterator[Finding]:
         if disk.up and free is not None and free < missing:
             evidence = f"{name} may take {format_size(missing)} more, and {format_size(free)} are free."
             yield finding("disk_space", evidence, _share(missing, disk.size_bytes))
-        # It evicts once no slot is free: how much of it blocks fill then depends on their sizes. What is used stays.
-        life_s = facts.stats.uptime_seconds * _share(disk.used_bytes, disk.written_bytes)
-        if disk.evicted_blocks and life_s < SHORT_LIFE_S:
+        if (life_s := _disk_life_s(facts, disk)) < SHORT_LIFE_S:
             evidence = f"{name} is full, and as much as it holds is written to it every {format_duration(life_s)}."
             yield finding("disk_too_small", evidence, 0.3, f'disk = ["{name}={exact_size(2 * disk.size_bytes)}"]')
 
@@ -417,7 +425,7 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
         less = f'disk_write_per_day = "{exact_size(round(min(size, day_bytes / 2)) >> 20 << 20)}"'
         fix = 'disk_write = "reuse"' if mode in ("always", "evict") else less
         evidence = f"The disks wrote {times} that was read from them. That is {format_size(day_bytes)} a day."
-        if any(one.check == "disk_too_small" for one in disks(facts)):
+        if any(_disk_life_s(facts, one) < SHORT_LIFE_S for one in stats.disks):
             evidence += " First give it more space (see disk_too_small): then more of it is read."
         yield finding("disk_writes", evidence, 0.3, fix)
 

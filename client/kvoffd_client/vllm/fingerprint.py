@@ -364,8 +364,8 @@ def weights_identity(model: str) -> str | None:
     A model from a hub is its name, its revision and the commit its configuration came from. A local directory is
     identified by content, not by path or time, so that a copy, or another mount point in another container, shares
     blocks, and two checkpoints that follow each other at one path do not: names and sizes of all weight files, and 256
-    pieces of 256 bytes spread over each. Training moves practically all of a checkpoint's numbers; whoever edits single
-    ones in place should change the ``salt``.
+    pieces of 256 bytes spread over each. Training moves practically all of a checkpoint's numbers; change the ``salt``
+    where you edit single ones in place.
     """
     path = Path(model)
     if path.is_file():

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 64
 PIECES = 16
-"""Taken of each tensor, spread over it. Training moves all of a tensor's numbers; whoever edits single ones in place
-should change the ``salt``."""
+"""Taken of each tensor, spread over it. Training moves all of a tensor's numbers; change the ``salt`` where you
+edit single ones in place."""
 
 CHANGING_METHODS = (
     "apply_model",

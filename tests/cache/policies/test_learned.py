@@ -331,18 +331,18 @@ def trained() -> CacheRig:
 
 
 def test_the_next_daemon_knows_what_to_reject_as_soon_as_a_namespace_has_asked_for_a_pool() -> None:
-    heirs = [learned_rig(40, 4, MIB) for _ in range(2)]
-    policy_of(heirs[1]).restore(policy_of(trained()).state())
+    successors = [learned_rig(40, 4, MIB) for _ in range(2)]
+    policy_of(successors[1]).restore(policy_of(trained()).state())
     rejected = []
-    for heir in heirs:
-        namespace, once = heir.open("a"), count(10_000, 4)
+    for successor in successors:
+        namespace, once = successor.open("a"), count(10_000, 4)
         for chain in [list(range(4 * number, 4 * number + 4)) for number in range(10)]:
-            ask(heir, namespace, chain)
+            ask(successor, namespace, chain)
         assert namespace.counters.declined_keys == 0
         for first in islice(once, 5):
-            ask(heir, namespace, list(range(first, first + 4)))
+            ask(successor, namespace, list(range(first, first + 4)))
         rejected.append(namespace.counters.declined_keys)
-        check(heir)
+        check(successor)
     assert rejected == [0, 20]
 
 
