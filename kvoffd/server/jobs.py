@@ -274,7 +274,7 @@ class StoreBatch(Job):
                 self.copied_bytes[span.job] += blocks * layout.block_bytes
         self.plan = plan_blocks(self.direction, copies)
         if places:
-            self.checksums = SlotChecksums(pool.digests, places, pool_address=pool.address)
+            self.checksums = SlotChecksums(pool.digests, places, [0] * len(places), pool_address=pool.address)
 
     def end(self, cache: Cache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
         """The copy has ended: where ``error`` is None its blocks become readable. Returns the results."""
@@ -374,7 +374,8 @@ class LoadJob(Job):
         self.plan = plan_blocks(self.direction, copies)
         if self.checks:
             places = [(check.offset, check.length) for check in self.checks]
-            self.checksums = SlotChecksums(pool.digests, places, [check.checksum for check in self.checks])
+            expected = [check.checksum for check in self.checks]
+            self.checksums = SlotChecksums(pool.digests, places, [0] * len(places), expected)
 
     def abort(self, cache: Cache) -> None:
         """Hold nothing any more; the lease lives on."""
@@ -477,7 +478,7 @@ class Jobs:
             job.checksums,
         )
         try:
-            job.registration.memory.engine.submit(job.transfer)
+            job.registration.memory.engine.queues[job.direction].submit(job.transfer)
         except Exception:
             # It is accepted and holds slots: whatever went wrong, its end must free them.
             logger.exception("A transfer could not be handed to the copy engine; its job fails.")
@@ -545,7 +546,8 @@ class Jobs:
     def abandon(self, jobs: Iterable[Job]) -> None:
         """Stop jobs, in this order: those that wait now, those that run at their next step."""
         for job in dict.fromkeys(jobs):
-            if job.transfer is not None and not job.registration.memory.engine.cancel(job.transfer):
+            queue = job.registration.memory.engine.queues[job.direction]
+            if job.transfer is not None and not queue.cancel(job.transfer):
                 job.transfer.must_end(Outcome.FAILED)
 
 
@@ -636,7 +638,8 @@ def cancel(service: Service, session: Session, message: Cancel) -> CancelReply:
         if job_id in session.jobs:
             wanted.setdefault(session.jobs[job_id], []).append(job_id)
     for job, ids in wanted.items():
-        if job.transfer is not None and job.registration.memory.engine.cancel(job.transfer):
+        queue = job.registration.memory.engine.queues[job.direction]
+        if job.transfer is not None and queue.cancel(job.transfer):
             cancelled.extend(job.ids)
             if isinstance(job, StoreBatch):
                 service.jobs.cancelled_stores += len(job.ids)

@@ -49,19 +49,16 @@ class SlotChecksums:
     Attributes:
         digests: returns the checksums of slots of the pool, given as ``slots`` are; none is 0.
         slots: offset and length in bytes of each slot.
+        sums: the checksum of each slot; 0 as long as it is not read, for good where the transfer ends before.
         expected: the checksum that each slot must have; None where they are to be found out.
         pool_address: the pool's address, to which a store's offsets are relative.
-        sums: the checksum of each slot; 0 for one that was not read, since the transfer ended before.
     """
 
     digests: Callable[[Sequence[tuple[int, int]]], list[int]]
     slots: Sequence[tuple[int, int]]
+    sums: list[int]
     expected: Sequence[int] | None = None
     pool_address: int = 0
-    sums: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.sums = [0] * len(self.slots)
 
 
 @dataclass(slots=True, eq=False)
@@ -197,6 +194,7 @@ class CopyQueue:
             return max((self._clock() - since for since in self._overdue.values()), default=0.0)
 
     def submit(self, transfer: Transfer) -> None:
+        """Queue the transfer; after ``stop`` it is CANCELLED at once. There is no bound: the server bounds the jobs."""
         with self._wake:
             if not self._stopped:
                 self._waiting[transfer] = None
@@ -205,6 +203,7 @@ class CopyQueue:
         _call(transfer.on_done, transfer, Outcome.CANCELLED)
 
     def cancel(self, transfer: Transfer) -> bool:
+        """End a transfer that has not started as CANCELLED; False, and nothing changes, when it runs or has ended."""
         with self._wake:
             if transfer not in self._waiting:
                 return False
@@ -266,36 +265,33 @@ class CopyQueue:
                 transfer = next(iter(self._waiting))
                 del self._waiting[transfer]
                 self._running[transfer] = {threading.get_native_id()}
-            self._serve(copy, transfer)
-
-    def _serve(self, copy: Callable[[Transfer], None], transfer: Transfer) -> None:
-        started, storing = time.perf_counter(), transfer.direction is Direction.STORE
-        if self._clock() >= transfer.deadline:
-            transfer.must_end(Outcome.DEADLINE)
-        checksums = transfer.checksums
-        try:
-            if not storing and checksums is not None:
-                self._read(transfer.read_slots)
-            if transfer.ending is None:
-                copy(transfer)
-        except Exception:
-            _failed(transfer)
-        with self._wake:
-            self._busy_seconds += time.perf_counter() - started
-            # Never after ``stop``, when nobody would read it.
-            unread = storing and transfer.ending is None and checksums is not None and 0 in checksums.sums
-            if unread and len(self._unread) < self._max_unread:
-                self._running[transfer].clear()
-                parts = transfer.unread_parts()
-                self._unread.append(_Reading(transfer, parts, len(parts)))
-                self._to_read.notify(len(parts))
-                return
-        if unread:
+            started, storing = time.perf_counter(), transfer.direction is Direction.STORE
+            if self._clock() >= transfer.deadline:
+                transfer.must_end(Outcome.DEADLINE)
+            checksums = transfer.checksums
             try:
-                self._read(transfer.read_slots)
+                if not storing and checksums is not None:
+                    self._read(transfer.read_slots)
+                if transfer.ending is None:
+                    copy(transfer)
             except Exception:
                 _failed(transfer)
-        self._end(transfer)
+            with self._wake:
+                self._busy_seconds += time.perf_counter() - started
+                # Never after ``stop``, when nobody would read it.
+                unread = storing and transfer.ending is None and checksums is not None and 0 in checksums.sums
+                if unread and len(self._unread) < self._max_unread:
+                    self._running[transfer].clear()
+                    parts = transfer.unread_parts()
+                    self._unread.append(_Reading(transfer, parts, len(parts)))
+                    self._to_read.notify(len(parts))
+                    continue
+            if unread:
+                try:
+                    self._read(transfer.read_slots)
+                except Exception:
+                    _failed(transfer)
+            self._end(transfer)
 
     def _read_all(self) -> None:
         self._on_start()
@@ -360,37 +356,27 @@ def _wants_cpu(thread_id: int) -> bool:
 
 
 class CopyEngine:
-    """Executes transfers. Its methods may be called from any thread and never wait for a copy, but for ``close``."""
+    """Executes transfers. Its methods, and those of its queues, may be called from any thread and never wait for a
+    copy, but for ``close``."""
 
     def __init__(self, queues: dict[Direction, CopyQueue]) -> None:
-        self._queues = queues
-
-    def submit(self, transfer: Transfer) -> None:
-        """Queue the transfer. After ``close`` it is CANCELLED at once.
-
-        The queue itself has no bound: the server bounds the jobs in flight.
-        """
-        self._queues[transfer.direction].submit(transfer)
-
-    def cancel(self, transfer: Transfer) -> bool:
-        """End a transfer that has not started as CANCELLED; False, and nothing changes, when it runs or has ended."""
-        return self._queues[transfer.direction].cancel(transfer)
+        self.queues = queues
 
     def tick(self) -> None:
         """End waiting transfers beyond their deadline, stop running ones, and tell of those that do not come back.
 
         The owner calls this some times a second.
         """
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.tick()
 
     def hangs_s(self) -> float:
         """For how long a copy has been known to be overdue whose thread waits for more than a CPU; 0 when none is."""
-        return max(queue.hangs_s() for queue in self._queues.values())
+        return max(queue.hangs_s() for queue in self.queues.values())
 
     def stats(self, direction: Direction) -> CopyStats:
         """Return the counters of one direction."""
-        return self._queues[direction].stats()
+        return self.queues[direction].stats()
 
     def close(self, timeout_s: float) -> bool:
         """Cancel what waits, abandon what runs, end the threads.
@@ -399,32 +385,33 @@ class CopyEngine:
         """
         # Threads wait in real time whatever clock the deadlines are on.
         deadline = time.monotonic() + timeout_s
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.stop()
-        return all(queue.join(deadline) for queue in self._queues.values())
+        return all(queue.join(deadline) for queue in self.queues.values())
 
 
 # --- host memory ----------------------------------------------------------------------------------
 
 
-def host_copy(
-    plan: Plan, slots: Sequence[tuple[int, int]], stop: ctypes.c_uint32, library: Native | None = None
-) -> list[int]:
-    """Copy between mapped memfds until all is copied or ``stop`` is not 0. A wrong address kills the process.
+def host_copy(transfer: Transfer, library: Native | None = None) -> None:
+    """Copy between mapped memfds until all is copied or ``transfer.stop`` is set. A wrong address kills the process.
 
-    ``slots`` are address and length in bytes of the slots that a store fills, in the plan's order. Returns the XXH3
-    checksum (64 bits) of each, which costs nothing while its bytes are in registers. It is 0 where others must take it:
-    of a slot of less than 241 bytes, of one that is not filled from its first byte on, or hashes to 0.
+    Takes the checksums (XXH3, 64 bits) of a store's slots, which are in the plan's order: that costs nothing while
+    their bytes are in registers. One stays 0 where others must take it: of a slot of less than 241 bytes, of one that
+    is not filled from its first byte on, or hashes to 0.
 
     Raises NotCompiled when kvoffd was installed without the library.
     """
+    plan, taken = transfer.plan, transfer.checksums if transfer.direction is Direction.STORE else None
+    slots, begin = (taken.slots, taken.pool_address) if taken is not None else ((), 0)
     # A small copy takes less time than to make arrays of numpy.
-    columns = [array("Q", [slot[at] for slot in slots]) for at in (0, 1)]
+    columns = array("Q", [begin + offset for offset, _ in slots]), array("Q", [length for _, length in slots])
     sums = array("Q", bytes(8 * len(slots)))
     addresses = [column.buffer_info()[0] for column in (*columns, sums)]
     pieces = [column.ctypes.data for column in (plan.destination, plan.source, plan.size)]
-    (library or native()).host_copy(*pieces, len(plan.size), *addresses, len(slots), ctypes.byref(stop))
-    return sums.tolist()
+    (library or native()).host_copy(*pieces, len(plan.size), *addresses, len(slots), ctypes.byref(transfer.stop))
+    if taken is not None:
+        taken.sums = sums.tolist()
 
 
 def try_out(library: Native) -> None:
@@ -434,8 +421,9 @@ def try_out(library: Native) -> None:
     begin = -pool.ctypes.data % _STRIPE_BYTES
     cuts = np.array([0, 1, 65, 1089, 3000, 4096], dtype=np.uint64)
     to, of = (cuts[:-1] + np.uint64(address) for address in (pool.ctypes.data + begin, source.ctypes.data))
-    sums = host_copy(Plan(to, of, np.diff(cuts), 4096), [(pool.ctypes.data + begin, 4096)], ctypes.c_uint32(), library)
-    if not np.array_equal(pool[begin : begin + 4096], source) or sums != [xxhash.xxh3_64_intdigest(source.data)]:
+    taken = SlotChecksums(lambda _: [], [(begin, 4096)], [0], pool_address=pool.ctypes.data)
+    host_copy(Transfer(Direction.STORE, Plan(to, of, np.diff(cuts), 4096), 0.0, lambda *_: None, None, taken), library)
+    if not np.array_equal(pool[begin : begin + 4096], source) or taken.sums != [xxhash.xxh3_64_intdigest(source.data)]:
         raise NotCompiled("The daemon's copy loop was compiled wrongly; install kvoffd again with another C compiler.")
 
 
@@ -451,18 +439,9 @@ class HostEngine(CopyEngine):
         self,
         clock: Callable[[], float] = time.monotonic,
         threads_per_direction: int = 1,
-        copy: Callable[[Plan, Sequence[tuple[int, int]], ctypes.c_uint32], list[int]] = host_copy,
+        copy: Callable[[Transfer], None] = host_copy,
     ) -> None:
         try_out(native())
-
-        def run(transfer: Transfer) -> None:
-            checksums = transfer.checksums if transfer.direction is Direction.STORE else None
-            if checksums is None:
-                copy(transfer.plan, (), transfer.stop)
-            else:
-                slots = [(checksums.pool_address + offset, length) for offset, length in checksums.slots]
-                checksums.sums = copy(transfer.plan, slots, transfer.stop)
-
         super().__init__(
-            {one: CopyQueue(f"kvoffd-{one.value}", clock, [run] * threads_per_direction) for one in Direction}
+            {one: CopyQueue(f"kvoffd-{one.value}", clock, [copy] * threads_per_direction) for one in Direction}
         )

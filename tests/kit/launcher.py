@@ -13,7 +13,6 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,12 @@ COPYING_US = 100_000
 
 def copies_with_faults(file: Path) -> None:
     """Have every copy do as ``file`` says while it is there: ``load fails``, ``load lies``, ``store slow 0.5``."""
-    from kvoffd.transfer.engine import HostEngine, host_copy
+    from kvoffd.transfer.engine import HostEngine, Transfer, host_copy
     from kvoffd.transfer.plan import Plan
 
-    def copy(plan: Plan, slots: Sequence[tuple[int, int]], stop: ctypes.c_uint32) -> list[int]:
-        begin, sums = 0, [0] * len(slots)
-        while begin < len(plan.size) and not stop.value:
+    def copy(transfer: Transfer) -> None:
+        plan, begin = transfer.plan, 0
+        while begin < len(plan.size) and not transfer.stop.value:
             words = file.read_text().split() if file.exists() else []
             if not words or words[0] != threading.current_thread().name.split("-")[1]:  # kvoffd-store-0
                 words = ["", ""]
@@ -39,18 +38,18 @@ def copies_with_faults(file: Path) -> None:
             if words[1] == "slow":
                 time.sleep(float(words[2]))
             if begin == 0 and words[1] != "slow":
-                sums = host_copy(plan, slots, stop)  # all of it
+                host_copy(transfer)  # all of it
                 begin = len(plan.size)
             else:
                 end = begin + max(1, int(plan.size[begin:].cumsum().searchsorted(STEP_BYTES)))
                 some = slice(begin, end)
                 columns = plan.destination[some], plan.source[some], plan.size[some]
-                host_copy(Plan(*columns, int(columns[2].sum())), (), stop)
+                part = Plan(*columns, int(columns[2].sum()))
+                host_copy(Transfer(transfer.direction, part, 0.0, transfer.on_done, stop=transfer.stop))
                 begin = end
             if words[1] == "lies":
                 for address, size in zip(plan.destination.tolist(), plan.size.tolist(), strict=True):
                     ctypes.memset(address, 0x3C, size)
-        return sums
 
     HostEngine.__init__.__defaults__ = (time.monotonic, 1, copy)  # type: ignore[attr-defined]
 

@@ -26,7 +26,7 @@ from kvoffd.server.persistence import State
 from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import CopyEngine, Transfer
-from kvoffd.transfer.plan import Outcome, build_layouts
+from kvoffd.transfer.plan import Direction, Outcome, build_layouts
 from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
@@ -43,8 +43,9 @@ class Bench(CopyEngine):
     """A service, its host, and its engine, which copies nothing: the oldest copy ends when a test says so."""
 
     def __init__(self) -> None:
-        super().__init__({})
         self.copies: list[Transfer] = []
+        queue: Any = SimpleNamespace(submit=self.copies.append)
+        super().__init__(dict.fromkeys(Direction, queue))
         self.posted = deque[Callable[[], None]]()
         host: Any = SimpleNamespace(
             now=lambda: 100.0,
@@ -55,9 +56,6 @@ class Bench(CopyEngine):
         )
         self.pool = make_pool(POOL_BYTES, None)
         self.service = make_service(Config(pool_bytes=POOL_BYTES), self.pool, None, self, host, State(NoStateFile()))
-
-    def submit(self, transfer: Transfer) -> None:
-        self.copies.append(transfer)
 
     def end_copy(self) -> None:
         self.copies[0].on_done(self.copies.pop(0), Outcome.DONE)

@@ -63,6 +63,7 @@ class SimTransferEngine(CopyEngine):
         self._faults = faults
         self._rng = rng
         self._deadline_s = deadline_s
+        self.queues = dict.fromkeys(Direction, self)  # type: ignore[assignment]
         self._queues = {direction: _Queue() for direction in Direction}
         self._closed = False
 

@@ -71,7 +71,11 @@ class Harness:
 
     def submit(self, *jobs: Job) -> None:
         for job in jobs:
-            self.engine.submit(job.transfer)
+            self.register(job.transfer.plan)
+            self.engine.queues[job.transfer.direction].submit(job.transfer)
+
+    def register(self, plan: Plan) -> None:
+        """Make it memory that the engine copies."""
 
     def run(self, job: Job) -> Outcome:
         self.submit(job)
@@ -90,9 +94,9 @@ class HostHarness(Harness):
     def __init__(self) -> None:
         super().__init__()
 
-        def copy(plan: Plan, slots: Sequence[tuple[int, int]], stop: ctypes.c_uint32) -> list[int]:
+        def copy(transfer: Transfer) -> None:
             self.step()
-            return host_copy(plan, slots, stop)
+            host_copy(transfer)
 
         self.engine = HostEngine(clock=self.clock, copy=copy)
 
@@ -126,17 +130,15 @@ class CudaHarness(Harness):
         calls["batch"], calls["copy"] = (ctypes.cast(one, ctypes.c_void_p).value for one in self.gated)
         driver.copy_calls = lambda: calls  # type: ignore[method-assign]
 
-        class Engine(GpuEngine):
-            def submit(self, transfer: Transfer) -> None:
-                plan = transfer.plan
-                for kind, column in ((Ranges.HOST, plan.destination), (Ranges.DEVICE, plan.source)):
-                    if column.size:
-                        begin = int(column[0])
-                        stub.add_range(kind, begin, int(column[-1] + plan.size[-1]) - begin)
-                super().submit(transfer)
+        def register(plan: Plan) -> None:
+            for kind, column in ((Ranges.HOST, plan.destination), (Ranges.DEVICE, plan.source)):
+                if column.size:
+                    begin = int(column[0])
+                    stub.add_range(kind, begin, int(column[-1] + plan.size[-1]) - begin)
 
+        self.register = register
         chunks = PinnedChunks(np.ones(1, dtype=np.bool_), 2**62, 0)
-        self.engine = Engine(driver, chunks, clock=self.clock, step_pieces=8)
+        self.engine = GpuEngine(driver, chunks, clock=self.clock, step_pieces=8)
 
 
 @pytest.fixture(params=[HostHarness, CudaHarness])
@@ -161,7 +163,7 @@ class Sums:
 
     def slot_checksums(self, slots: int) -> SlotChecksums:
         places = [(number * self.slot_bytes, self.slot_bytes) for number in range(slots)]
-        return SlotChecksums(self._digests, places, self.expected)
+        return SlotChecksums(self._digests, places, [0] * slots, self.expected)
 
     def _digests(self, slots: Sequence[tuple[int, int]]) -> list[int]:
         self.threads.add(threading.current_thread().name)
@@ -259,15 +261,15 @@ def test_a_load_does_not_wait_behind_a_store(harness: Harness) -> None:
 def test_only_a_waiting_transfer_can_be_cancelled(harness: Harness) -> None:
     first, second, third = Job(), Job(), Job()
     harness.hold_running(first, second, third)
-    assert harness.engine.cancel(second.transfer)
+    assert harness.engine.queues[second.transfer.direction].cancel(second.transfer)
     assert second.ends == [Outcome.CANCELLED]
     for job in (first, second, Job()):
-        assert not harness.engine.cancel(job.transfer)
+        assert not harness.engine.queues[job.transfer.direction].cancel(job.transfer)
     harness.release()
     assert (first.outcome(), third.outcome()) == (Outcome.DONE, Outcome.DONE)
     assert not second.destination.any()
     assert second.ends == [Outcome.CANCELLED]
-    assert not harness.engine.cancel(first.transfer)
+    assert not harness.engine.queues[first.transfer.direction].cancel(first.transfer)
 
 
 @pytest.mark.parametrize("how", [Outcome.FAILED, Outcome.DEADLINE], ids=["abandoned", "late"])
@@ -332,9 +334,9 @@ def test_every_transfer_ends_once_whatever_is_done_to_it(harness: Harness) -> No
     def meddle(remainder: int) -> None:
         for index in range(remainder, len(jobs), 4):
             transfer = jobs[index].transfer
-            harness.engine.submit(transfer)
+            harness.submit(jobs[index])
             if index % 3 == 0:
-                harness.engine.cancel(transfer)
+                harness.engine.queues[transfer.direction].cancel(transfer)
             if index % 5 == 0:
                 transfer.must_end(Outcome.FAILED)
 
@@ -366,7 +368,9 @@ def test_a_store_has_the_checksums_of_what_was_copied(harness: Harness) -> None:
                 copied[at] = np.count_nonzero(job.destination[at * PIECE :][: PIECE - at % 3])
             return [at + 1 for at in pieces]
 
-        job.transfer.checksums = SlotChecksums(digests, [(number * slot_bytes, slot_bytes) for number in range(100)])
+        job.transfer.checksums = SlotChecksums(
+            digests, [(number * slot_bytes, slot_bytes) for number in range(100)], [0] * 100
+        )
         assert harness.run(job) is Outcome.DONE
         assert job.transfer.checksums.sums == list(range(1, 101))
         assert copied == {number: PIECE - number % 3 for number in range(100)}
@@ -409,7 +413,7 @@ def test_a_copy_thread_reads_checksums_only_where_readers_are_behind(harness: Ha
     wait_until(lambda: len(sums.threads) == checksum_threads() + 1)
     assert not jobs[-1].is_copied()
     assert harness.run(Job(direction=Direction.LOAD)) is Outcome.DONE
-    assert not harness.engine.cancel(slow.transfer)
+    assert not harness.engine.queues[slow.transfer.direction].cancel(slow.transfer)
     sums.gate.set()
     for job in (slow, *jobs):
         assert job.outcome() is Outcome.DONE
@@ -467,14 +471,14 @@ def test_an_overdue_copy_is_told_of_once_and_ends_only_when_it_is_done(harness: 
 def test_several_threads_of_a_direction_copy_at_once() -> None:
     both = threading.Barrier(2, timeout=WAIT_S)
 
-    def copy(plan: Plan, slots: Sequence[tuple[int, int]], stop: ctypes.c_uint32) -> list[int]:
+    def copy(transfer: Transfer) -> None:
         both.wait()
-        return host_copy(plan, slots, stop)
+        host_copy(transfer)
 
     engine = HostEngine(threads_per_direction=2, copy=copy)
     jobs = [Job(), Job()]
     for job in jobs:
-        engine.submit(job.transfer)
+        engine.queues[job.transfer.direction].submit(job.transfer)
     assert [job.outcome() for job in jobs] == [Outcome.DONE, Outcome.DONE]
     assert engine.close(WAIT_S)
 
@@ -485,14 +489,14 @@ def test_an_overdue_copy_hangs_when_its_thread_waits_and_not_when_it_gets_no_cpu
     begun, ended = threading.Event(), threading.Event()
     much = random_bytes(32 * MIB)
 
-    def copy(plan: Plan, slots: Sequence[tuple[int, int]], stop: ctypes.c_uint32) -> list[int]:
+    def copy(transfer: Transfer) -> None:
         begun.set()
         while not ended.wait(60 if hangs else 0):
             zlib.crc32(much)  # without the GIL, as a copy
-        return host_copy(plan, slots, stop)
+        host_copy(transfer)
 
     engine, job = HostEngine(lambda: now[0], copy=copy), Job(direction=Direction.LOAD, deadline=1.0)
-    engine.submit(job.transfer)
+    engine.queues[job.transfer.direction].submit(job.transfer)
     assert begun.wait(WAIT_S)
     for now[0] in range(10, 60):
         engine.tick()

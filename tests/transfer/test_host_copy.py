@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvoffd.system.native import LIBRARY, Native, NotCompiled, native
-from kvoffd.transfer.engine import host_copy, try_out
-from kvoffd.transfer.plan import Plan
+from kvoffd.transfer.engine import SlotChecksums, Transfer, host_copy, try_out
+from kvoffd.transfer.plan import Direction, Plan
 from tests.kit.copy_buffers import address_of, random_bytes
 
 STRIPE, BLOCK = 64, 1024  # of XXH3
@@ -84,7 +84,11 @@ def library(request: pytest.FixtureRequest) -> Native:
 
 
 def run(plan: Plan, slots: list[tuple[int, int]], library: Native | None = None, stop: int = 0) -> list[int]:
-    return host_copy(plan, slots, ctypes.c_uint32(stop), library)
+    taken = SlotChecksums(lambda _: [], slots, [0] * len(slots))
+    transfer = Transfer(Direction.STORE, plan, 0.0, lambda *_: None, checksums=taken)
+    transfer.stop.value = stop
+    host_copy(transfer, library)
+    return taken.sums
 
 
 def cut(length: int, at: list[int]) -> list[int]:

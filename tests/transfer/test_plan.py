@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffd.transfer.engine import host_copy
+from kvoffd.transfer.engine import Transfer, host_copy
 from kvoffd.transfer.plan import BlockCopy, Direction, GroupLayout, Plan, build_layouts, plan_blocks
 from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.kit.copy_buffers import address_of, random_bytes
@@ -136,7 +136,7 @@ def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction) -
             if how == "pieces":
                 execute(plan)
             else:
-                host_copy(plan, (), ctypes.c_uint32())
+                host_copy(Transfer(direction, plan, 0.0, lambda *_: None))
         return engine.tobytes(), pool.tobytes(), nbytes
 
     # A load of two keys into one block leaves either's bytes; ids are distinct wherever there are enough of them.

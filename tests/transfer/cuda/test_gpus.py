@@ -92,7 +92,7 @@ def store(memory: GpuMemory, engines: Engines, deadline: float = float("inf")) -
     outcomes: list[Outcome] = []
     overdue: list[int] = []
     columns = [np.array([value], dtype=np.uint64) for value in (engines.pool.address, memory.segments[0].address, 4096)]
-    memory.engine.submit(
+    memory.engine.queues[Direction.STORE].submit(
         Transfer(
             Direction.STORE,
             Plan(*columns, 4096),
