@@ -12,6 +12,8 @@ NUMBERS = {
     "x86_64": {
         "epoll_create1": 291,
         "eventfd2": 290,
+        "io_setup": 206,
+        "io_submit": 209,
         "madvise": 28,
         "pipe2": 293,
         "prlimit64": 302,
@@ -22,6 +24,8 @@ NUMBERS = {
     "aarch64": {
         "epoll_create1": 20,
         "eventfd2": 19,
+        "io_setup": 0,
+        "io_submit": 2,
         "madvise": 233,
         "pipe2": 59,
         "prlimit64": 261,
@@ -37,6 +41,11 @@ _NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2  # linux/prctl.h, linux/seccomp
 
 class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+def refusing(code: int, call: str) -> list[str]:
+    """A command that runs what follows it under a filter that refuses one system call."""
+    return [sys.executable, __file__, str(code), call]
 
 
 def refuse(code: int, call: str) -> None:

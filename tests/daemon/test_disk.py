@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from kvoffd_client import AdminClient, GroupKeys, RequestRefused, SharedMemory
 from kvoffd_client.testing import FakeEngine
+from tests.daemon.refused_calls import refusing
 from tests.kit.daemon import DaemonProcess
 from tests.kit.require import missing, require
 from tests.kit.waiting import wait_until
@@ -20,6 +22,7 @@ from tests.kit.wire import PAGE_BYTES as WIRE_PAGE_BYTES
 from tests.kit.wire import Books, DiskStats, WireClient, books, invalidate, keys
 
 PAGE_BYTES = 65536
+SLOT_PAGE_BYTES = 4096
 BATCH = 8
 BLOCK_BYTES = 4 * PAGE_BYTES
 IN_POOL = 32
@@ -307,6 +310,34 @@ def test_corrupt_bytes_are_a_miss_and_counted(daemon: DaemonProcess, tmp_path: P
     assert found.tiers.promotions_failed == {"corrupt": 1}
     assert found.disks[0].errors == {"corrupt": 1}
     assert (found.health, found.problems) == ("degraded", {"disk_errors": 1})
+
+
+@pytest.mark.parametrize("call", ["io_setup", "io_submit"])
+def test_where_the_kernel_reads_nothing_asynchronously_blocks_are_read_one_after_another(
+    tmp_path: Path, call: str
+) -> None:
+    """Of blocks that are asked for together one is torn, and one and those behind it cannot be read."""
+    apart, others = range(0, 16, 2), range(1, 16, 2)  # neighbours are one read
+    with daemon_on(tmp_path, before=refusing(errno.EAGAIN, call)) as daemon:
+        wait_state(daemon, "serving")
+        with engine_on(daemon) as engine:
+            sums = fill(daemon, engine, 48)
+            assert load(engine, *others) == of(sums, *others)
+            assert ("[aio]" in Path(f"/proc/{daemon.pid}/maps").read_text()) is (call == "io_submit")
+        daemon.kill()
+        file = tmp_path / "kvoffd.disk"
+        content = file.read_bytes()
+        torn, cut = (content.index(*keys(number)) // SLOT_PAGE_BYTES * SLOT_PAGE_BYTES for number in (6, 10))
+        with file.open("r+b") as opened:
+            opened.seek(torn + BLOCK_BYTES)
+            opened.write(bytes(SLOT_PAGE_BYTES))
+        with running(daemon) as engine:
+            os.truncate(file, cut + BLOCK_BYTES)
+            assert engine.lookup(keys(*apart)) == 3
+            assert load(engine, 0, 2, 4) == of(sums, 0, 2, 4)
+            assert load(engine, 8) == of(sums, 8)
+            assert [engine.lookup(keys(number)) for number in (6, 10, 12)] == [0, 0, 0]
+        assert disk_of(daemon).errors == {"torn": 1, "short_read": 3}
 
 
 def test_a_directory_of_no_use_costs_only_the_disk(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient, SharedMemory
-from tests.daemon import refused_calls
+from tests.daemon.refused_calls import refusing
 from tests.kit.daemon import START_DEADLINE_S, STOP_DEADLINE_S, DaemonProcess
 from tests.kit.service_manager import ServiceManager
 from tests.kit.waiting import wait_until
@@ -44,11 +44,6 @@ def limited(kind: int, limit: int) -> list[str]:
     """A command that runs what follows it under a resource limit."""
     code = f"import os, resource, sys; resource.setrlimit({kind}, ({limit},) * 2); os.execv(sys.argv[1], sys.argv[1:])"
     return [sys.executable, "-c", code]
-
-
-def refusing(code: int, call: str) -> list[str]:
-    """A command that runs what follows it under a seccomp filter that refuses one system call."""
-    return [sys.executable, refused_calls.__file__, str(code), call]
 
 
 # --- a start that is refused -----------------------------------------------------------------------
