@@ -173,7 +173,8 @@ class Tiers:
         def unsaved() -> list[str]:
             late = [disk.size.directory for disk in away if disk.tier is None or not disk.tier.removals_kept()()]
             late += [directory for directory, kept in saved.items() if not kept()]
-            return late if self._state.file.is_saved else [self._state.file.path, *late]
+            file = self._state.file
+            return [file.path, *late] if not file.is_saved or (late and file.problem) else late
 
         return unsaved
 

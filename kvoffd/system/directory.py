@@ -72,9 +72,13 @@ class DaemonDirectory:
                 os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
             except FileInUse as error:
                 holder = text_of(directory / LOCK_FILE)[:32] or "unknown"
-                raise DirectoryError(
-                    f"Another kvoffd (pid {holder}) serves {directory}; stop it first or choose another --directory."
-                ) from error
+                what = f"Another kvoffd (pid {holder}) serves {directory}; stop it first or choose another --directory."
+                if ") Z " in text_of(Path(f"/proc/{holder}/stat")):
+                    what = (
+                        f"The kvoffd that served {directory} (pid {holder}) was killed, and the kernel has not ended "
+                        "it: a call to a disk or a GPU does not return. See dmesg, or choose another --directory."
+                    )
+                raise DirectoryError(what) from error
             except OSError as error:
                 raise _unusable(directory, error) from error
             finally:

@@ -1079,8 +1079,9 @@ class DiskTier(Tier):
             try:
                 self._file.calls.truncate(self._file.index_fd, 0)
             except OSError as error:
-                path = self._file.path
-                self._error(DiskFault.FORGET_FAILED, f"{path} may bring removed blocks back: {error}; remove it.")
+                why = f"{self._file.path} still has blocks that were removed ({error.strerror or error})."
+                why += " Remove it, unless the log says that kvoffd.state has it noted."
+                self._error(DiskFault.FORGET_FAILED, why)
 
     def _bug(self, error: Exception) -> End:
         logger.error("A thread of %s failed.", self.name, exc_info=error)

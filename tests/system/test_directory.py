@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvoffd.system.directory import DaemonDirectory, DirectoryError
+from tests.kit.waiting import wait_until
 
 
 def fail(*args: object, **kwargs: object) -> None:
@@ -46,6 +49,33 @@ def test_the_lock_can_be_kept_while_the_sockets_go(tmp_path: Path) -> None:
         DaemonDirectory(tmp_path).acquire()
     directory.release()
     DaemonDirectory(tmp_path).acquire()
+
+
+KILLED_IN_A_CALL = """
+import ctypes, sys, threading, time
+from pathlib import Path
+from kvoffd.system.directory import DaemonDirectory
+DaemonDirectory(Path(sys.argv[1])).acquire()
+threading.Thread(target=time.sleep, args=(600,)).start()
+print(flush=True)
+libc = ctypes.CDLL(None)
+libc.pthread_exit(None)
+"""
+"""Its first thread ends, as all do that no call to the kernel keeps; another one stays."""
+
+
+def test_a_daemon_that_was_killed_in_a_call_that_does_not_return_is_named_so(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED_IN_A_CALL, tmp_path], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        status = Path(f"/proc/{process.pid}/stat")
+        wait_until(lambda: ") Z " in status.read_text())
+        with pytest.raises(DirectoryError, match=f"pid {process.pid}.* was killed.*dmesg"):
+            DaemonDirectory(tmp_path).acquire()
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "fifo"])
