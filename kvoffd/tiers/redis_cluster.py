@@ -95,7 +95,7 @@ class RedisCluster(Store):
 
     ask_deadline_s, poll_s, most_window_keys = Redis.ask_deadline_s, Redis.poll_s, Redis.most_window_keys
     keys_at_once = Redis.keys_at_once
-    blocks_at_once, bytes_at_once = Redis.blocks_at_once, Redis.bytes_at_once
+    blocks_at_once, bytes_at_once = COPIES * Redis.blocks_at_once, COPIES * Redis.bytes_at_once
 
     def __init__(
         self, host: str, port: int, credentials: Credentials, servers: Servers, *, tls: bool, ttl_s: int = 0
@@ -285,9 +285,11 @@ class RedisCluster(Store):
         stored: list[bool | None] = [None] * len(objects)
         for address, places in parts.items():
             with self._exchange(address) as node:
-                done = node.put([objects[at] for at in places], deadline)
-            for at, one in zip(places, done, strict=True):
-                stored[at] = one
+                node.send_puts([objects[at] for at in places], deadline)
+        for address, places in parts.items():
+            with self._exchange(address) as node:
+                for at, done in zip(places, node.were_put(len(places), deadline), strict=True):
+                    stored[at] = done
         return stored
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> None:

@@ -216,6 +216,11 @@ class Redis(Store):
         return header
 
     def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool | None]:
+        self.send_puts(objects, deadline)
+        return self.were_put(len(objects), deadline)
+
+    def send_puts(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> None:
+        """Send what ``were_put`` receives the answers to."""
         parts: list[bytes | memoryview] = []
         head, end = (b"*5", b"\r\n$2\r\nEX\r\n" + _bulk(self._ttl)) if self._ttl else (b"*3", b"\r\n")
         for key, values in objects:
@@ -223,7 +228,10 @@ class Redis(Store):
             parts.append(b"%s\r\n$3\r\nSET\r\n%s$%d\r\n" % (head, _bulk(key), nbytes))
             parts += [*values, end]
         self._send(parts, deadline)
-        return [self._stored(deadline) for _ in objects]
+
+    def were_put(self, count: int, deadline: float) -> list[bool | None]:
+        """Receive so many answers, as ``put`` returns them."""
+        return [self._stored(deadline) for _ in range(count)]
 
     def _stored(self, deadline: float) -> bool | None:
         line = self._line(deadline)
