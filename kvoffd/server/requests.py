@@ -144,7 +144,9 @@ def _registered(
     try:
         if session.ended:
             raise KvoffdError.of(ErrorCode.SESSION_ENDED)
-        layouts = build_layouts(memory.spans, message.tensors, message.groups, message.blocks_per_key)
+        layouts = build_layouts(
+            *(memory.spans, message.tensors, message.groups, message.blocks_per_key), on_gpu=not memory.segments
+        )
         shard_bytes = [layout.shard_bytes for layout in layouts]
         shards = [
             ShardSpec(message.blocks_per_key, [PageSpec(page.page_bytes, page.layer) for page in pages])

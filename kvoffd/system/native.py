@@ -82,7 +82,7 @@ class Native:
                 "blocks_plan", number, address, slot, text, number, number, slot, address, address, address
             )
             self.plan_blocks = with_gil(
-                *("plan_blocks", number, address, number, number, address, number, address, number, address),
+                *("plan_blocks", number, address, number, number, number, address, number, address, number, address),
                 *(address, address, address, number),
             )
             self.slots_take = with_gil("slots_take", number, address, number, number, ctypes.c_int32, address, address)

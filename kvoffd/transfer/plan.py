@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
@@ -42,12 +42,14 @@ class Plan:
     """Copies ``size[i]`` bytes from ``source[i]`` to ``destination[i]``, in any order.
 
     Arrays are uint64, [pieces], each in one piece of memory: C reads them. Pieces that touch on both sides are merged.
+    ``allocations``: see ``GroupLayout``.
     """
 
     destination: UInt64Array
     source: UInt64Array
     size: UInt64Array
     nbytes: int
+    allocations: UInt64Array = field(default_factory=lambda: np.empty(0, np.uint64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +68,9 @@ class GroupLayout:
     block_limit: int  # block ids lie below it: the engine blocks of the shortest tensor
     block_bytes: int  # bytes of an engine block in all layers
     shard_bytes: int  # bytes of a whole shard
+    allocations: UInt64Array
+    """Where each of several allocations on a GPU begins, ascending. Rows of one copy lie in one of them, so that pieces
+    are ordered by layer then. Empty for other memory."""
 
 
 def build_layouts(
@@ -73,6 +78,8 @@ def build_layouts(
     tensors: Sequence[TensorLayout],
     groups: Sequence[Sequence[PageRef]],
     blocks_per_key: int,
+    *,
+    on_gpu: bool = False,
 ) -> list[GroupLayout]:
     """Return the layouts of a registration's groups; ``segments`` are (address, size in bytes) of the mapped memory.
 
@@ -84,7 +91,12 @@ def build_layouts(
         raise BadGeometry(f"A key cannot cover {blocks_per_key} engine blocks; it must cover at least one.")
     for index, tensor in enumerate(tensors):
         _check_tensor(segments, index, tensor, page_bytes=1)
-    return [_build_layout(segments, tensors, index, pages, blocks_per_key) for index, pages in enumerate(groups)]
+    several = sorted(address for address, _ in segments) if on_gpu and len(segments) > 1 else []
+    allocations = np.array(several, np.uint64)
+    return [
+        _build_layout(segments, tensors, index, pages, blocks_per_key, allocations)
+        for index, pages in enumerate(groups)
+    ]
 
 
 def _build_layout(
@@ -93,6 +105,7 @@ def _build_layout(
     group: int,
     pages: Sequence[PageRef],
     blocks_per_key: int,
+    allocations: UInt64Array,
 ) -> GroupLayout:
     if not pages:
         raise BadGeometry(
@@ -117,6 +130,7 @@ def _build_layout(
         block_limit=min(tensors[page.tensor].num_blocks for page in pages),
         block_bytes=block_bytes,
         shard_bytes=shard_bytes,
+        allocations=allocations,
     )
 
 
@@ -180,7 +194,7 @@ def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
     """Plan a job.
 
     Neighbours that touch on both sides become one piece. Pieces are ordered as the slots have them, key, layer,
-    sub-block, so that every slot is filled from its first byte on.
+    sub-block, so that every slot is filled from its first byte on; but see ``GroupLayout.allocations``.
     """
     pieces, most = 0, sum([copy.block_ids.size * len(copy.layout.layers) for copy in copies])
     columns = np.empty((3, most), np.uint64)
@@ -190,10 +204,10 @@ def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
         for key, first in first_blocks.items():
             firsts[key] = first
         pieces = native().plan_blocks(
-            *(layout.layers.ctypes.data, len(layout.layers), layout.blocks_per_key),
+            *(layout.layers.ctypes.data, len(layout.layers), layout.allocations.size, layout.blocks_per_key),
             *(block_ids.ctypes.data, block_ids.size, slots.ctypes.data, slots.size),
             *(firsts.buffer_info()[0] if first_blocks else None, *addresses, pieces),
         )
     engine, pool, size = (column.copy() for column in columns[:, :pieces])  # what was merged needs no memory
-    nbytes = int(size.sum())
-    return Plan(engine, pool, size, nbytes) if direction is Direction.LOAD else Plan(pool, engine, size, nbytes)
+    to, source = (engine, pool) if direction is Direction.LOAD else (pool, engine)
+    return Plan(to, source, size, int(size.sum()), *(copy.layout.allocations for copy in copies[:1]))

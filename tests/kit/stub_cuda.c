@@ -457,6 +457,9 @@ CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *rows, CUstream where) {
     NEED(rows->srcMemoryType == CU_MEMORYTYPE_UNIFIED && rows->dstMemoryType == CU_MEMORYTYPE_UNIFIED)
     NEED(!rows->srcXInBytes && !rows->srcY && !rows->dstXInBytes && !rows->dstY && rows->WidthInBytes && rows->Height)
     NEED(rows->srcPitch >= rows->WidthInBytes && rows->dstPitch >= rows->WidthInBytes && rows->srcPitch <= INT32_MAX && rows->dstPitch <= INT32_MAX)
+    int to_device = is_device_memory(rows->dstDevice, rows->WidthInBytes);
+    size_t span = (rows->Height - 1) * (to_device ? rows->dstPitch : rows->srcPitch) + rows->WidthInBytes;
+    NEED(is_device_memory(to_device ? rows->dstDevice : rows->srcDevice, span)) /* in one allocation: an H100's driver refuses others */
     for (size_t i = 0; i < rows->Height; i++)
         NEED(is_sound(rows->dstDevice + i * rows->dstPitch, rows->srcDevice + i * rows->srcPitch, rows->WidthInBytes, 1))
     note("rows %zu of %zu", rows->Height, rows->WidthInBytes);

@@ -187,6 +187,19 @@ def test_pieces_fill_their_slots_from_the_first_byte_on() -> None:
     assert plan.destination.tolist() == [POOL + at + add for at in (2**20, 0) for add in range(0, 2**17, 4096)]
 
 
+def test_where_layers_lie_in_several_allocations_of_a_gpu_pieces_are_ordered_by_layer() -> None:
+    segments = [(2**40 + at, 16 * 4096) for at in (2**30, 0, 2**20)]
+    tensors = [TensorLayout(layer, 0, 4096, 16) for layer in range(3)]
+    pages = [PageRef(layer, 4096) for layer in range(3)]
+    (layout,) = build_layouts(segments, tensors, [pages], 1, on_gpu=True)
+    plan = plan_of(layout, [7, 2], [2**20, 0])
+    assert plan.source.tolist() == [at + block * 4096 for at, _ in segments for block in (7, 2)]
+    assert plan.destination.tolist() == [POOL + at + layer * 4096 for layer in range(3) for at in (2**20, 0)]
+    assert plan.allocations.tolist() == sorted(at for at, _ in segments)
+    (layout,) = build_layouts(segments, tensors, [pages], 1)
+    assert plan_of(layout, [7, 2], [2**20, 0]).destination.tolist()[:3] == [POOL + 2**20 + at for at in (0, 4096, 8192)]
+
+
 def side_by_side(order: list[int], blocks_per_key: int) -> GroupLayout:
     """Four layers of 4 KiB, of which a block has all in one run: strided tensors in one allocation."""
     tensors = [TensorLayout(0, layer * 4096, 4 * 4096, 8) for layer in range(4)]

@@ -71,8 +71,8 @@ class _GpuCopying(ctypes.Structure):
         ("pinned", ctypes.c_void_p),
         *((name, ctypes.c_uint64) for name in ("chunk_bytes", "first_chunk", "from_pool")),
         *((name, ctypes.c_uint64) for name in ("step_bytes", "step_pieces", "rows_bytes", "fewest_rows", "most_rows")),
-        *((name, ctypes.c_void_p) for name in ("to", "from", "sizes", "destination", "source", "size")),
-        *((name, ctypes.c_uint64) for name in ("pieces", "piece", "piece_done", "next_event", "steps")),
+        *((name, ctypes.c_void_p) for name in ("to", "from", "sizes", "destination", "source", "size", "allocation")),
+        *((name, ctypes.c_uint64) for name in ("pieces", "allocations", "piece", "piece_done", "next_event", "steps")),
         ("refusals", ctypes.c_uint64),
         *((name, ctypes.c_uint64 * 3) for name in ("refused", "refused_status")),
         *((name, ctypes.c_uint64) for name in ("failed", "status", "lost")),
@@ -141,6 +141,7 @@ class GpuCopier:
         copying.destination, copying.source, copying.size = (
             column.ctypes.data for column in (plan.destination, plan.source, plan.size)
         )
+        copying.allocation, copying.allocations = plan.allocations.ctypes.data, len(plan.allocations)
         copying.pieces = len(plan.size)
         native().gpu_copy(ctypes.byref(copying), ctypes.byref(transfer.stop))
         if copying.lost:

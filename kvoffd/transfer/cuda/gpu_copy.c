@@ -64,12 +64,13 @@ struct gpu_copying {
     uint64_t from_pool; /* whether the sources are in the pool, or else the destinations */
     uint64_t step_bytes, step_pieces;
     uint64_t rows_bytes, fewest_rows; /* smaller pieces are copied as rows, where there are so many */
-    uint64_t most_rows;               /* of one copy; 1 once more were refused, as a driver may over several allocations */
+    uint64_t most_rows;               /* of one copy; 1 once more were refused */
     CUdeviceptr *to, *from;           /* [step_pieces] room for a batch */
     size_t *sizes;
 
     const uint64_t *destination, *source, *size; /* [pieces] */
-    uint64_t pieces;
+    const uint64_t *allocation; /* [allocations] where those of the engine begin, ascending: drivers refuse rows of several */
+    uint64_t pieces, allocations;
 
     uint64_t piece, piece_done; /* the next piece, and the bytes of it that are given to the driver */
     uint64_t next_event, steps; /* steps in flight, the oldest behind event next_event - steps */
@@ -118,13 +119,28 @@ static int copy_batch(struct gpu_copying *c, uint64_t count)
     return 0;
 }
 
-/* How many pieces from the next one on have one size and equal distances on both sides, as the layers of a block do,
- * and end before `pool_end`. */
+/* Where the allocation of the engine's behind the one that has this address begins. */
+static uint64_t allocation_end(const struct gpu_copying *c, uint64_t address)
+{
+    uint64_t low = 0, high = c->allocations;
+
+    while (low < high) {
+        uint64_t middle = (low + high) / 2;
+        if (c->allocation[middle] > address)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low < c->allocations ? c->allocation[low] : UINT64_MAX;
+}
+
+/* How many pieces from the next one on have one size and equal distances on both sides, lie in one allocation, as the
+ * layers of a block may do or a layer of several blocks, and end before `pool_end`. */
 static uint64_t count_rows(const struct gpu_copying *c, uint64_t most, uint64_t pool_end)
 {
     const uint64_t *to = c->destination + c->piece, *from = c->source + c->piece, *size = c->size + c->piece;
-    const uint64_t *pool = c->from_pool ? from : to;
-    uint64_t rows = 1;
+    const uint64_t *pool = c->from_pool ? from : to, *engine = c->from_pool ? to : from;
+    uint64_t rows = 1, engine_end = allocation_end(c, *engine);
 
     if (most > c->pieces - c->piece)
         most = c->pieces - c->piece;
@@ -134,7 +150,7 @@ static uint64_t count_rows(const struct gpu_copying *c, uint64_t most, uint64_t 
         from[1] - from[0] < *size)
         return 1;
     while (rows < most && size[rows] == *size && to[rows] - to[rows - 1] == to[1] - to[0] &&
-           from[rows] - from[rows - 1] == from[1] - from[0] && pool[rows] + *size <= pool_end)
+           from[rows] - from[rows - 1] == from[1] - from[0] && pool[rows] + *size <= pool_end && engine[rows] < engine_end)
         rows++;
     return rows;
 }
