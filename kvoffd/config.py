@@ -308,7 +308,7 @@ class Config:
     )
     disk: tuple[DiskSize, ...] = Kind(_disks, "DIRECTORY=SIZE", _commas, repeated=True).setting(
         (),
-        "Directory of a local SSD for blocks that leave the pool, and the most bytes to take there. Give it again for"
+        "Directory of a local SSD for blocks that leave the pool, and the bytes to allocate there. Give it again for"
         " each SSD.",
     )
     disk_write: str = WRITE_MODE.setting(
