@@ -593,7 +593,7 @@ class DiskTier(Tier):
             self._drop(job.slot, tell=True)
             self._note_gone([job.slot])
         elif not is_there and end.result is Result.DONE:
-            end = End(Result.GONE)  # it was removed meanwhile
+            end = End(Result.GONE)  # it was removed during the read
         if end.result is Result.DONE:
             region.found[place] = 0
             self._counts["read_blocks"] += 1
@@ -796,7 +796,7 @@ class DiskTier(Tier):
         job.on_end(Result.GONE if result is Result.DONE and not kept else result)
 
     def _is_wanted(self, job: Job) -> bool:
-        """Whether what is not being written any more was not removed meanwhile."""
+        """Whether what is not being written any more was not removed during its write."""
         name = job.space.tag, job.key
         if self._writing.get(name) is not job:
             return False

@@ -67,7 +67,7 @@ def test_the_index_finds_what_a_dict_does() -> None:
         assert table.slots(heads, ranks).tolist() == [there[name] for name in found]
 
 
-def test_a_miss_is_told_with_the_reason_that_was_noted_last() -> None:
+def test_a_miss_is_reported_with_the_reason_that_was_noted_last() -> None:
     table = BlockTable(np.zeros(10, RECORD))
     keys = [key_of(number, 32) for number in range(100)]
     table.note_misses(3, b"".join(keys[:40]), 32, 5)

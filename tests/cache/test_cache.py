@@ -323,7 +323,7 @@ def test_beyond_the_first_half_each_session_leases_an_equal_part() -> None:
     check_invariants(rig.cache)
 
 
-def test_what_a_bench_asks_for_teaches_nothing_and_requests_are_told_once() -> None:
+def test_what_a_bench_asks_for_teaches_nothing_and_requests_are_reported_once() -> None:
     rig = CacheRig(16, 4)
     told: list[list[bytes]] = []
     rig.cache.watchers.append(lambda chains: told.append([chain.keys for chain in chains]))

@@ -44,7 +44,7 @@ def test_it_asks_a_real_daemon_everything(daemon: DaemonProcess) -> None:
         assert admin.health().healthy
 
 
-def test_nobody_there_is_told_at_once(tmp_path: Path) -> None:
+def test_nobody_there_is_reported_at_once(tmp_path: Path) -> None:
     with AdminClient(tmp_path, 30) as admin:
         for _ in range(2):
             began = time.monotonic()
@@ -56,28 +56,30 @@ def test_nobody_there_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
-    def told(timeout_s: float = 30.0) -> str:
+    def sentence(timeout_s: float = 30.0) -> str:
         with AdminClient(tmp_path, timeout_s) as admin:
             with pytest.raises(DaemonUnavailable) as refusal:
                 admin.stats()
         return str(refusal.value)
 
-    assert told().startswith(f"There is no kvoffd daemon in {tmp_path}; ")
+    assert sentence().startswith(f"There is no kvoffd daemon in {tmp_path}; ")
     with (tmp_path / "kvoffd.lock").open("w") as lock:  # a daemon that was killed leaves it
-        assert told().startswith(f"There is no kvoffd daemon in {tmp_path}; ")
+        assert sentence().startswith(f"There is no kvoffd daemon in {tmp_path}; ")
         fcntl.flock(lock, fcntl.LOCK_EX)
         starting = f"The kvoffd daemon (pid {os.getpid()}) in {tmp_path} is starting; its pool is being touched."
-        assert told() == starting
+        assert sentence() == starting
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(SocketPaths(tmp_path).lifeline))
         SocketPaths(tmp_path).jobs.touch()
-        assert told() == f"The kvoffd daemon in {tmp_path} has ended; start it again."
+        assert sentence() == f"The kvoffd daemon in {tmp_path} has ended; start it again."
         listener.listen(0)
-        assert told(0.2).startswith(f"What listens in {tmp_path} accepts connections but does not answer; if it is ")
-        assert "runs but accepts no connections" in told(), "the one place is taken by the client before"
+        assert sentence(0.2).startswith(
+            f"What listens in {tmp_path} accepts connections but does not answer; if it is "
+        )
+        assert "runs but accepts no connections" in sentence(), "the one place is taken by the client before"
         listener.listen(9)
         began = time.monotonic()
-        assert told().startswith(f"What listens in {tmp_path} accepts connections but does not answer; ")
+        assert sentence().startswith(f"What listens in {tmp_path} accepts connections but does not answer; ")
         assert time.monotonic() - began < 4.0, "who says no word is not waited for as long as a busy daemon"
     assert "not for this user (uid " in why_unreachable(PermissionError(13, "Permission denied"), "/run/kvoffd")
 

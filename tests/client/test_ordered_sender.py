@@ -98,7 +98,7 @@ def test_the_others_of_a_step_are_sent_when_some_are_taken_back(gpu: Gpu) -> Non
     assert (gpu.sent, gpu.failed) == ([1, 3], [(2, ErrorCode.CANCELLED)])
 
 
-def test_whoever_takes_jobs_back_may_give_them_time(gpu: Gpu) -> None:
+def test_a_caller_that_takes_jobs_back_may_give_them_time(gpu: Gpu) -> None:
     gpu.submit(1).happened.set()
     event = gpu.submit(2)
     started = time.monotonic()

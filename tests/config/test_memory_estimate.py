@@ -19,7 +19,7 @@ def test_it_says_what_each_part_is_for() -> None:
     assert "keys without blocks" not in memory_summary(Config(eviction_policy="lru"))
 
 
-def test_a_shortage_beside_what_is_taken_is_told_with_both_numbers() -> None:
+def test_a_shortage_beside_what_is_taken_is_reported_with_both_numbers() -> None:
     config = Config(pool_bytes=64 * GIB)
     parts = memory_estimate(config)
     to_come = sum(parts.values()) - sum(

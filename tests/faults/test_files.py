@@ -73,7 +73,7 @@ def http_status(port: int, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def test_removed_sockets_are_told_wherever_it_is_asked(command: Command) -> None:
+def test_removed_sockets_are_reported_wherever_it_is_asked(command: Command) -> None:
     """A cleaner of /tmp removed them: engines that are connected are served, and a restart mends the rest."""
     (port,), truth = free_ports(1), Truth()
     with (

@@ -129,7 +129,7 @@ def test_the_pool_is_page_locked_while_an_engine_is_on_a_gpu(machine: Machine) -
         wait_until(lambda: admin.stats().pool.pinned_for_gpu_bytes == 0)
 
 
-def test_what_the_driver_does_not_lock_is_told(stub_machine: Callable[..., Machine]) -> None:
+def test_what_the_driver_does_not_lock_is_reported(stub_machine: Callable[..., Machine]) -> None:
     machine = stub_machine({"STUB_FAIL": "cuMemHostRegister_v2:0:2"})
     with machine.exporter("ordinary") as worker, AdminClient(machine.daemon.directory) as admin:
         worker.wait_ready()

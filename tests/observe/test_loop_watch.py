@@ -85,7 +85,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("state", ["idle", "busy"])
-def test_a_stopped_process_is_told_as_such(state: str) -> None:
+def test_a_stopped_process_is_reported_as_such(state: str) -> None:
     command = [sys.executable, "-c", _WATCHED, state]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as stopped:

@@ -187,7 +187,7 @@ def test_hardly_anything_is_free_when_the_first_block_must_be_evicted(
 
 
 @pytest.mark.parametrize("slot_bytes", [8192, 12288, MIB, MIB + 4096, 4 * MIB, 4 * MIB + 4096, 256 * MIB])
-def test_a_shard_that_is_too_large_is_told_how_large_the_pool_must_be(slot_bytes: int) -> None:
+def test_a_shard_that_is_too_large_says_how_large_the_pool_must_be(slot_bytes: int) -> None:
     with pytest.raises(ShardTooLarge) as refused:
         SlotAllocator(8192).slot_size(max(slot_bytes, 12288))
     enough = re.search(r"pool_size to (\w+) or more", str(refused.value))[1]  # type: ignore[index]

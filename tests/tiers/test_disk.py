@@ -193,7 +193,7 @@ def test_a_small_disk_holds_what_fits_of_several_block_sizes() -> None:
     assert rig.tier.stats().used_bytes == 200 * sum(space.nbytes for space in spaces)
 
 
-def test_a_block_that_fits_no_region_is_told_once(rig: DiskRig) -> None:
+def test_a_block_that_fits_no_region_is_reported_once(rig: DiskRig) -> None:
     large = make_space(ONE, 0, 0, [60_000] * 3)
     assert rig.write(block_of(1, large), block_of(2, large)) == [None, None]
     assert rig.told.kinds == {"too_large": 1}
@@ -477,7 +477,7 @@ def test_where_one_file_is_older_than_the_other_nothing_wrong_is_read(rig: DiskR
 
 @pytest.mark.parametrize("where", ["header", "shard", "last shard"])
 @pytest.mark.parametrize("clean", [True, False])
-def test_wrong_bytes_are_told_and_gone_for_good(rig: DiskRig, where: str, clean: bool) -> None:
+def test_wrong_bytes_are_reported_and_gone_for_good(rig: DiskRig, where: str, clean: bool) -> None:
     space = make_space(ONE, 0, 0, [5000, 300])
     rig.write(block_of(1, space), block_of(2, space))
     rig.restart() if clean else rig.kill()
@@ -524,7 +524,7 @@ def test_of_a_merged_call_that_fails_each_block_is_tried_alone(rig: DiskRig) -> 
     assert rig.told.kinds == {}
 
 
-def test_a_read_that_fails_or_is_short_is_a_miss_and_told(rig: DiskRig) -> None:
+def test_a_read_that_fails_or_is_short_is_a_miss_and_reported(rig: DiskRig) -> None:
     rig.write(block_of(1), block_of(2), block_of(3))
     rig.files.fault = fails_always("read")
     assert rig.read(block_of(1)) is Result.FAILED

@@ -169,7 +169,7 @@ def test_a_disk_of_another_size_keeps_what_fits(size: int) -> None:
     assert rig.there(range(32)) == there, "what was cut off is not there again"
 
 
-def test_a_file_that_was_cut_off_is_told_and_whole_again() -> None:
+def test_a_file_that_was_cut_off_is_reported_and_whole_again() -> None:
     rig = DiskRig()
     rig.write(*map(block_of, range(32)))
     assert rig.tier.close(1.0)

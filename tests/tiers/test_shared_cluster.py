@@ -115,7 +115,7 @@ def test_masters_that_cannot_be_are_refused_before_memory_is_taken(odd: str) -> 
     assert most < 8 << 20
 
 
-def test_a_server_that_is_in_no_cluster_yet_is_told_of(store: FaultyStore) -> None:
+def test_a_server_that_is_in_no_cluster_yet_is_reported(store: FaultyStore) -> None:
     nodes = b"a 127.0.0.1:%d@1 myself,master - 0 0 0 connected\n" % store.port
     store.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len(nodes), nodes)}
     rig = SharedRig(store.url.replace("redis:", "redis+cluster:"))
@@ -214,7 +214,7 @@ def test_without_one_of_three_masters_what_the_others_have_is_found(
 # --- certificates -----------------------------------------------------------------------------------
 
 
-def test_masters_that_do_not_prove_their_name_are_refused_and_told_of(
+def test_masters_that_do_not_prove_their_name_are_refused_and_reported(
     tls_cluster: RedisCluster, trusted: Certificate, sign: Callable[[str], Certificate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, victim = sign("other.example"), tls_cluster.servers[1]

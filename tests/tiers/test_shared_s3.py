@@ -317,7 +317,7 @@ def test_a_prefix_costs_few_requests(bucket: FaultyBucket, rig: SharedRig) -> No
         (("http://", "https://"), "Where it has no TLS, name its endpoint http://"),
     ],
 )
-def test_why_a_bucket_cannot_be_reached_is_told(bucket: FaultyBucket, change: tuple[str, str], told: str) -> None:
+def test_why_a_bucket_cannot_be_reached_is_reported(bucket: FaultyBucket, change: tuple[str, str], told: str) -> None:
     rig = SharedRig(bucket.url.replace(*change))
     rig.until(lambda: rig.kinds["unreachable"] > 0)
     assert told in rig.tier.problem

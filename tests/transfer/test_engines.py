@@ -446,7 +446,7 @@ def test_a_store_whose_checksums_do_not_come_fails_once(harness: Harness, how: s
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_an_overdue_copy_is_told_of_once_and_ends_only_when_it_is_done(harness: Harness, direction: Direction) -> None:
+def test_an_overdue_copy_is_reported_once_and_ends_only_when_it_is_done(harness: Harness, direction: Direction) -> None:
     told: list[Transfer] = []
     job, behind = (Job(direction=direction, deadline=harness.now + 5) for _ in range(2))
     job.transfer.on_overdue = told.append

@@ -45,7 +45,7 @@ def made_events() -> HostBlockEvents:
     return HostBlockEvents({0: ChunkGroup(0, 1, BLOCK_TOKENS)}, {0: "full_attention"})
 
 
-def told(request: Request, chunks: list[int]) -> tuple[bytes, bytes]:
+def passed_on(request: Request, chunks: list[int]) -> tuple[bytes, bytes]:
     """The parents and tokens that a store of these chunks of a request tells."""
     ends = {chain_of(request)[chunk]: (chunk + 1) * BLOCK_TOKENS for chunk in chunks}
     spec = KeyedSpec.of(list(ends), {ChunkGroup(0, 1, BLOCK_TOKENS).suffix: 0})
@@ -73,12 +73,12 @@ def test_a_store_tells_the_hash_before_each_key_and_its_tokens() -> None:
     request = request_of()
     before = [ROOT, *request.block_hashes]
     for chunks in ([0, 1, 2, 3, 4, 5], [0], [2, 3], [0, 2, 3, 5]):
-        assert told(request, chunks) == (b"".join([before[chunk] for chunk in chunks]), tokens_of(*chunks))
+        assert passed_on(request, chunks) == (b"".join([before[chunk] for chunk in chunks]), tokens_of(*chunks))
 
 
 def test_a_prompt_whose_hashes_hold_more_than_tokens_tells_none() -> None:
     for arguments in SPECIAL:
-        assert told(request_of(**arguments), [0, 1]) == (b"", b""), arguments
+        assert passed_on(request_of(**arguments), [0, 1]) == (b"", b""), arguments
 
 
 # --- the daemon's events as vLLM's -----------------------------------------------------------------

@@ -399,7 +399,7 @@ def test_requests_with_an_adapter_that_began_before_weights_changed_use_nothing_
 # --- why a request hit or missed -------------------------------------------------------------------
 
 
-def told(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> RequestReport:
+def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> RequestReport:
     """What is reported of a request that is scheduled now, and a step later."""
     before = len(harness.client.noted)
     harness.manager.scheduled(harness.requests[name], tokens)
@@ -418,14 +418,14 @@ def found(report: RequestReport) -> tuple[int, int, int, int]:
 def test_a_miss_names_its_first_key_whatever_is_behind_it() -> None:
     harness = ManagerHarness()
     harness.request(ready={block_hash(2)})
-    report = told(harness)
+    report = report_of(harness)
     assert (report.outcome, found(report), report.missing_key) == (Outcome.MISSED, (3, 1, 0, 0), block_hash(1))
 
 
 def test_a_prompt_that_is_shorter_than_a_block_says_so() -> None:
     harness = ManagerHarness()
     harness.new(hashes=0)
-    report = told(harness)
+    report = report_of(harness)
     assert (report.outcome, found(report), report.tokens) == (Outcome.SHORT, (0, 0, 0, 0), 1)
 
 
@@ -434,7 +434,7 @@ def test_what_a_tier_does_not_bring_in_time_is_late() -> None:
     harness.request()
     harness.client.answer({block_hash(1)}, coming={block_hash(2)}, shared={block_hash(3)})
     harness.scan()
-    report = told(harness, CHUNK_TOKENS)
+    report = report_of(harness, CHUNK_TOKENS)
     assert found(report) == (3, 1, 1, 1)
     assert (report.missing_key, report.reason) == (block_hash(2), "tier_late")
 
@@ -443,7 +443,7 @@ def test_an_answer_that_nobody_waits_for_since_the_engine_has_all_is_not_late() 
     harness = ManagerHarness()
     harness.request()
     harness.manager.prepare_scan(harness.requests["r"], 3 * CHUNK_TOKENS, has_all=True)
-    report = told(harness)
+    report = report_of(harness)
     assert (report.outcome, report.keys) == (Outcome.HELD, 0)
 
 
@@ -451,16 +451,16 @@ def test_a_request_that_may_not_be_looked_up_is_unused() -> None:
     harness = ManagerHarness()
     harness.new()
     harness.manager._requests["r"].disabled = True
-    assert told(harness).outcome is Outcome.UNUSED
+    assert report_of(harness).outcome is Outcome.UNUSED
     harness.client.ready = False
     harness.request("away")
-    assert told(harness, name="away").outcome is Outcome.UNUSED
+    assert report_of(harness, name="away").outcome is Outcome.UNUSED
 
 
-def test_a_load_that_fails_is_told_of_too_and_a_preemption_is_not() -> None:
+def test_a_load_that_fails_is_reported_too_and_a_preemption_is_not() -> None:
     harness = ManagerHarness()
     harness.request(ready=HASHES)
-    assert told(harness, 3000).outcome is Outcome.LOADED
+    assert report_of(harness, 3000).outcome is Outcome.LOADED
     harness.manager._job_failed(FailedJob(None, request_id="r"))
     harness.manager.step_begins([1])
     assert [one.outcome for one in harness.client.noted] == [Outcome.LOADED, Outcome.FAILED]
@@ -469,7 +469,7 @@ def test_a_load_that_fails_is_told_of_too_and_a_preemption_is_not() -> None:
     assert len(harness.client.noted) == 2
 
 
-def test_last_request_of_an_engine_that_makes_no_more_steps_is_told_of() -> None:
+def test_last_request_of_an_engine_that_makes_no_more_steps_is_reported() -> None:
     harness = ManagerHarness()
     context = harness.request(ready={block_hash(1)})
     harness.manager.scheduled(harness.requests["r"], CHUNK_TOKENS)

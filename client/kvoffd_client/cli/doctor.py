@@ -190,7 +190,7 @@ def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool
     state = ("It works" if counts["warning"] else "Healthy") if healthy else "Not healthy"
     state += "".join(f", {count} {noun}{plural(count)}" for noun, count in counts.items() if count)
     first = f"{state}. kvoffd {printable(facts.stats.version)}, up for {up}{engines}."
-    lines = [first, _worth(facts.stats, value)]
+    lines = [first, _payoff(facts.stats, value)]
     if count is None:
         lines.append("Its clients and its machine were not looked at; for these run doctor there, without --url.")
     if test is not None:
@@ -203,7 +203,7 @@ def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool
     return lines
 
 
-def _worth(stats: DaemonStats, value: Value) -> str:
+def _payoff(stats: DaemonStats, value: Value) -> str:
     if value.paying_off is None:
         lookups = f"{format_count(value.lookups)} lookup{plural(value.lookups)}" if value.lookups else "no lookup"
         return f"Too early to say whether it pays off: {lookups} so far, and {FEWEST_LOOKUPS} are needed."

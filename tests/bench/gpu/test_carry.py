@@ -89,7 +89,7 @@ def test_wheels_that_are_renewed_are_unpacked_again(root: Path) -> None:
     assert len(sites) == 2
 
 
-def test_wheels_for_another_python_are_told_in_a_sentence(root: Path) -> None:
+def test_wheels_for_another_python_are_reported_in_a_sentence(root: Path) -> None:
     assert "Neither .venv nor .gpu is here" in run_carry(root, root)
     (root / ".gpu" / "msgspec-0.19-cp39-cp39-manylinux2014_x86_64.whl").touch()
     assert "is for Python 3.9, which is not here" in run_carry(root, root)

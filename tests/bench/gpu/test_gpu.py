@@ -55,7 +55,7 @@ def test_an_nvidia_smi_that_hangs_costs_its_own_answer_only(tmp_path: Path, monk
     assert (found["card"], str(found["nvidia_smi"])[:14]) == ("Stub 0", "TimeoutExpired")
 
 
-def test_a_part_that_failed_is_told_on_the_page() -> None:
+def test_a_part_that_failed_is_reported_on_the_page() -> None:
     copy = {"case": "store", "value": 50.0, "unit": "GB/s", "floor": 55.0, "ratio": 50 / 55}
     parts = {
         "sharing": {"outcome": "failed", "seconds": 3.0, "found": "Traceback: no such device"},
