@@ -132,18 +132,18 @@ def submit_of(
 ) -> m.Submit:
     """The message with these jobs: by group, the blocks of all stores, and those of all loads.
 
-    A group comes twice where some of its jobs tell tokens and others do not.
+    Either all stores of a group tell their tokens, or none.
     """
     stores = [job for job in jobs if job.lease_id is None]
     loads = [job for job in jobs if job.lease_id is not None]
     of_stores, of_loads = list[m.GroupBlocks](), list[m.GroupBlocks]()
     for alike, found in (stores, of_stores), (loads, of_loads):
-        by_group: dict[tuple[int, bool, bool], list[tuple[int, GroupTransfer]]] = {}
+        by_group: dict[int, list[tuple[int, GroupTransfer]]] = {}
         for number, job in enumerate(alike):
             for one in job.groups:
-                by_group.setdefault((one.group, bool(one.parents), bool(one.tokens)), []).append((number, one))
+                by_group.setdefault(one.group, []).append((number, one))
         numbers = f"<{len(alike)}I"
-        for (group, *_), parts in by_group.items():
+        for group, parts in by_group.items():
             keys, blocks, firsts = ([0] * len(alike) for _ in range(3))
             for number, one in parts:
                 keys[number] = len(one.keys) // key_bytes

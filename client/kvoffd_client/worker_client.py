@@ -154,6 +154,8 @@ class WorkerClient(Session):
             messages: list[tuple[int, list[Job]]] = []
             """By the id of the request, jobs and parts of jobs."""
             keys = nbytes = 0
+            tells: dict[int, tuple[bool, bool]] = {}
+            """By group, whether the stores of the last of them tell parents and tokens: all do or none does."""
             for job, size in zip(jobs[:accepted], sizes, strict=False):
                 parts = [(job, size)]
                 if size[0] > most_keys or size[1] > most_bytes:
@@ -164,10 +166,14 @@ class WorkerClient(Session):
                 self._jobs[job.job_id] = Unfinished(job, now, len(parts))
                 for part, (of_keys, in_frame) in parts:
                     keys, nbytes = keys + of_keys, nbytes + in_frame
+                    stored = part.groups if part.lease_id is None else ()
+                    kinds = {one.group: (bool(one.parents), bool(one.tokens)) for one in stored}
                     full = keys > most_keys or nbytes > limits.max_frame_bytes
+                    full = full or any(tells.get(group, kind) != kind for group, kind in kinds.items())
                     if not messages or full or len(messages[-1][1]) == limits.max_jobs_per_message:
                         messages.append((self._next_request_id(), []))
-                        keys, nbytes = of_keys, in_frame
+                        keys, nbytes, tells = of_keys, in_frame, {}
+                    tells |= kinds
                     request_id, batch = messages[-1]
                     batch.append(part)
                     self._sent[part.job_id] = Sent(part, job.job_id, request_id)

@@ -20,7 +20,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import compress, takewhile
 from math import inf
 
@@ -587,64 +586,54 @@ class Cache:
     # --- stores ---------------------------------------------------------------------------------
 
     def begin_store(self, namespace: Namespace, rank: int, parts: Sequence[StorePart]) -> StoreTicket:
-        """Take slots for what is not there, evicting where need be; one part for each group of the message.
+        """Take slots for what is not there, evicting where need be, after blocks that hold less than is offered went.
 
-        What the message found present is not evicted for it. Raises BadGeometry, BadKeys.
+        Each group comes once; it, its keys and the rank were checked. What is there of any is not evicted for others.
         """
-        groups = self._current[namespace]
-        for part in parts:
-            namespace.check(part.group, part.keys, rank)
-        plans: list[_Plan] = []
+        groups, size, ticket = self._current[namespace], namespace.key_bytes, StoreTicket(rank, [])
+        offers: list[tuple[Stored, StorePart, Sequence[int]]] = []
         held: list[BlockIds] = []
         try:
             for part in parts:
-                plans.append(plan := self._plan(rank, groups[part.group], part))
-                if plan.present.size:
-                    self.blocks.pin(plan.present)
-                    held.append(plan.present)
-            for number, plan in enumerate(plans):
-                before = [one.stored.blocks for one in plans[:number] if one.stored.group is plan.stored.group]
-                if before:  # they may have begun to write its keys
-                    plan = plans[number] = self._plan(rank, plan.stored.group, plan.part, np.concatenate(before))
-                self._admit(rank, plan)
+                group = groups[part.group]
+                offered = group.number, part.keys, size, rank, part.first_blocks
+                verdicts, blocks = self.blocks.plan(*offered)
+                if verdicts == _LACKING * len(verdicts):
+                    offers.append((Stored(group, _NOTHING, _NOTHING), part, range(len(verdicts))))
+                    continue
+                if Verdict.NARROW in verdicts:
+                    gone = blocks[np.frombuffer(verdicts, np.uint8) == Verdict.NARROW]
+                    names = self.blocks.keys(gone, size)
+                    self.drop(gone, MissReason.PARTIAL)
+                    if self.tiers is not None:  # what a tier has of them is as little
+                        self.tiers.forget(namespace, group.group, names, MissReason.PARTIAL)
+                    verdicts, blocks = self.blocks.plan(*offered)
+                of_key = np.frombuffer(verdicts, np.uint8)
+                lacking, mine, again = (
+                    np.flatnonzero(of_key == one).tolist() for one in (Verdict.LACKING, Verdict.MINE, Verdict.AGAIN)
+                )
+                offers.append((Stored(group, blocks[mine], _NOTHING, mine, again=again), part, lacking))
+                held.append(blocks[blocks != NO_BLOCK])
+                self.blocks.pin(held[-1])
+            for stored, part, lacking in offers:
+                ticket.parts.append(stored)
+                self._admit(rank, stored, part, lacking)
         except BaseException:
-            self.abort_store(StoreTicket(rank, [plan.stored for plan in plans]))
+            self.abort_store(ticket)
             raise
         finally:
-            for present in held:
-                self.unpin(present)
-        return StoreTicket(rank, [plan.stored for plan in plans])
+            for there in held:
+                self.unpin(there)
+        return ticket
 
-    def _plan(self, rank: int, group: Group, part: StorePart, ours: BlockIds = _NOTHING) -> _Plan:
-        """What is there of a store's keys and what is lacking; drops blocks that hold less than is offered.
-
-        ``ours``: blocks that earlier parts of the same store write.
-        """
-        verdicts, blocks = self.blocks.plan(group.number, part.keys, group.key_bytes, rank, part.first_blocks)
-        count = len(verdicts)
-        if verdicts == _LACKING * count:
-            return _Plan(Stored(group, _NOTHING, _NOTHING), part, _NOTHING, range(count), _NOTHING, [])
-        of_key = np.frombuffer(verdicts, np.uint8)
-        if Verdict.NARROW in verdicts:
-            gone = blocks[of_key == Verdict.NARROW]
-            names = self.blocks.keys(gone, group.key_bytes)
-            self.drop(gone, MissReason.PARTIAL)
-            if self.tiers is not None:  # what a tier has of them is as little
-                self.tiers.forget(group.namespace, group.group, names, MissReason.PARTIAL)
-            blocks[np.isin(blocks, gone)] = NO_BLOCK
-        mine = np.flatnonzero(of_key == Verdict.MINE).tolist()
-        lacking = np.flatnonzero((of_key == Verdict.LACKING) | (of_key == Verdict.NARROW)).tolist()
-        again = (of_key == Verdict.AGAIN) | np.isin(blocks, ours)
-        stored = Stored(group, _NOTHING, _NOTHING, again=np.flatnonzero(again).tolist())
-        return _Plan(stored, part, blocks[blocks != NO_BLOCK], lacking, blocks[mine], mine)
-
-    def _admit(self, rank: int, plan: _Plan) -> None:
+    def _admit(self, rank: int, stored: Stored, part: StorePart, lacking: Sequence[int]) -> None:
         """Make blocks of the lacking keys that the policy admits; and enter what is to be copied."""
-        stored, part, group, lacking = plan.stored, plan.part, plan.stored.group, plan.lacking
+        group, mine = stored.group, stored.copy
         size, begin, names = group.key_bytes, 0, part.keys
         if len(lacking) * size < len(names):
             names = _some(names, lacking, size)
-        numbers, blocks = ([plan.mine_keys], [plan.mine]) if plan.mine_keys else ([], [])
+        numbers: list[Sequence[int]] = [mine] if mine else []
+        blocks = [stored.blocks] if mine else []
         runs: Sequence[tuple[int, float]] = [(len(lacking), inf)]
         short = -inf  # what has a score up to here gets no space
         try:
@@ -681,7 +670,7 @@ class Cache:
         finally:  # what was taken is the store's, also where it fails
             stored.copy = list(numbers[0]) if len(numbers) == 1 else [key for some in numbers for key in some]
             stored.blocks = blocks[0] if len(blocks) == 1 else np.concatenate([_NOTHING, *blocks])
-            if plan.mine_keys:
+            if mine:
                 order = np.argsort(stored.copy)
                 stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
             stored.slots = self.blocks.slots(stored.blocks, rank + 1)[:, rank] if rank else stored.blocks
@@ -694,54 +683,41 @@ class Cache:
     def commit_store(
         self,
         ticket: StoreTicket,
-        checksums: Sequence[Sequence[int]],
+        checksums: Sequence[Iterable[int]],
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> int:
         """End a store whose bytes are all in place. Returns how many blocks became READY.
 
         ``checksums``: by part, of each key to copy; 0 where one is still to be taken.
         """
-        ready = 0
-        for part, sums in zip(ticket.parts, checksums, strict=True):
-            ready += self._commit(part.group, ticket.rank, part.blocks, part.slots, part.first_blocks, sums, tokens)
-        return ready
-
-    def _commit(
-        self,
-        group: Group,
-        rank: int,
-        blocks: BlockIds,
-        slots: SlotIds,
-        first_blocks: Iterable[int] | None,
-        checksums: Iterable[int],
-        tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
-    ) -> int:
-        """End the writes of a rank's shards, and of those of ranks whose shards are as long. Returns how many blocks
-        became READY."""
-        if group.dead or not blocks.size:
-            self._let_go(group, blocks, slots)
-            return 0
-        size, sums = group.key_bytes, array("Q", checksums)
-        if (published := self.blocks.publish(blocks, slots, first_blocks, group.lengths[rank], sums, size)) is None:
-            living = self.blocks.state[blocks] == WRITING
-            self._let_go(group, blocks[~living], slots[~living])
-            blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
-            firsts = None if first_blocks is None else array("H", compress(first_blocks, living))
-            published = self.blocks.publish(blocks, slots, firsts, group.lengths[rank], sums, size)
-            assert published is not None
-        ready, names = published
-        self.unverified_slots += sums.count(0)
-        if len(ready) < len(blocks):
-            self._wait(group, blocks[self.blocks.missing[blocks] != 0])
-        if ready.size:
-            group.namespace.counters.stored_blocks += len(ready)
-            self._count(group, WRITING, READY, len(ready))
-            self.policy.insert(group, ready, names)
-            keys = np.frombuffer(names, group.namespace.key_type)[::-1].tolist()
-            self._events.stored(group.namespace, group.group, keys, tokens=tokens)
-            if self.tiers is not None:
-                self.tiers.stored(ready[::-1])
-        return len(ready)
+        became_ready = 0
+        for part, given in zip(ticket.parts, checksums, strict=True):
+            group, blocks, slots, firsts = part.group, part.blocks, part.slots, part.first_blocks
+            if group.dead or not blocks.size:
+                self._let_go(group, blocks, slots)
+                continue
+            size, length, sums = group.key_bytes, group.lengths[ticket.rank], array("Q", given)
+            if (published := self.blocks.publish(blocks, slots, firsts, length, sums, size)) is None:
+                living = self.blocks.state[blocks] == WRITING
+                self._let_go(group, blocks[~living], slots[~living])
+                blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
+                firsts = None if firsts is None else array("H", compress(firsts, living))
+                published = self.blocks.publish(blocks, slots, firsts, length, sums, size)
+                assert published is not None
+            ready, names = published
+            became_ready += len(ready)
+            self.unverified_slots += sums.count(0)
+            if len(ready) < len(blocks):
+                self._wait(group, blocks[self.blocks.missing[blocks] != 0])
+            if ready.size:
+                group.namespace.counters.stored_blocks += len(ready)
+                self._count(group, WRITING, READY, len(ready))
+                self.policy.insert(group, ready, names)
+                keys = np.frombuffer(names, group.namespace.key_type)[::-1].tolist()
+                self._events.stored(group.namespace, group.group, keys, tokens=tokens)
+                if self.tiers is not None:
+                    self.tiers.stored(ready[::-1])
+        return became_ready
 
     def abort_store(self, ticket: StoreTicket) -> None:
         """End a store that did not copy everything: its shards go, what other ranks wrote stays and waits."""
@@ -804,7 +780,8 @@ class Cache:
             ranks = [rank for rank, nbytes in enumerate(group.lengths) if nbytes == length]
             shards, sums = slots[whole][:, ranks].T.ravel(), checksums[whole][:, ranks].T.ravel()
             firsts = first_blocks[whole][:, ranks].T.ravel()
-            ready += self._commit(group, ranks[0], np.tile(blocks, len(ranks)), shards, firsts, sums)
+            part = Stored(group, np.tile(blocks, len(ranks)), shards, first_blocks=firsts)
+            ready += self.commit_store(StoreTicket(ranks[0], [part]), [sums])
         return ready
 
     # --- loads ----------------------------------------------------------------------------------
@@ -814,10 +791,9 @@ class Cache:
     ) -> LoadTicket:
         """Hold the slots of a rank's shards of READY blocks. The first key is read from ``first_block`` on.
 
-        Raises UnknownLease; BadGeometry, BadKeys; NotReady with the numbers of keys that are not READY, are corrupt, or
-        whose written range begins later.
+        Rank, group and keys were checked. Raises UnknownLease; NotReady with the numbers of keys that are not READY,
+        are corrupt, or whose written range begins later.
         """
-        namespace.check(group, keys, rank)
         lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
@@ -1220,21 +1196,6 @@ class Cache:
         writing, ready, dropped = (self._bytes_in[state] for state in (WRITING, READY, DROPPED))
         pinned = self.blocks.pinned_bytes, self.blocks.pinned_blocks
         return PoolUsage(self.slots.free_bytes, writing, ready, dropped, self.quarantined_bytes, *pinned)
-
-
-@dataclass(slots=True, eq=False)
-class _Plan:
-    """What a store has to do for one part."""
-
-    stored: Stored
-    part: StorePart
-    present: BlockIds
-    lacking: Sequence[int]
-    """Numbers of keys without a block."""
-    mine: BlockIds
-    """Blocks of which this rank's shard is to be written."""
-    mine_keys: Sequence[int]
-    """The numbers of their keys."""
 
 
 def _some(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], size: int) -> bytes:

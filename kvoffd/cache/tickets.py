@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -73,12 +73,12 @@ class Stored:
 
     group: Group
     blocks: BlockIds
-    """The block of each key to copy."""
+    """The block of each key to copy. Until slots are taken, of those that have one."""
     slots: SlotIds
     """This rank's slot of each; it belongs to the store until its end."""
     copy: list[int] = field(default_factory=list)
     """Keys to copy, ascending."""
-    first_blocks: list[int] | None = None
+    first_blocks: Iterable[int] | None = None
     """Of these keys, the engine block from which on each is written; None where it is the first of all."""
     again: list[int] = field(default_factory=list)
     """Keys that come under an earlier number too, which is copied, or in one of the next lists."""

@@ -123,7 +123,8 @@ class SlotAllocator:
         """[regions] size of the region's slots in bytes; 0 where the region is free."""
         self.in_use = np.zeros(self.regions * self.slots_per_region, np.bool_)
         """[slots] whether the slot is handed out."""
-        self.used_bytes = 0
+        self.free_bytes = pool_bytes
+        """Bytes in no slot that is handed out, those among them that are too few for a slot."""
         self.slots_on_other_nodes = 0
         """Slots that were asked for on one NUMA node and handed out on another, since the start."""
         self.opened: list[int] = []
@@ -149,9 +150,8 @@ class SlotAllocator:
         self._at, self._opened_at = ctypes.addressof(self._slots), self._opened.ctypes.data
 
     @property
-    def free_bytes(self) -> int:
-        """Bytes in no slot that is handed out, those among them that are too few for a slot."""
-        return self.pool_bytes - self.used_bytes
+    def used_bytes(self) -> int:
+        return self.pool_bytes - self.free_bytes
 
     def slot_size(self, nbytes: int) -> int:
         """Size of the slot that holds ``nbytes``: whole pages, at least ``MIN_SLOT_BYTES``.
@@ -181,7 +181,7 @@ class SlotAllocator:
             found += got
             if other != node and node in self._nodes:
                 self.slots_on_other_nodes += got
-        self.used_bytes += slot_bytes * found
+        self.free_bytes -= slot_bytes * found
         return self._taken[:found].copy()
 
     def take_blocks(self, sizes: Sequence[int], count: int, nodes: Sequence[int | None]) -> npt.NDArray[np.uint32]:
@@ -220,7 +220,7 @@ class SlotAllocator:
         nbytes = self._native.slots_free(self._at, slots.tobytes(), len(slots))
         if nbytes < 0:
             raise ValueError("A slot is freed that is not handed out, or is freed twice.")
-        self.used_bytes -= nbytes
+        self.free_bytes += nbytes
 
     def restore(self, slots: SlotIds, slot_bytes: npt.NDArray[np.int64]) -> None:
         """Hand out slots that an earlier daemon has in use; ``slot_bytes`` of all regions. For a new allocator.
@@ -246,7 +246,7 @@ class SlotAllocator:
             free = np.flatnonzero(~in_use[region, : self._slots_in(region, size)])[::-1] + first
             self.slot_bytes[region], self._free[region] = size, len(free)
             self._stack[first : first + len(free)] = free
-            self.used_bytes += size * (self._slots_in(region, size) - len(free))
+            self.free_bytes -= size * (self._slots_in(region, size) - len(free))
 
     def offsets(self, slots: SlotIds) -> npt.NDArray[np.int64]:
         """Pool offset in bytes of each slot, which is in use."""

@@ -25,14 +25,14 @@ TOUCH_CHUNK_BYTES = 32 << 20
 
 
 class PoolMemory:
-    """``size_bytes`` of shared memory, mapped at ``address``; made by a class method. Owns ``fd``."""
+    """``size_bytes`` of shared memory, mapped in ``segment``; made by a class method. Owns ``fd``."""
 
     def __init__(self, fd: int, segment: MappedSegment, offset: int = 0) -> None:
         self.fd = fd
         self.offset = offset
         """Where in the file the memory begins."""
         self.size_bytes = segment.size_bytes
-        self._segment = segment
+        self.segment = segment
 
     @classmethod
     def create(cls, size_bytes: int, name: str) -> PoolMemory:
@@ -88,14 +88,9 @@ class PoolMemory:
             ) from error
 
     @property
-    def address(self) -> int:
-        """First address of the mapping; ValueError once it is closed."""
-        return self._segment.address
-
-    @property
     def buffer(self) -> memoryview:
         """All bytes, to be read and written; they must stay mapped until the view is released."""
-        return view_of(self.address, self.size_bytes)
+        return view_of(self.segment.address, self.size_bytes)
 
     def touch(
         self,
@@ -121,14 +116,16 @@ class PoolMemory:
         Raises:
             PoolTooLarge: the memory is not there.
         """
-        madvise(self.address, self.size_bytes, mmap.MADV_HUGEPAGE)  # a kernel without huge pages refuses; that is fine
+        madvise(
+            self.segment.address, self.size_bytes, mmap.MADV_HUGEPAGE
+        )  # a kernel without huge pages refuses; that is fine
         threads = threads or min(16, len(usable_cpus()))
         touched_bytes, failed = 0, False
 
         def touch_chunk(offset: int, length: int) -> int:
             if failed or should_stop():
                 return 0
-            _populate(self.address + offset, length)
+            _populate(self.segment.address + offset, length)
             return length
 
         parts = segments or [PoolSegment(0, self.size_bytes, NOWHERE)]
@@ -150,7 +147,7 @@ class PoolMemory:
 
     def close(self) -> None:
         """Unmaps and closes; a second call does nothing. No copy may be using the memory."""
-        self._segment.close()
+        self.segment.close()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

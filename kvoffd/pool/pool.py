@@ -78,8 +78,8 @@ class Pool:
 
     @property
     def address(self) -> int:
-        """Of its first byte; ValueError once it is closed."""
-        return self._memory.address
+        """Of its first byte; AttributeError once it is closed."""
+        return self._memory.segment.address
 
     @property
     def buffer(self) -> memoryview:

@@ -142,11 +142,13 @@ def checked_parts(
     """What some jobs ask for, by group; ``is_offered``: the policy may refuse stores. Raises KvoffdError where one of
     them is not in order."""
     namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[Part]()
-    named: set[tuple[int, int]] = set()
+    named: set[int] = set()
     for part in batch.groups:
         group, size = part.group, namespace.key_bytes
         if not 0 <= group < len(namespace.groups) or len(part.keys) % size:
             namespace.check(group, part.keys)  # which raises
+        if any(other.group == group for other in parts):
+            raise BadKeys(f"Group {group} comes twice; put its keys into one part, or send two messages.")
         keys: list[bytes] = np.frombuffer(part.keys, namespace.key_type).tolist()
         if len(part.block_ids) % BLOCK_ID_BYTES:
             raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
@@ -176,9 +178,7 @@ def checked_parts(
                 raise BadBlockIds(
                     f"{of_blocks} block ids from block {first} on do not fit {of_keys} keys of {per_key} blocks each."
                 )
-            if (group, job) in named:
-                raise BadKeys(f"A job names group {group} twice; put its keys into one part.")
-            named.add((group, job))
+            named.add(job)
             spans.append(Span(job, key, key + of_keys, block, block + of_blocks, first))
             key += of_keys
             block += of_blocks
@@ -215,7 +215,7 @@ def checked_parts(
                 starts=[span.key for span in spans] if storing and is_offered else None,
             )
         )
-    if len({job for _, job in named}) < jobs:
+    if len(named) < jobs:
         raise BadBlockIds("A job has no keys and no block ids; leave it out.")
     return parts
 

@@ -47,26 +47,22 @@ _fstatfs.argtypes = (_int, _pointer)
 
 
 class MappedSegment:
-    """A shared read-write mapping of ``size_bytes`` at ``address``. It stays when its descriptor is closed."""
+    """A shared read-write mapping of ``size_bytes`` at ``address``. It stays when its descriptor is closed.
 
-    __slots__ = ("_address", "size_bytes")
+    After ``close`` it has no address any more, so that nothing uses it.
+    """
+
+    __slots__ = ("address", "size_bytes")
     descriptors = 0
     """Open for it as long as it is mapped."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
-        self._address = address
+        self.address = address
         self.size_bytes = size_bytes
 
     @property
-    def address(self) -> int:
-        """First address of the mapping; ValueError after ``close``."""
-        if self._address == 0:
-            raise ValueError("The segment is unmapped; nothing may use its addresses any more.")
-        return self._address
-
-    @property
     def closed(self) -> bool:
-        return self._address == 0
+        return not hasattr(self, "address")
 
     def whole(self) -> bool:
         """Whether every page is allocated, as far as that is known."""
@@ -74,8 +70,11 @@ class MappedSegment:
 
     def close(self) -> None:
         """Unmaps the memory; a second call does nothing. A copy that still uses it would crash the daemon."""
-        address, self._address = self._address, 0
-        for offset in range(0, self.size_bytes if address else 0, UNMAP_BYTES):
+        if self.closed:
+            return
+        address = self.address
+        del self.address
+        for offset in range(0, self.size_bytes, UNMAP_BYTES):
             if _munmap(address + offset, min(UNMAP_BYTES, self.size_bytes - offset)) != 0:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

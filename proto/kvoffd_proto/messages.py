@@ -567,7 +567,7 @@ class GroupBlocks(Wire, frozen=True):
     Key ``i`` of a job covers the engine blocks ``[i * blocks_per_key, (i + 1) * blocks_per_key)`` counted from the
     start of its key 0. A store ends with its last key; a load may end inside it.
 
-    Where some stores tell parents and tokens and others do not, there is one of these for each of the two kinds.
+    All stores of a group tell parents and tokens, or none: send the others in a message of their own.
     """
 
     group: GroupIndex
@@ -599,7 +599,7 @@ class Stores(Wire, frozen=True):
     """Stores: each copies engine blocks into the pool."""
 
     job_ids: Annotated[list[JobId], doc("One for each store.", max_length=MAX_JOBS)]
-    groups: Annotated[list[GroupBlocks], doc("Blocks to copy; a job has each group once.", max_length=MAX_GROUPS)]
+    groups: Annotated[list[GroupBlocks], doc("Blocks to copy; each group once.", max_length=MAX_GROUPS)]
 
 
 class Loads(Wire, frozen=True):
@@ -614,7 +614,7 @@ class Loads(Wire, frozen=True):
         list[bool],
         doc("Whether other workers load the same shards; the scheduler ends the lease.", max_length=MAX_JOBS),
     ]
-    groups: Annotated[list[GroupBlocks], doc("Blocks to copy; a job has each group once.", max_length=MAX_GROUPS)]
+    groups: Annotated[list[GroupBlocks], doc("Blocks to copy; each group once.", max_length=MAX_GROUPS)]
 
 
 @exchange(Section.WORKER, WORKER)

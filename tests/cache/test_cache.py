@@ -42,25 +42,25 @@ def misses(namespace: Namespace) -> dict[str, int]:
 # --- stores -------------------------------------------------------------------------------------
 
 
-def test_a_key_in_two_parts_of_one_group_is_written_once_and_both_hear_of_it() -> None:
-    """As when one job of a message tells tokens and another does not."""
+def test_a_key_that_comes_twice_is_written_once_and_both_hear_of_it() -> None:
     rig = full_rig()
     namespace = rig.open("a", world_size=2)
     rig.commit(rig.begin(namespace, 1, 0, keys_of(1)))
-    ticket = rig.cache.begin_store(namespace, 0, [Part(0, keys_of(1, 2)), Part(0, keys_of(3, 2, 1))])
-    assert [(part.copy, part.again) for part in ticket.parts] == [([0, 1], []), ([0], [1, 2])]
+    ticket = rig.begin(namespace, 0, 0, keys_of(1, 2, 3, 2, 1))
+    assert [(part.copy, part.again) for part in ticket.parts] == [([0, 1, 2], [3, 4])]
     check_invariants(rig.cache)
     assert rig.commit(ticket) == 1
     check_invariants(rig.cache)
 
 
-def test_a_narrow_block_in_two_parts_of_one_group_stays_for_the_part_that_has_it() -> None:
+def test_a_narrow_block_goes_for_one_that_has_more_and_stays_for_one_that_has_as_much() -> None:
     rig = full_rig()
     namespace = rig.open("a")
-    rig.commit(rig.begin(namespace, 0, 0, keys_of(1), {0: 2}))
-    rig.commit(rig.cache.begin_store(namespace, 0, [Part(0, keys_of(1), {0: 2}), Part(0, keys_of(1))]))
-    assert states(rig, namespace, keys_of(1)) == [R]
-    check_invariants(rig.cache)
+    for first_blocks, ready in (({0: 2}, 1), ({0: 2}, 0), ({}, 1)):
+        ticket = rig.begin(namespace, 0, 0, keys_of(1), first_blocks)
+        assert rig.commit(ticket) == ready
+        assert states(rig, namespace, keys_of(1)) == [R]
+        check_invariants(rig.cache)
 
 
 def test_a_store_that_fails_inside_leaves_nothing() -> None:

@@ -14,7 +14,7 @@ from kvoffd.cache.block_table import CORRUPT, FREE, READY, SHARD_STATE, WRITING,
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import FillTicket, LoadTicket, StoreTicket
 from kvoffd.errors import BadKeys, NotReady, UnknownLease
-from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
+from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 
 Name = tuple[int, int, int]
 """Namespace, group, key."""
@@ -498,8 +498,6 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(space=spaces, chain=chains)
     def send_bad_keys(self, space: int, chain: list[int]) -> None:
         before = self.cache.usage
-        with pytest.raises(BadKeys):
-            self.cache.begin_store(self.spaces[space], 0, [Part(0, keys_of(*chain)), Part(0, b"x")])
         with pytest.raises(BadKeys):
             self.cache.lookup(self.spaces[space], 1, self.next_lease, [(0, keys_of(*chain)), (0, b"x")])
         assert self.cache.usage == before

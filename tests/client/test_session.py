@@ -680,6 +680,19 @@ def test_jobs_that_one_message_has_no_room_for_go_out_in_several(worker: WorkerC
     assert [[job.job_id for job in jobs] for jobs in messages] == [[0, 1], [2, 3], [4]]
 
 
+def test_stores_of_a_group_that_tell_tokens_and_others_go_out_in_messages_of_their_own(
+    worker: WorkerClient, link: PaperLink
+) -> None:
+    connect(worker, link, 0.0)
+    tells = [one._replace(parents=bytes(64), tokens=bytes(64)) for one in TRANSFER]
+    jobs = Job(0, TRANSFER), Job(1, TRANSFER), Job(2, tells), Job(3, TRANSFER, 2**32), Job(4, tells), Job(5, TRANSFER)
+    submit(worker, link, 0.0, *jobs)
+    messages = [message for message in link.sent if isinstance(message, m.Submit)]
+    sent = [[*message.stores.job_ids, *message.loads.job_ids] for message in messages]
+    assert sent == [[0, 1], [2, 4, 3], [5]]
+    assert [[one.group for one in message.stores.groups] for message in messages] == [[0]] * 3
+
+
 def test_the_parts_of_a_job_are_the_job() -> None:
     """Nothing is lost, nothing is there twice, and no part is larger than the daemon takes."""
     for seed in range(50):

@@ -58,11 +58,11 @@ def test_touching_makes_the_asked_size_resident_and_no_more(size_bytes: int) -> 
 def test_touching_keeps_what_is_in_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = PoolMemory.create(MIB, "test")
     try:
-        ctypes.memmove(pool.address + 8192, b"kept", 4)
+        ctypes.memmove(pool.segment.address + 8192, b"kept", 4)
         pool.touch(1, lambda _: None)
         monkeypatch.setattr(memory, "MADV_POPULATE_WRITE", 12345)  # as a kernel before 5.14 sees it: EINVAL
         pool.touch(1, lambda _: None)
-        assert ctypes.string_at(pool.address + 8192, 4) == b"kept"
+        assert ctypes.string_at(pool.segment.address + 8192, 4) == b"kept"
     finally:
         pool.close()
 
@@ -104,7 +104,7 @@ def flags_of(address: int) -> list[str]:
 def test_core_dumps_leave_the_memory_out() -> None:
     pool = PoolMemory.create(MIB, "test")
     try:
-        assert "dd" in flags_of(pool.address)
+        assert "dd" in flags_of(pool.segment.address)
     finally:
         pool.close()
 
@@ -113,8 +113,8 @@ def test_core_dumps_leave_the_memory_out() -> None:
 def test_huge_pages_are_asked_for_with_the_first_touch() -> None:
     pool = PoolMemory.create(4 * MIB, "test")
     try:
-        assert "hg" not in flags_of(pool.address), "a slot table is sparse, and never touched as a whole"
+        assert "hg" not in flags_of(pool.segment.address), "a slot table is sparse, and never touched as a whole"
         pool.touch(1, lambda _: None)
-        assert "hg" in flags_of(pool.address)
+        assert "hg" in flags_of(pool.segment.address)
     finally:
         pool.close()

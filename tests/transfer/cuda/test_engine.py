@@ -35,9 +35,11 @@ class Machine:
         stub.start()
         self.driver = stub.driver()
         self.memory = PoolMemory.create(POOL, "test")
-        self.pool = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * POOL).from_address(self.memory.address))
-        self.pins = PinnedPool(self.driver, self.memory.address, POOL, STEP_BYTES)
-        self.first_chunk = -self.memory.address % STEP_BYTES
+        self.pool = np.ctypeslib.as_array(
+            (np.ctypeslib.ctypes.c_uint8 * POOL).from_address(self.memory.segment.address)
+        )
+        self.pins = PinnedPool(self.driver, self.memory.segment.address, POOL, STEP_BYTES)
+        self.first_chunk = -self.memory.segment.address % STEP_BYTES
         """Where the pool's first whole chunk begins."""
         self.gpu = stub.allocate(POOL)
         self._engine: GpuEngine | None = None
@@ -81,7 +83,7 @@ class Job:
         begin = machine.first_chunk + 24
         offsets = [np.concatenate(([begin], begin + end[:-1])).astype(np.uint64) for end in ends]
         assert int(max(offset[-1] for offset in offsets)) + sizes[-1] <= POOL
-        views, bases = [machine.pool, machine.gpu.view], [machine.memory.address, machine.gpu.address]
+        views, bases = [machine.pool, machine.gpu.view], [machine.memory.segment.address, machine.gpu.address]
         if direction is Direction.LOAD:
             offsets, views, bases = offsets[::-1], views[::-1], bases[::-1]
         columns = [offset + np.uint64(base) for offset, base in zip(offsets, bases, strict=True)]

@@ -35,7 +35,7 @@ class Engines:
         self.exporter.start()
         self.now = 0.0
         self.pool = PoolMemory.create(POOL, "test")
-        self.gpus = Gpus(self.pool.address, POOL, lambda: self.now, self.stub.path)
+        self.gpus = Gpus(self.pool.segment.address, POOL, lambda: self.now, self.stub.path)
 
     def export(self) -> IpcExport:
         return IpcExport(self.exporter.allocate(SIZE).handle, SIZE)
@@ -91,7 +91,9 @@ def store(memory: GpuMemory, engines: Engines, deadline: float = float("inf")) -
     """Copies the first page of the memory to the pool; the outcomes, and how often it was told overdue."""
     outcomes: list[Outcome] = []
     overdue: list[int] = []
-    columns = [np.array([value], dtype=np.uint64) for value in (engines.pool.address, memory.segments[0].address, 4096)]
+    columns = [
+        np.array([value], dtype=np.uint64) for value in (engines.pool.segment.address, memory.segments[0].address, 4096)
+    ]
     memory.engine.queues[Direction.STORE].submit(
         Transfer(
             Direction.STORE,
