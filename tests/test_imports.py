@@ -24,7 +24,7 @@ DISTRIBUTION = {
 }
 """What each top-level package may import of the others."""
 
-ROOMS = {
+PACKAGES = {
     "errors": "",
     "observe": "",
     "system": "errors",
@@ -80,8 +80,8 @@ def _room(module: str) -> str:
 
 
 def test_rooms_are_listed_from_the_lowest_up() -> None:
-    names = list(ROOMS)
-    for name, allowed in ROOMS.items():
+    names = list(PACKAGES)
+    for name, allowed in PACKAGES.items():
         assert all(names.index(other) < names.index(name) for other in allowed.split()), name
     there = {path.stem for path in (ROOT / "kvoffd").glob("*.py")} | {
         path.parent.name for path in (ROOT / "kvoffd").glob("*/__init__.py")
@@ -90,11 +90,11 @@ def test_rooms_are_listed_from_the_lowest_up() -> None:
 
 
 def test_rooms_import_only_what_they_may() -> None:
-    """And so in no circle, since each room may only import from those above it in the list."""
+    """And so in no circle, since each package may only import from those above it in the list."""
     for module, names in imported("kvoffd").items():
         own, others = _room(module), {_room(name) for name in names if name.startswith("kvoffd.")}
         if own:
-            assert others & set(ROOMS) - {own} <= set(ROOMS[own].split()), module
+            assert others & set(PACKAGES) - {own} <= set(PACKAGES[own].split()), module
 
 
 @pytest.mark.parametrize("name", list(TREES))
