@@ -798,41 +798,39 @@ class Cache:
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
         known, size = self._current[namespace][group], namespace.key_bytes
-        states, blocks = self.blocks.find(known.number, keys, size)
-        bad = np.frombuffer(states, np.uint8) != READY
+        found = self.blocks.lookup(known.number, keys, size, pin=True)
+        blocks, bad = found.ready, np.frombuffer(found.states, np.uint8) != READY
         if not bad.any():
-            slots = self.blocks.slots(blocks, rank + 1)[:, rank]
+            slots = self.blocks.slots(blocks, rank + 1)[:, rank] if rank else blocks
             allowed = np.zeros(len(blocks), np.int64)
             allowed[:1] = first_block
             bad = self.table.records["first_block"][slots] > allowed
             bad |= self.blocks.shard[slots] & (SHARD_STATE | CORRUPT) != WRITTEN
         if bad.any():
+            self.unpin(blocks)
             raise NotReady(group, np.flatnonzero(bad).tolist())
-        self.blocks.pin(blocks)
         return LoadTicket(rank, lease, known, keys[:size], blocks, slots, self.slots.offsets(slots))
 
-    def count_load(self, tickets: Sequence[LoadTicket]) -> None:
-        """Count the keys and tokens that a load brought; what several ranks load counts once.
+    def end_load(self, tickets: Sequence[LoadTicket], *, counts: bool = False, ends_lease: bool = False) -> None:
+        """End the tickets of one job. ``ends_lease``: the lease ends with the last rank of the world of which that is
+        said.
 
-        Tokens of a lease are those of the group with the most: with a sliding window less is loaded for as many.
+        ``counts``: count the keys and tokens that the load brought. What several ranks load counts once. Tokens of a
+        lease are those of the group with the most: with a sliding window less is loaded for as many.
         """
         for ticket in tickets:
-            lease, group, part = ticket.lease, ticket.group.group, (ticket.group.group, ticket.first_key)
-            if not ticket.blocks.size or part in lease.loaded:
-                continue
-            lease.loaded.add(part)
-            before = max(lease.loaded_tokens.values(), default=0)
-            lease.loaded_tokens[group] += ticket.tokens
-            counters = lease.namespace.counters
-            counters.loaded_keys += len(ticket.blocks)
-            counters.loaded(max(0, lease.loaded_tokens[group] - before))
-
-    def end_load(self, tickets: Sequence[LoadTicket], ok: bool) -> None:
-        """End the tickets of one job. The lease ends with the last rank of the world that loaded well under it."""
-        for ticket in tickets:
             self.unpin(ticket.blocks)
-        lease = tickets[0].lease if tickets and ok else None
-        if lease is not None and self.leases.get(lease.lease_id) is lease:
+            lease, group, part = ticket.lease, ticket.group.group, (ticket.group.group, ticket.first_key)
+            if counts and ticket.blocks.size and part not in lease.loaded:
+                lease.loaded.add(part)
+                before = max(lease.loaded_tokens.values(), default=0)
+                lease.loaded_tokens[group] += ticket.tokens
+                lease.namespace.counters.loaded_keys += len(ticket.blocks)
+                lease.namespace.counters.loaded(max(0, lease.loaded_tokens[group] - before))
+        if not tickets or not ends_lease:
+            return
+        lease = tickets[0].lease
+        if self.leases.get(lease.lease_id) is lease:
             lease.loaded_ranks.add(tickets[0].rank)
             if len(lease.loaded_ranks) == lease.namespace.world_size:
                 self._end([lease])
@@ -1124,8 +1122,6 @@ class Cache:
         A shard that is read from its middle on is checked too: its reader has not all that its checksum covers. Shards
         whose checksum is still to be taken are loaded as they are.
         """
-        if not (every or self.unverified_slots or first_block):
-            return []
         wanted = (self.blocks.shard[ticket.slots] & UNVERIFIED != 0) | every
         wanted[:1] |= first_block > 0
         return [check for check in self.checks(ticket.slots[wanted]) if check.checksum]

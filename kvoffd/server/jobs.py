@@ -366,7 +366,8 @@ class LoadJob(Job):
             block_ids = part.block_ids[span.block : span.blocks_end]
             tokens_per_block = registration.namespace.groups[part.group].tokens_per_block
             ticket.tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
-            self.checks += cache.checks_of_load(ticket, verify, first)
+            if verify or first or cache.unverified_slots:
+                self.checks += cache.checks_of_load(ticket, verify, first)
             slots = ticket.offsets.astype(np.uint64) + np.uint64(pool.address)
             copies.append(BlockCopy(part.layout, block_ids, slots, {0: first} if first else {}))
         if self.error is not None:
@@ -379,7 +380,7 @@ class LoadJob(Job):
 
     def abort(self, cache: Cache) -> None:
         """Hold nothing any more; the lease lives on."""
-        cache.end_load(self.tickets, ok=False)
+        cache.end_load(self.tickets)
 
     def end(self, cache: Cache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
         """The copy has ended, well where ``error`` is None. Returns the result."""
@@ -394,10 +395,10 @@ class LoadJob(Job):
             error = ErrorCode.CHECKSUM if corrupt else error
         copied_bytes = self.plan.nbytes if error is None else 0
         error = error or self.error
-        if error is None and not self.session.operator:
-            cache.count_load(self.tickets)
+        counts = error is None and not self.session.operator
+        cache.end_load(self.tickets, counts=counts, ends_lease=error is None and not self.keep_lease)
+        if counts:
             self.registration.namespace.counters.loaded_bytes += copied_bytes
-        cache.end_load(self.tickets, ok=error is None and not self.keep_lease)
         if error is not None and self.session.ended:
             error = ErrorCode.SESSION_ENDED
         return [JobResult(self.ids[0], error is None, copied_bytes, seconds, error, self.failed)]

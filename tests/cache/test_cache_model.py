@@ -347,7 +347,7 @@ class CacheMachine(RuleBasedStateMachine):
         ticket, models, _, lease = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
         if ok:
             self.count_load(ticket, models, lease)
-        self.cache.end_load([ticket], ok)
+        self.cache.end_load([ticket], counts=ok, ends_lease=ok)
         for model in models:
             model.pins -= 1
         if ok and self.leases.get(ticket.lease_id) is lease:
@@ -358,7 +358,6 @@ class CacheMachine(RuleBasedStateMachine):
     def count_load(self, ticket: LoadTicket, models: list[Model], lease: ModelLease) -> None:
         ticket.tokens = 16 * len(models)
         before = self.tokens_loaded(lease)
-        self.cache.count_load([ticket])
         if models and (part := models[0].name[1:]) not in lease.counted:
             lease.counted[part] = 16 * len(models)
             loaded = self.loaded[ticket.lease.namespace]
@@ -591,7 +590,7 @@ class CacheMachine(RuleBasedStateMachine):
             nothing = np.zeros(len(models), np.bool_)
             self.cache.end_fill(fill, nothing, np.zeros(shape, np.uint16), np.zeros(shape, np.uint64))
         for load, _, _, _ in self.loads:
-            self.cache.end_load([load], ok=False)
+            self.cache.end_load([load])
         for blocks, _, _ in self.writes:
             self.cache.unpin(blocks)
         for session in (1, 2, 3):
