@@ -357,6 +357,11 @@ class BlockTable:
         self._native.blocks_keys(self.address, packed(blocks), count, key_bytes, self._bytes_at)
         return self._bytes[: count * key_bytes].tobytes()
 
+    def split_keys(self, blocks: BlockIds, key_bytes: int) -> list[bytes]:
+        """The same, each by itself."""
+        keys: list[bytes] = np.frombuffer(self.keys(blocks, key_bytes), f"V{key_bytes}").tolist()
+        return keys
+
     def note_misses(self, group: int, keys: bytes, key_bytes: int, reason: int) -> None:
         """These keys are not there from now on, for this reason, 1 to 15."""
         self._native.blocks_note(self.address, group, keys, len(keys) // key_bytes, key_bytes, reason)

@@ -379,8 +379,7 @@ class Cache:
         self.unannounced[some] = False
         for group, alike in self.by_group(some):
             if not group.dead:
-                names = self.blocks.keys(alike, group.key_bytes)
-                self._events.stored(group.namespace, group.group, group.namespace.split(group.group, names)[::-1])
+                self._events.stored(group.namespace, group.group, self.blocks.split_keys(alike, group.key_bytes)[::-1])
         return bool(self._unannounced.size)
 
     # --- lookups and leases ---------------------------------------------------------------------
@@ -752,16 +751,15 @@ class Cache:
             for block in blocks[~self.blocks.is_written(blocks)].tolist():
                 self._partial[block] = now
 
-    def begin_fill(self, namespace: Namespace, group: int, keys: bytes) -> FillTicket:
+    def begin_fill(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> FillTicket:
         """Take slots of all ranks for keys that come from a tier, as far as there is space. Raises BadGeometry."""
         known = self.group(namespace, group)
         if not known.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
-        split = namespace.split(group, keys)
-        states, _ = self.blocks.find(known.number, keys, namespace.key_bytes)
-        first = {key: number for number, key in reversed(list(enumerate(split)))}
-        numbers = [number for number, state in enumerate(states) if state == FREE and first[split[number]] == number]
-        slots = self._take(known, b"".join([split[number] for number in numbers]), inf)
+        states, _ = self.blocks.find(known.number, b"".join(keys), namespace.key_bytes)
+        first = {key: number for number, key in reversed(list(enumerate(keys)))}
+        numbers = [number for number, state in enumerate(states) if state == FREE and first[keys[number]] == number]
+        slots = self._take(known, b"".join([keys[number] for number in numbers]), inf)
         self.blocks.shard[slots] = WRITING_SHARD
         return FillTicket(known, numbers[: len(slots)], slots)
 
@@ -774,8 +772,8 @@ class Cache:
     ) -> int:
         """End a fill: ``whole`` says of each block whether all of it is there; the others are [blocks, ranks]."""
         group, slots = ticket.group, ticket.slots
-        self._let_go(group, ticket.blocks[~whole], slots[~whole])
-        blocks, ready = ticket.blocks[whole], 0
+        self._let_go(group, slots[~whole, 0], slots[~whole])
+        blocks, ready = slots[whole, 0], 0
         for length in dict.fromkeys(group.lengths):
             ranks = [rank for rank, nbytes in enumerate(group.lengths) if nbytes == length]
             shards, sums = slots[whole][:, ranks].T.ravel(), checksums[whole][:, ranks].T.ravel()
@@ -1180,7 +1178,7 @@ class Cache:
         there = (self.blocks.group[begin:end] == known.number) & np.isin(self.blocks.state[begin:end], (WRITING, READY))
         blocks = (np.flatnonzero(there) + begin).astype(np.uint32)
         if prefix:
-            keys = namespace.split(group, self.blocks.keys(blocks, namespace.key_bytes))
+            keys = self.blocks.split_keys(blocks, namespace.key_bytes)
             blocks = blocks[[key.hex().startswith(prefix) for key in keys]]
         if len(blocks) > limit:
             blocks, end = blocks[:limit], int(blocks[limit])

@@ -232,9 +232,9 @@ class Level:
     def _begin_batch(self, batch: Sequence[Fill]) -> bool:
         """Begin fills of one group; False where the tier took not all of them: those are queued again."""
         namespace, group = batch[0].namespace, batch[0].space.group
-        keys = b"".join([fill.key for fill in batch])
+        keys = [fill.key for fill in batch]
         taken = self._cache.begin_fill(namespace, group, keys)
-        states, _ = self._cache.blocks.find(taken.group.number, keys, namespace.key_bytes)
+        states, _ = self._cache.blocks.find(taken.group.number, b"".join(keys), namespace.key_bytes)
         offsets = self._cache.slots.offsets(taken.slots).tolist()
         tickets = {key: FillTicket(taken.group, [0], taken.slots[at : at + 1]) for at, key in enumerate(taken.keys)}
         places = dict(zip(taken.keys, offsets, strict=True))
@@ -590,7 +590,8 @@ class Tiering:
         self._mark_asked(lookup, some)
         places = set(some.there)
         if some.coming:
-            places |= {at for at in range(end) if some.keys[at] in some.coming}
+            coming = (at for at in range(end) if some.keys[at] in some.coming)
+            places |= {at for at in coming if states[at] != READY}  # or it was stored while its fill was queued
         self._request(lookup, some, sorted(at for at in places if at < end))
         return bool(some.asked)
 
@@ -704,7 +705,7 @@ class Tiering:
             for level in self.levels:
                 level.writer.evicted(group, alike)
             if self.disks.tiers and not group.dead:
-                keys = group.namespace.split(group.group, self._cache.blocks.keys(alike, group.key_bytes))
+                keys = self._cache.blocks.split_keys(alike, group.key_bytes)
                 self._evicted.append((self.space(group.namespace, group.group), keys))
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:

@@ -114,7 +114,7 @@ def writes_of(cache: Cache, group: Group, space: Space, blocks: BlockIds) -> lis
     slots = cache.blocks.slots(blocks, len(group.sizes))
     records = cache.table.records[slots]
     bad = ((records["checksum"] == 0) | (cache.blocks.shard[slots] & CORRUPT != 0)).any(axis=1)
-    keys = group.namespace.split(group.group, cache.blocks.keys(blocks, group.key_bytes))
+    keys = cache.blocks.split_keys(blocks, group.key_bytes)
     columns = bad, records["first_block"], records["checksum"], cache.slots.offsets(slots)
     return [
         Write(group, blocks[at : at + 1], Block(space, key, tuple(firsts), tuple(sums)), offsets)
@@ -348,7 +348,7 @@ class Writer:
         bench = namespace.of_bench and not self._shared
         if group.dead or bench or namespace.fingerprint in self._left_out or not (self._tiers and blocks.size):
             return blocks[:0], []
-        keys = namespace.split(group.group, self._cache.blocks.keys(blocks, group.key_bytes))
+        keys = self._cache.blocks.split_keys(blocks, group.key_bytes)
         space = self._space_of(namespace, group.group)
         wanted = np.array([block not in self.under_way for block in blocks.tolist()])
         for tier in self._tiers:

@@ -12,6 +12,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -35,12 +36,12 @@ from kvoffd.tiers.tier import (
     Tier,
     TierListener,
     TierStats,
+    Workers,
     decode_header,
     encode_header,
     fits_header,
     parse_header,
 )
-from kvoffd.tiers.workers import Workers
 from kvoffd_proto.stats import DiskFault
 from kvoffd_proto.units import format_size
 
@@ -292,25 +293,21 @@ class DiskTier(Tier):
         self._failed_notes: list[Note] = []
         self._pause_s = 0.0
         self._write_at = float("-inf")
-        self._news: deque[Callable[[], None]] = deque()
         self._closed = False
         name, readers, writers = f"kvoffd-disk-{directory.name}", range(options.readers), range(options.writers)
         with OnError(file.close):
             self.found_generations = self._find_blocks(generation, should_stop)
             """By fingerprint, the highest generations of which blocks were found."""
-            self._reads = make_workers(
-                *(name, [self._works(self._read) for _ in readers], self._read_ended, post, clock, self._next_reads)
-            )
-            self._writes = make_workers(
-                *(f"{name}-w", [self._works(self._write) for _ in writers], self._write_ended, post, clock),
-                self._next_write,
-            )
-            self._notes = make_workers(f"{name}-n", [self._note], self._note_ended, post, clock)
+            reads = [self._works(self._read) for _ in readers], self._bug, self._read_ended, post, clock
+            writes = [self._works(self._write) for _ in writers], self._bug, self._write_ended, post, clock
+            self._reads = make_workers(name, *reads, self._next_reads)
+            self._writes = make_workers(f"{name}-w", *writes, self._next_write)
+            self._notes = make_workers(f"{name}-n", [self._note], self._bug, self._note_ended, post, clock)
         self.found_blocks = self._blocks
         self._opened_at = clock()
         self.open_seconds = self._opened_at - begun
         for kind, sentence in file.errors:
-            self._error(kind, sentence)
+            post(partial(self._error, kind, sentence))
 
     # --- opening, in a thread of its own ---------------------------------------------------------
 
@@ -580,9 +577,7 @@ class DiskTier(Tier):
         why = error.strerror or str(error)
         return End(Result.FAILED, None, kind, f"The disk tier could not {verb} {what} of {self._file.path}: {why}.")
 
-    def _read_ended(self, job: Job, end: End | Exception) -> None:
-        if isinstance(end, Exception):
-            end = self._bug(end)
+    def _read_ended(self, job: Job, end: End) -> None:
         region, place = self._at(job.slot)
         is_there = self._slots_of(job.space.tag, [job.key]) == [job.slot]
         if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and region.found[place]:
@@ -590,7 +585,7 @@ class DiskTier(Tier):
         if end.fault is not None:
             self._error(end.fault, end.sentence)
         if is_there and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED):
-            self._drop(job.slot, tell=True)
+            self._drop(job.slot)
             self._note_gone([job.slot])
         elif not is_there and end.result is Result.DONE:
             end = End(Result.GONE)  # it was removed during the read
@@ -681,7 +676,7 @@ class DiskTier(Tier):
             self._counts["evicted_blocks"] += len(victims)
             if victims and other:
                 for place in victims:
-                    self._drop(first + place, tell=True)
+                    self._drop(first + place)
                 self._note_gone([first + place for place in victims])
                 self._region_note = self._last_number
                 return False
@@ -689,7 +684,7 @@ class DiskTier(Tier):
                 self._used_when_full = self._slots.used_bytes
                 evicted = self._evicted.setdefault(size, {})
                 for place in victims:
-                    evicted[self._drop(first + place, tell=True)] = first + place
+                    evicted[self._drop(first + place)] = first + place
                 return True
             left -= region.slots if other else (region.hand or region.slots) - hand
             if left <= 0:  # it goes on from here with the next write
@@ -759,9 +754,7 @@ class DiskTier(Tier):
             return End(Result.DONE, None, DiskFault.RECORD_FAILED, why)
         return End(Result.DONE)
 
-    def _write_ended(self, job: Job, end: End | Exception) -> None:
-        if isinstance(end, Exception):
-            end = self._bug(end)
+    def _write_ended(self, job: Job, end: End) -> None:
         if end.fault is not None:
             self._error(end.fault, end.sentence)
         kept, result = self._is_wanted(job), end.result
@@ -787,7 +780,7 @@ class DiskTier(Tier):
             known.blocks += 1
             self._blocks += 1
             self._bytes += job.space.nbytes
-            self._tell(lambda: self._listener.stored(self, job.space, [job.key]))
+            self._listener.stored(self, job.space, [job.key])
             if job.removals:  # of what was in the slot before
                 self._notes.put(Note(removals=job.removals))
         else:
@@ -808,7 +801,7 @@ class DiskTier(Tier):
     def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
         slots = self._slots_of(space.tag, list(dict.fromkeys(keys)))
         for slot in slots:
-            self._drop(slot, tell=True)
+            self._drop(slot)
         self._remove(slots, {(space.tag, key) for key in keys})
 
     def remove_all(self, fingerprint: bytes | None, *, wiped: bool = False) -> int:
@@ -911,7 +904,7 @@ class DiskTier(Tier):
         if slots and not removals:
             self._may_differ = True  # what is removed later wants it on the device
 
-    def _drop(self, slot: int, *, tell: bool) -> tuple[int, bytes]:
+    def _drop(self, slot: int) -> tuple[int, bytes]:
         """A block is not there any more; its slot is still taken. Returns its name."""
         region, place = self._at(slot)
         key, known = region.key(place), self._numbered[region.spaces[place]]
@@ -921,8 +914,7 @@ class DiskTier(Tier):
             known.blocks -= 1
             self._blocks -= 1
             self._bytes -= known.space.nbytes
-            if tell:
-                self._tell(lambda: self._listener.removed(self, tag, [key]))
+            self._listener.removed(self, tag, [key])
         return tag, key
 
     def _clear(self, region: _Region, place: int, slot: int) -> None:
@@ -969,9 +961,7 @@ class DiskTier(Tier):
             return [End(Result.FAILED, None, DiskFault.RECORD_FAILED, why)]
         return [End(Result.DONE)]
 
-    def _note_ended(self, note: Note, end: End | Exception) -> None:
-        if isinstance(end, Exception):
-            end = self._bug(end)
+    def _note_ended(self, note: Note, end: End) -> None:
         if end.result is not Result.DONE:
             assert end.fault is not None
             self._error(end.fault, end.sentence)
@@ -1065,7 +1055,6 @@ class DiskTier(Tier):
             self._file.write_head(is_open=False, written_bytes=self._noted_bytes, sync=True)
         except OSError as error:
             logger.warning("Closing %s: %s.", self._file.path, error.strerror or error)
-        self._deliver()
         self._file.close()
         self._pool = memoryview(b"")
         return True
@@ -1089,21 +1078,7 @@ class DiskTier(Tier):
 
     def _error(self, kind: DiskFault, sentence: str) -> None:
         self._errors[kind] += 1
-        self._tell(lambda: self._listener.error(self, kind, sentence))
-
-    def _tell(self, news: Callable[[], None]) -> None:
-        """Tell the listener something soon, not from within the call at hand."""
-        self._news.append(news)
-        if len(self._news) == 1:
-            self._post(self._deliver)
-
-    def _deliver(self) -> None:
-        while self._news:
-            tell = self._news.popleft()
-            try:
-                tell()
-            except Exception:
-                logger.exception("The listener of %s raised: a bug; the disk goes on.", self.name)
+        self._listener.error(self, kind, sentence)
 
 
 def most_blocks(size_bytes: int) -> int:

@@ -36,12 +36,12 @@ from kvoffd.tiers.tier import (
     Tier,
     TierListener,
     TierStats,
+    Workers,
     decode_header,
     encode_header,
     fits_header,
     make_space,
 )
-from kvoffd.tiers.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -273,14 +273,16 @@ class SharedTier(Tier):
         self._logged_reachable = self._probing = self.closed = False
         connections = [StoreConnection(self, store, clock) for store in self._stores]
         readers, writers = connections[1 : 1 + READERS], connections[1 + READERS :]
+        asks, reads, writes = [connections[0].asks], [one.reads for one in readers], [one.writes for one in writers]
+        name, ends = "kvoffd-shared", (post, clock)
         self._asking = make_workers(
-            "kvoffd-shared-ask", [connections[0].asks], self._question_ended, post, clock, self._next_question
+            f"{name}-ask", asks, lambda error: error, self._question_ended, *ends, self._next_question
         )
         self._reading = make_workers(
-            "kvoffd-shared-read", [one.reads for one in readers], self._read_ended, post, clock, self._next_blocks
+            f"{name}-read", reads, lambda error: (Result.FAILED, None), self._read_ended, *ends, self._next_blocks
         )
         self._writing = make_workers(
-            "kvoffd-shared-write", [one.writes for one in writers], self._write_ended, post, clock, self._next_blocks
+            f"{name}-write", writes, lambda error: Result.FAILED, self._write_ended, *ends, self._next_blocks
         )
         self._probe()
 
@@ -576,8 +578,8 @@ class SharedTier(Tier):
             found = [True] * gap + [False] * (len(found) - gap)
         self._listener.answered(self, ask.space, ask.keys, found)
 
-    def _read_ended(self, read: Read, ended: tuple[Result, Block | None] | Exception) -> None:
-        result, block = ended if not isinstance(ended, Exception) else (Result.FAILED, None)
+    def _read_ended(self, read: Read, ended: tuple[Result, Block | None]) -> None:
+        result, block = ended
         space, key, counters = read.space, read.key, self.counters
         if result is Result.DONE and read.stored.generation != self.generation(space.fingerprint):
             result, block = Result.GONE, None
@@ -593,11 +595,10 @@ class SharedTier(Tier):
             self._tell("mismatch", f"The object {name} is not the block that it should be; it is removed.")
         read.on_end(result, block._replace(space=space) if block is not None else None)
 
-    def _write_ended(self, write: Write | Removal, ended: Result | Exception) -> None:
+    def _write_ended(self, write: Write | Removal, result: Result) -> None:
         if isinstance(write, Removal):
             self._removals -= len(write.names)
             return
-        result = ended if not isinstance(ended, Exception) else Result.FAILED
         space, key, counters = write.space, write.stored.key, self.counters
         del self._writes[space.tag, key]
         if result is Result.DONE:

@@ -220,7 +220,7 @@ class CacheMachine(RuleBasedStateMachine):
         namespace, _, group = self.geometry(space, 0, group)
         names = self.names(space, group, chain)
         lacking = [n for n, name in enumerate(names) if self.state(name) == FREE and name not in names[:n]]
-        ticket = self.cache.begin_fill(namespace, group, keys_of(*chain))
+        ticket = self.cache.begin_fill(namespace, group, namespace.split(group, keys_of(*chain)))
         self.notice_what_went({names[number] for number in lacking})
         assert ticket.keys == lacking[: len(ticket.keys)]
         models = []

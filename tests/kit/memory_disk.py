@@ -16,8 +16,7 @@ from kvoffd.system.files import FileCalls, Run, read_all
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import DISK_NAME
-from kvoffd.tiers.tier import Space
-from kvoffd.tiers.workers import Workers
+from kvoffd.tiers.tier import Space, Workers
 
 PAGE = 4096
 

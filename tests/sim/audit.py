@@ -124,7 +124,7 @@ class Audit:
                 raise Broken("folding the KV events does not give the index")
             if cache.unannounced.any() and not cache._unannounced.size:
                 raise Broken("some recovered blocks are never told of")
-            if tiers is not None and not tiers.disk.has_news:
+            if tiers is not None:
                 told, there = self._on_disk.get(kv_topic(namespace.fingerprint), set()), tiers.readable(namespace)
                 before = self._untold.get(namespace, there)
                 if not told <= there or not there - told <= before:

@@ -229,11 +229,6 @@ class SimDisk:
     # --- what must hold ----------------------------------------------------------------------------------
 
     @property
-    def has_news(self) -> bool:
-        """Whether there is news that the listener has not been given yet."""
-        return bool(self.tier._news)
-
-    @property
     def busy(self) -> bool:
         figures = self.tier.stats()
         return any((figures.queued_reads, figures.queued_writes, figures.running_reads, figures.running_writes))

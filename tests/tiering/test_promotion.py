@@ -131,6 +131,16 @@ def test_a_store_of_what_comes_up_joins_and_copies_nothing(rig: TieringHarness) 
     rig.check()
 
 
+def test_what_is_stored_while_it_waits_to_come_up_is_ready(rig: TieringHarness) -> None:
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1))
+    assert rig.states(space, keys_of(1)) == [PENDING]
+    rig.put(space, keys_of(1))
+    assert rig.states(space, keys_of(1)) == [READY]
+    rig.finish_promotions()
+    assert (space.counters.keys_asked, space.counters.keys_ready, space.counters.found_disk) == (2, 1, 1)
+
+
 def test_blocks_come_up_on_the_numa_nodes_of_their_ranks(rig: TieringHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     space = rig.open(world_size=2)
     for rank in range(2):

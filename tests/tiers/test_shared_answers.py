@@ -14,8 +14,7 @@ from kvoffd.tiers.redis_store import CONNECT_S
 from kvoffd.tiers.shared import FIRST_PAUSE_S, LONGEST_PAUSE_S, NO_S, PROBE_S, REFUSED_S, YES_S, Answer, Ask, Breaker
 from kvoffd.tiers.shared import SharedTier as Tier
 from kvoffd.tiers.store import Credentials, open_store
-from kvoffd.tiers.tier import ABSENT, ASKED, HEADER_BYTES, PRESENT, Block, Result, encode_header, make_space
-from kvoffd.tiers.workers import Workers
+from kvoffd.tiers.tier import ABSENT, ASKED, HEADER_BYTES, PRESENT, Block, Result, Workers, encode_header, make_space
 from tests.kit.clock import Clock
 
 SPACE = make_space(b"1" * 32, 0, 0, [5000])
