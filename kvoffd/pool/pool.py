@@ -71,15 +71,12 @@ class Pool:
         if mappings is None:
             mappings = backing.make(geometry)
         self._memory, self._table_memory = mappings
+        self.mapping = self._memory.segment
+        """All bytes of the pool, mapped until ``close``."""
         with OnError(mappings.close):
             self.table = SlotTable(mappings.table.buffer, geometry, new=not self.recovered)
         self._bytes = mappings.pool.buffer
         self._is_file = isinstance(backing, FileBacking)
-
-    @property
-    def address(self) -> int:
-        """Of its first byte; AttributeError once it is closed."""
-        return self._memory.segment.address
 
     @property
     def buffer(self) -> memoryview:

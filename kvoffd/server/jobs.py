@@ -262,9 +262,12 @@ class StoreBatch(Job):
             if not stored.copy:
                 continue
             layout, length = part.layout, stored.group.lengths[registration.rank]
-            offsets, slots = cache.slots.offsets(stored.slots), np.zeros(len(part.split), np.uint64)
+            offsets = cache.slots.offsets(stored.slots)
             places += [(offset, length) for offset in offsets.tolist()]
-            slots[stored.copy] = offsets.astype(np.uint64) + np.uint64(pool.address)
+            slots = offsets.astype(np.uint64) + np.uint64(pool.mapping.address)
+            if len(stored.copy) < len(part.split):
+                of_copied, slots = slots, np.zeros(len(part.split), np.uint64)
+                slots[stored.copy] = of_copied
             copies.append(BlockCopy(layout, part.block_ids, slots, part.first_blocks))
             for span in part.spans:
                 at, end = (bisect_left(stored.copy, number) for number in (span.key, span.keys_end))
@@ -274,7 +277,7 @@ class StoreBatch(Job):
                 self.copied_bytes[span.job] += blocks * layout.block_bytes
         self.plan = plan_blocks(self.direction, copies)
         if places:
-            self.checksums = SlotChecksums(pool.digests, places, [0] * len(places), pool_address=pool.address)
+            self.checksums = SlotChecksums(pool.digests, places, [0] * len(places), pool_address=pool.mapping.address)
 
     def end(self, cache: Cache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
         """The copy has ended: where ``error`` is None its blocks become readable. Returns the results."""
@@ -368,7 +371,7 @@ class LoadJob(Job):
             ticket.tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
             if verify or first or cache.unverified_slots:
                 self.checks += cache.checks_of_load(ticket, verify, first)
-            slots = ticket.offsets.astype(np.uint64) + np.uint64(pool.address)
+            slots = ticket.offsets.astype(np.uint64) + np.uint64(pool.mapping.address)
             copies.append(BlockCopy(part.layout, block_ids, slots, {0: first} if first else {}))
         if self.error is not None:
             copies, self.checks = [], []

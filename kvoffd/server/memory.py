@@ -143,7 +143,7 @@ class MemoryMapper:
 def open_gpus(config: Config, pool: Pool) -> Gpus:
     """The GPUs as the settings have them. The pool has been touched."""
     gpus = Gpus(
-        pool.address,
+        pool.mapping.address,
         pool.pool_bytes,
         library=config.cuda_library,
         batches=config.limits.cuda_batches,

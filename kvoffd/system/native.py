@@ -11,7 +11,7 @@ from typing import Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 4
+VERSION = 5
 """Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
 changes: an old library would read wrong memory."""
 
@@ -82,8 +82,7 @@ class Native:
                 "blocks_plan", number, address, slot, text, number, number, slot, address, address, address
             )
             self.plan_blocks = with_gil(
-                *("plan_blocks", number, address, number, number, number, address, number, address, number, address),
-                *(address, address, address, number),
+                "plan_blocks", None, address, number, number, number, text, number, text, number, text, address
             )
             self.slots_take = with_gil("slots_take", number, address, number, number, ctypes.c_int32, address, address)
             self.slots_free = with_gil("slots_free", ctypes.c_int64, address, *some)

@@ -6,19 +6,24 @@ struct layer {
     uint64_t address, stride, page_bytes, slot_offset;
 };
 
-/* Writes the pieces that copy engine blocks of a group, behind the `pieces` that are there, and returns how many there are
- * then: at most one more for each block and layer. Each key has `per_key` of the blocks, but for `first_blocks[key]` of them
- * at its start, NULL for 0; the last key may have fewer. A key without a slot is left out. The order is key, layer, block
- * of the key; or layer, key, block. */
-uint64_t kvoffd_plan_blocks(const struct layer *layers, uint64_t count, uint64_t by_layer, uint64_t per_key,
-                            const int32_t *ids, uint64_t blocks, const uint64_t *slots, uint64_t keys,
-                            const uint16_t *first_blocks, uint64_t *engine, uint64_t *pool, uint64_t *size, uint64_t pieces)
+/* What was planned: pieces and their bytes, and [most] where each lies in the engine and in the pool, and its size. */
+struct planned {
+    uint64_t pieces, nbytes, *engine, *pool, *size;
+};
+
+/* Adds the pieces that copy engine blocks of a group: at most one more for each block and layer. Each key has `per_key` of
+ * the blocks, but for `first_blocks[key]` of them at its start, NULL for 0; the last key may have fewer. A key without a
+ * slot is left out. The order is key, layer, block of the key; or layer, key, block. */
+void kvoffd_plan_blocks(const struct layer *layers, uint64_t count, uint64_t by_layer, uint64_t per_key,
+                        const int32_t *ids, uint64_t blocks, const uint64_t *slots, uint64_t keys,
+                        const uint16_t *first_blocks, struct planned *planned)
 {
+    uint64_t *engine = planned->engine, *pool = planned->pool, *size = planned->size, pieces = planned->pieces;
+
     if (by_layer && count > 1) {
         for (uint64_t number = 0; number < count; number++)
-            pieces = kvoffd_plan_blocks(layers + number, 1, 0, per_key, ids, blocks, slots, keys, first_blocks, engine,
-                                        pool, size, pieces);
-        return pieces;
+            kvoffd_plan_blocks(layers + number, 1, 0, per_key, ids, blocks, slots, keys, first_blocks, planned);
+        return;
     }
     for (uint64_t key = 0, at = 0; key < keys && at < blocks; key++) {
         uint64_t first = first_blocks ? first_blocks[key] : 0, some = per_key - first;
@@ -29,6 +34,7 @@ uint64_t kvoffd_plan_blocks(const struct layer *layers, uint64_t count, uint64_t
             for (uint64_t i = 0; i < some; i++) {
                 uint64_t from = layer.address + (uint64_t)ids[at + i] * layer.stride;
                 uint64_t to = slots[key] + layer.slot_offset + (first + i) * layer.page_bytes, last = pieces - 1;
+                planned->nbytes += layer.page_bytes;
                 if (pieces && engine[last] + size[last] == from && pool[last] + size[last] == to) {
                     size[last] += layer.page_bytes;
                     continue;
@@ -40,5 +46,5 @@ uint64_t kvoffd_plan_blocks(const struct layer *layers, uint64_t count, uint64_t
         }
         at += some;
     }
-    return pieces;
+    planned->pieces = pieces;
 }

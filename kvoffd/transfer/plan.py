@@ -196,18 +196,20 @@ def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
     Neighbours that touch on both sides become one piece. Pieces are ordered as the slots have them, key, layer,
     sub-block, so that every slot is filled from its first byte on; but see ``GroupLayout.allocations``.
     """
-    pieces, most = 0, sum([copy.block_ids.size * len(copy.layout.layers) for copy in copies])
-    columns = np.empty((3, most), np.uint64)
-    addresses = [columns.ctypes.data + row * columns.strides[0] for row in range(3)]
+    most = sum([copy.block_ids.size * len(copy.layout.layers) for copy in copies])
+    columns = np.empty(3 * most, np.uint64)
+    planned = array("Q", [0, 0, *range(begin := columns.ctypes.data, begin + 24 * most, 8 * most or 1)])
     for layout, block_ids, slots, first_blocks in copies:
         firsts = array("H", bytes(2 * slots.size if first_blocks else 0))
         for key, first in first_blocks.items():
             firsts[key] = first
-        pieces = native().plan_blocks(
+        # To ask a new array for its address takes longer than to copy a few blocks' numbers.
+        native().plan_blocks(
             *(layout.layers.ctypes.data, len(layout.layers), layout.allocations.size, layout.blocks_per_key),
-            *(block_ids.ctypes.data, block_ids.size, slots.ctypes.data, slots.size),
-            *(firsts.buffer_info()[0] if first_blocks else None, *addresses, pieces),
+            *(block_ids.tobytes(), block_ids.size, slots.tobytes(), slots.size),
+            *(firsts.tobytes() if first_blocks else None, planned.buffer_info()[0]),
         )
-    engine, pool, size = (column.copy() for column in columns[:, :pieces])  # what was merged needs no memory
+    pieces, nbytes = planned[:2]
+    engine, pool, size = (columns[at : at + pieces].copy() for at in (0, most, 2 * most))  # merged ones need no memory
     to, source = (engine, pool) if direction is Direction.LOAD else (pool, engine)
-    return Plan(to, source, size, int(size.sum()), *(copy.layout.allocations for copy in copies[:1]))
+    return Plan(to, source, size, nbytes, *(copy.layout.allocations for copy in copies[:1]))

@@ -92,7 +92,10 @@ def test_each_segment_is_touched_by_threads_near_its_node(monkeypatch: pytest.Mo
         assert seen[-1] == 96 * MIB
         for node, begin in zip(NODES, (0, 48 * MIB), strict=True):
             pieces = sorted(touched[node.cpus])
-            assert pieces == [(pool.address + begin, 32 * MIB), (pool.address + begin + 32 * MIB, 16 * MIB)]
+            assert pieces == [
+                (pool.mapping.address + begin, 32 * MIB),
+                (pool.mapping.address + begin + 32 * MIB, 16 * MIB),
+            ]
     finally:
         pool.close()
 

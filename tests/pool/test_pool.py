@@ -45,7 +45,7 @@ def test_all_of_the_pool_can_be_written(pool: Pool) -> None:
     slots = pool.slots.take(MIB, 64)
     assert len(slots) == 64
     for offset in pool.slots.offsets(slots).tolist():
-        ctypes.memset(pool.address + offset, 1, MIB)
+        ctypes.memset(pool.mapping.address + offset, 1, MIB)
     assert pool.digests([(0, MIB)]) == pool.digests([(63 * MIB, MIB)])
     assert pool.buffer[-1] == 1
 

@@ -109,10 +109,10 @@ class SimDaemon:
         self.config = make_config(world.scenario.rng("config"))
         self.space = AddressSpace()
         self._pool: Pool = make_pool(world.pool_bytes, kept)
-        data = as_bytes(self._pool.address, self._pool.pool_bytes)
+        data = as_bytes(self._pool.mapping.address, self._pool.pool_bytes)
         self.pool = WatchedPool(self._pool, data, world.content_of)
         pool_mapping = self.space.map(data)
-        self.pool.address = pool_mapping.address
+        self.pool.mapping = pool_mapping
         number = self.space.number(pool_mapping.address)
         self.engine = SimTransferEngine(
             world.clock,

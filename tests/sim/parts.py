@@ -147,7 +147,7 @@ def make_service(
     if watched is not None:
         watched.watch(cache)
     seen = pool if watched is None else cast(Pool, watched)
-    gpus = Gpus(seen.address, pool.pool_bytes, library="/no/driver")
+    gpus = Gpus(seen.mapping.address, pool.pool_bytes, library="/no/driver")
     return Service(config, cache, events, engine, gpus, seen, host, state)
 
 

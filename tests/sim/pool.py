@@ -56,13 +56,13 @@ class WatchedPool:
     """Stands before the real pool: what changes its slots and their records is checked on its way there.
 
     Attributes:
-        address: of the pool, as transfers see it.
+        mapping: of the pool, as transfers see it.
     """
 
     def __init__(self, inner: Pool, data: Bytes, contents: dict[bytes, Content]) -> None:
         self._inner = inner
         self.data = data
-        self.address = 0
+        self.mapping: Any = None
         self._contents = contents
         self.used: dict[int, Slot] = {}
         """By offset."""
