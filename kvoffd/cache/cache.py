@@ -111,7 +111,6 @@ class Cache:
         self,
         slots: SlotAllocator,
         table: SlotTable,
-        blocks: BlockTable,
         policy: Policy,
         events: CacheListener,
         clock: Callable[[], float],
@@ -121,7 +120,8 @@ class Cache:
         max_leased_keys: int = 1 << 20,
         max_namespaces_bytes: int = 1 << 62,
     ) -> None:
-        self.slots, self.table, self.blocks, self.policy = slots, table, blocks, policy
+        self.slots, self.table, self.policy = slots, table, policy
+        self.blocks = BlockTable(table.records)
         self.tiers: TierHooks | None = None
         self.namespaces: dict[bytes, Namespace] = {}
         """By fingerprint, in the order in which they were opened."""
@@ -155,7 +155,7 @@ class Cache:
         self._next_group = 1
         self._current: dict[Namespace, list[Group]] = {}
         """By number in the namespace."""
-        self._victims = Victims(slots, blocks, policy, self._groups)
+        self._victims = Victims(slots, self.blocks, policy, self._groups)
         self._partial: dict[int, float] = {}
         """Blocks that lack a shard which nobody writes, and since when."""
         self._requested: tuple[Namespace, list[Chain]] | None = None
@@ -164,7 +164,7 @@ class Cache:
         """READY blocks left the index since then."""
         self._dead: set[int] = set()
         """Numbers of groups that were reset and are to be swept out."""
-        self.unannounced = np.zeros(len(blocks.state), np.bool_)
+        self.unannounced = np.zeros(len(self.blocks.state), np.bool_)
         """By slot: a recovered block that listeners have not heard of yet."""
         self._unannounced = _NOTHING
         self._sweeping: set[int] = set()
@@ -203,19 +203,16 @@ class Cache:
     def _make_groups(self, namespace: Namespace) -> None:
         """From now on its blocks belong to new groups."""
         first, self._next_group = self._next_group, self._next_group + len(namespace.groups)
-        groups = [Group(first + index, namespace, index, namespace.key_bytes) for index in range(len(namespace.groups))]
+        groups = [Group(first + index, namespace, index) for index in range(len(namespace.groups))]
         self._current[namespace] = groups
         self._groups.update((group.number, group) for group in groups)
         self._fix_sizes(namespace)
 
     def _fix_sizes(self, namespace: Namespace) -> None:
         """Its groups may have blocks once all ranks of the world have registered."""
-        ranks = range(namespace.world_size)
-        if all(namespace.shard_bytes(rank) is not None for rank in ranks):
-            for group in self._current[namespace]:
-                group.lengths = [namespace.shard_length(rank, group.group) for rank in ranks]
-                group.sizes = [self.slots.slot_size(length) for length in group.lengths]
-                group.block_bytes = sum(group.sizes)
+        for group in self._current[namespace]:
+            lengths = namespace.shard_lengths(group.group)
+            group.set_sizes(lengths, [self.slots.slot_size(length) for length in lengths])
 
     def _fix_shard_bytes(self, namespace: Namespace, rank: int, shard_bytes: Sequence[int]) -> bool:
         """As the namespace's. Raises ShardTooLarge too."""
@@ -255,11 +252,7 @@ class Cache:
         self._save_due = self._saves_late
         if self._saves_late:
             return True
-        kept = [
-            namespace.record()
-            for namespace in self.namespaces.values()
-            if any(namespace.shard_bytes(rank) is not None for rank in range(namespace.world_size))
-        ]
+        kept = [namespace.record() for namespace in self.namespaces.values() if any(namespace.shard_bytes)]
         for records in (kept, map(_shortened_record, kept)):
             if self.table.save_namespaces(NamespaceSnapshot(self._next_number, tuple(records))):
                 return True

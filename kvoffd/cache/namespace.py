@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Annotated
 
-import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
@@ -59,13 +60,13 @@ class MissReason(IntEnum):
     """Its namespace had its quota: another block of it went or came in its place."""
 
 
-class NamespaceRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A namespace without its blocks, as the slot table keeps it for the daemon's successor."""
 
     number: int
     fingerprint: bytes
     label: str
-    world_size: int
+    world_size: Annotated[int, Meta(ge=1, le=messages.MAX_WORLD_SIZE)]
     key_bytes: int
     groups: tuple[GroupSpec, ...]
     description: str
@@ -77,7 +78,7 @@ class NamespaceRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     """Of its blocks, as the daemon counts them: raised whenever all that there are become stale."""
 
 
-class NamespaceSnapshot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class NamespaceSnapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """All namespaces, as the slot table keeps them."""
 
     next_number: int
@@ -162,8 +163,10 @@ class Namespace:
         """By state, the pool bytes of its blocks."""
         self.nodes: dict[int, int | None] = {}
         """By rank, the NUMA node of its slots."""
-        self._shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
-        self._shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
+        self.shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
+        """By rank and group, bytes of a shard; None for a rank of which no worker has registered yet."""
+        self.shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
+        """By rank and group, what a shard is made of; None for a rank where no worker described it."""
         self.key_type = np.dtype((np.void, key_bytes))
         """Of an array whose elements are keys."""
 
@@ -203,7 +206,7 @@ class Namespace:
         ``keys`` is not a whole number of keys."""
         if not 0 <= group < len(self.groups):
             raise BadGeometry(f"There is no group {group}: the namespace {self.label!r} has {len(self.groups)} groups.")
-        if rank is not None and (not 0 <= rank < self.world_size or self._shard_bytes[rank] is None):
+        if rank is not None and (not 0 <= rank < self.world_size or self.shard_bytes[rank] is None):
             raise BadGeometry(
                 f"No worker of rank {rank} has registered in the namespace {self.label!r}; register it first."
             )
@@ -223,36 +226,27 @@ class Namespace:
         split: list[bytes] = np.frombuffer(keys, self.key_type).tolist()
         return split
 
-    def shard_bytes(self, rank: int) -> tuple[int, ...] | None:
-        """By group, bytes of that rank's shard of a block; None where no worker of the rank registered yet."""
-        return self._shard_bytes[rank]
-
-    def shard_length(self, rank: int, group: int) -> int:
-        """Bytes of the shard that a rank, which has registered, has of a block."""
-        sizes = self._shard_bytes[rank]
-        assert sizes is not None, f"rank {rank} has registered"
-        return sizes[group]
-
-    def shards(self, rank: int) -> tuple[ShardSpec, ...] | None:
-        """By group, what that rank's shard of a block is made of; None where no worker described it."""
-        return self._shards[rank]
+    def shard_lengths(self, group: int) -> list[int]:
+        """By rank, bytes of a block's shards; none while a rank of the world has not registered."""
+        lengths = [sizes[group] for sizes in self.shard_bytes if sizes is not None]
+        return lengths if len(lengths) == self.world_size else []
 
     def describe_shards(self, rank: int, shards: Sequence[ShardSpec]) -> bool:
         """Note what a rank's shards are made of, by group, unless more is known already; True where it was noted.
 
         Nothing is decided by it: engines that agree on a shard's bytes may differ in what they call its layers.
         """
-        known = self._shards[rank]
+        known = self.shards[rank]
         if known is not None and (_names_layers(known) or not _names_layers(shards)):
             return False
         self.nbytes += nbytes_of_shards(shards) - nbytes_of_shards(known or ())
-        self._shards[rank] = tuple(shards)
+        self.shards[rank] = tuple(shards)
         return True
 
     def record(self) -> NamespaceRecord:
         """What a successor must know to go on with the blocks."""
         spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, self.description
-        return NamespaceRecord(self.number, *spec, tuple(self._shard_bytes), tuple(self._shards), self.generation)
+        return NamespaceRecord(self.number, *spec, tuple(self.shard_bytes), tuple(self.shards), self.generation)
 
     def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int]) -> bool:
         """Set the bytes of a rank's shards, by group; False where they were set already.
@@ -266,13 +260,13 @@ class Namespace:
                 f"The registration has {len(shard_bytes)} groups, the namespace {self.label!r} has {len(self.groups)}; "
                 "register every group of the namespace in its order."
             )
-        known = self._shard_bytes[rank]
+        known = self.shard_bytes[rank]
         if known is not None and known != tuple(shard_bytes):
             raise BadGeometry(
                 f"Rank {rank} of the namespace {self.label!r} was registered with shards of {list(known)} bytes by "
                 f"group, not {list(shard_bytes)}; engines whose shards differ need different fingerprints."
             )
-        self._shard_bytes[rank] = tuple(shard_bytes)
+        self.shard_bytes[rank] = tuple(shard_bytes)
         return known is None
 
 

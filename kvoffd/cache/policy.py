@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -23,30 +22,27 @@ BATCH, MAX_BATCH = 128, 8192
 """Candidates that are given at once: at first, and once many were passed over."""
 
 
-@dataclass(slots=True, eq=False)
 class Group:
-    """One group of a namespace, between two resets."""
+    """One group of a namespace, between two resets.
 
-    number: int
-    namespace: Namespace
-    group: int
-    key_bytes: int
-    lengths: list[int] = field(default_factory=list)
-    """Bytes of the shard by rank; none while a rank of the world has not registered."""
-    sizes: list[int] = field(default_factory=list)
-    """Bytes of the slot by rank, likewise."""
-    dead: bool = False
-    """The namespace was reset: its blocks are swept out."""
-    blocks_in: Counter[int] = field(default_factory=Counter)
-    """By state, the number of blocks that have slots."""
-    block_bytes: int = 0
-    """Pool bytes of a block."""
-    tokens: int = 0
-    """Of a block; 0 where its group does not say."""
+    Args:
+        number: no other group of this daemon has it.
+        group: its number in the namespace.
+    """
 
-    def __post_init__(self) -> None:
-        self.tokens = self.namespace.groups[self.group].tokens_per_block
-        self.block_bytes = sum(self.sizes)
+    def __init__(self, number: int, namespace: Namespace, group: int) -> None:
+        self.number, self.namespace, self.group, self.key_bytes = number, namespace, group, namespace.key_bytes
+        self.tokens = namespace.groups[group].tokens_per_block
+        """Of a block; 0 where its group does not say."""
+        self.dead = False
+        """The namespace was reset: its blocks are swept out."""
+        self.blocks_in = Counter[int]()
+        """By state, the number of blocks that have slots."""
+        self.set_sizes([], [])
+
+    def set_sizes(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
+        """By rank, the bytes of a block's shards, and of their slots; none while a rank has not registered."""
+        self.lengths, self.sizes, self.block_bytes = lengths, sizes, sum(sizes)
 
 
 class Chain(NamedTuple):
@@ -112,30 +108,6 @@ class Policy(Protocol):
 
     def restore(self, state: bytes) -> None:
         """Go on with an earlier policy's statistics, before anything else. Raises ValueError where they are no use."""
-
-
-class AdmitsAll:
-    """Half of a policy that takes whatever a store offers and learns nothing of keys."""
-
-    lowest = -inf
-
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return [(len(keys) // group.key_bytes, inf)]
-
-    def rejected(self, group: Group, keys: bytes) -> None:
-        raise AssertionError("nothing is rejected")
-
-    def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
-        return np.ones(len(keys) // group.key_bytes)
-
-    def describe(self) -> LearnedStats:
-        return LearnedStats()
-
-    def state(self) -> bytes:
-        return b""
-
-    def restore(self, state: bytes) -> None:
-        """There is nothing to go on with."""
 
 
 class InOrder:

@@ -13,22 +13,29 @@ import os
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
-from kvoffd.cache.policy import GHOST_PART, AdmitsAll, Chain, Group, InOrder
+from kvoffd.cache.policy import GHOST_PART, Chain, Group, InOrder
 from kvoffd.system.native import native
+from kvoffd_proto.stats import LearnedStats
 
 ENTRY_BYTES = 50
 """Memory of a block's entry or a ghost's with its places in the index, which is three eighths full or more."""
 
 
-class Queues(InOrder, AdmitsAll):
-    """``struct queues``. For ``lru`` there is one queue and no ghosts.
+class Queues(InOrder):
+    """``struct queues``. For ``lru`` there is one queue and no ghosts. It takes what a store offers.
 
     Args:
         slots: slot numbers that there are.
         pool_bytes: for ``arc``; 0 for ``lru``.
     """
+
+    lowest = -inf
 
     def __init__(self, slots: int, pool_bytes: int = 0) -> None:
         self._native = native()
@@ -61,3 +68,21 @@ class Queues(InOrder, AdmitsAll):
     @property
     def nbytes(self) -> int:
         return ENTRY_BYTES * sum(self._counts)
+
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
+        return [(len(keys) // group.key_bytes, inf)]
+
+    def rejected(self, group: Group, keys: bytes) -> None:
+        raise AssertionError("nothing is rejected")
+
+    def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
+        return np.ones(len(keys) // group.key_bytes)
+
+    def describe(self) -> LearnedStats:
+        return LearnedStats()
+
+    def state(self) -> bytes:
+        return b""
+
+    def restore(self, state: bytes) -> None:
+        """There is nothing to go on with."""

@@ -16,25 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import CORRUPT, NOT_FIRST, BlockIds, BlockTable
+from kvoffd.cache.policy import Group
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import FREE_RECORD, RECORD_BYTES, SlotTable
 from kvoffd.system.files import held_bytes
 from kvoffd.system.native import native
-from kvoffd_proto.messages import MAX_WORLD_SIZE
 
 _BATCH_BYTES = 4 << 20
 MOST_SPREAD = 16
 """Generations for each block, of which most are of blocks that are gone, up to which there is a place for each."""
-
-
-class GroupGeometry(NamedTuple):
-    """One group of a namespace, as it must be for its blocks to be believed."""
-
-    number: int
-    """In the index; no two groups of this daemon have the same."""
-    key_bytes: int
-    shard_bytes: Sequence[int]
-    """By rank; 0 for one that did not register."""
 
 
 class RecoveredBlocks(NamedTuple):
@@ -88,7 +78,7 @@ def recover(
     table: SlotTable,
     slots: SlotAllocator,
     blocks: BlockTable,
-    namespaces: Mapping[int, Sequence[GroupGeometry]],
+    namespaces: Mapping[int, Sequence[Group]],
     next_number: int,
 ) -> RecoveredBlocks:
     """Enter what an earlier daemon left whole into an empty BlockTable and SlotAllocator, and strike out the rest.
@@ -98,21 +88,21 @@ def recover(
 
     Args:
         fd: the file that begins with the table.
-        namespaces: by their numbers, the groups of those that are known.
+        namespaces: by their numbers, the groups of those that are known, where all ranks have registered.
         next_number: the first that the snapshot knows nothing of.
     """
     geometry, count = table.geometry, table.geometry.slots
-    numbers = sorted(number for number, groups in namespaces.items() if _believed(groups))
+    numbers = sorted(namespaces)
     groups = [group for number in numbers for group in namespaces[number]]
-    lengths_at = np.cumsum([0, *(len(group.shard_bytes) for group in groups)])
+    lengths_at = np.cumsum([0, *(len(group.lengths) for group in groups)])
     native_groups = (_Group * max(1, len(groups)))(
         *(
-            _Group(group.number, int(at), len(group.shard_bytes), group.key_bytes)
+            _Group(group.number, int(at), len(group.lengths), group.key_bytes)
             for group, at in zip(groups, lengths_at, strict=False)
         )
     )
     first_groups = np.cumsum([0, *(len(namespaces[number]) for number in numbers)], dtype=np.uint32)
-    lengths = np.array([size for group in groups for size in group.shard_bytes] or [0], np.uint32)
+    lengths = np.array([size for group in groups for size in group.lengths] or [0], np.uint32)
     # As much as there can be; what is not written is not in memory.
     heads, discarded, bad, used = (np.empty(count, np.uint32) for _ in range(4))
     generations = np.empty(count, np.uint64)
@@ -149,10 +139,6 @@ def _by_age(blocks: BlockIds, generations: npt.NDArray[np.uint64]) -> BlockIds:
     sorted_blocks[generations - np.uint64(lowest)] = blocks + np.uint32(1)
     found: BlockIds = sorted_blocks[sorted_blocks != 0] - np.uint32(1)
     return found
-
-
-def _believed(groups: Sequence[GroupGeometry]) -> bool:
-    return all(len(group.shard_bytes) <= MAX_WORLD_SIZE and max(group.shard_bytes) < 2**32 for group in groups)
 
 
 def _judge_records(fd: int, table: SlotTable, recovery: object) -> None:

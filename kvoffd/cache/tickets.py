@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,6 @@ from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.pool.allocator import SlotIds
-
-Offsets: TypeAlias = npt.NDArray[np.int64]
-_NOTHING: BlockIds = np.empty(0, np.uint32)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +118,7 @@ class LoadTicket:
     first_key: bytes
     blocks: BlockIds
     slots: SlotIds
-    offsets: Offsets
+    offsets: npt.NDArray[np.int64]
     """Pool offset in bytes of each key's slot."""
     tokens: int = 0
     """That it brings, of its group. The job that begins the load sets it."""

@@ -27,10 +27,8 @@ TOUCH_CHUNK_BYTES = 32 << 20
 class PoolMemory:
     """``size_bytes`` of shared memory, mapped in ``segment``; made by a class method. Owns ``fd``."""
 
-    def __init__(self, fd: int, segment: MappedSegment, offset: int = 0) -> None:
+    def __init__(self, fd: int, segment: MappedSegment) -> None:
         self.fd = fd
-        self.offset = offset
-        """Where in the file the memory begins."""
         self.size_bytes = segment.size_bytes
         self.segment = segment
 
@@ -80,7 +78,7 @@ class PoolMemory:
         """
         copy = os.dup(fd)
         try:
-            return cls(copy, map_shared(copy, size_bytes, offset), offset)
+            return cls(copy, map_shared(copy, size_bytes, offset))
         except OSError as error:
             os.close(copy)
             raise PoolTooLarge(

@@ -53,7 +53,6 @@ class Pool:
         limit = backing.limit() if limit is None else limit
         check_fits(size_bytes, limit)  # before the regions of an absurdly large pool are listed
         self.slots = SlotAllocator(size_bytes, region_bytes, nodes)
-        self.segments = self.slots.segments
         self.pool_bytes = size_bytes
         self.touched_bytes = 0
         """Bytes whose pages this process has in memory and in its page tables; set from the touching threads."""
@@ -107,7 +106,7 @@ class Pool:
             self._note_touched(touched_bytes)
             on_progress(touched_bytes)
 
-        return self._memory.touch(threads, on_touched, should_stop, segments=self.segments)
+        return self._memory.touch(threads, on_touched, should_stop, segments=self.slots.segments)
 
     def map_pages(self, should_stop: Callable[[], bool]) -> None:
         """Fills the page tables of a resident pool while it is in use, by one thread, so that copies do not fault."""

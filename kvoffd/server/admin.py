@@ -106,14 +106,13 @@ def scrub(service: Service, session: Session, message: a.Scrub) -> a.ScrubReply:
 @answers(a.DescribeNamespace)
 def describe_namespace(service: Service, session: Session, message: a.DescribeNamespace) -> a.NamespaceDescribed:
     namespace = service.cache.namespace(message.namespace)
-    ranks = [namespace.shards(rank) for rank in range(namespace.world_size)]
     return filled(
         a.NamespaceDescribed,
         service,
         namespace,
         request_id=message.request_id,
         groups=list(namespace.groups),
-        shards=[None if shards is None else list(shards) for shards in ranks],
+        shards=[None if shards is None else list(shards) for shards in namespace.shards],
     )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import uvloop
 
-from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.policy import make_policy
 from kvoffd.config import Config
@@ -186,11 +185,9 @@ class Daemon:
         """The parts without sockets, over the pool."""
         config, pool = self._config, self._pool
         events = EventLog()
-        blocks = BlockTable(pool.table.records)
         cache = Cache(
             pool.slots,
             pool.table,
-            blocks,
             make_policy(config.eviction_policy, pool.pool_bytes, pool.table.geometry.slots),
             events,
             time.monotonic,

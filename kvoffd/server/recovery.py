@@ -13,7 +13,7 @@ from pathlib import Path
 from kvoffd import __version__
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import NamespaceSnapshot
-from kvoffd.cache.recovery import GroupGeometry, recover
+from kvoffd.cache.recovery import recover
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.memory_estimate import memory_shortage, memory_summary
@@ -103,7 +103,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
             logger.warning("The pool's blocks of %s are lost. %s", record.label, error.message)
             continue
         # Where a rank had not registered there is no block.
-        known[record.number] = [GroupGeometry(one.number, one.key_bytes, one.lengths) for one in groups if one.sizes]
+        known[record.number] = [group for group in groups if group.sizes]
     fd = pool.memory_fds[1]
     found = recover(fd, pool.table, pool.slots, cache.blocks, known, snapshot.next_number)
     cache.recovered(found.blocks, found.quarantined)
@@ -165,7 +165,7 @@ def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[i
 
 def _make_pool(config: Config, backing: PoolBacking) -> Pool:
     pool = Pool(config.pool_bytes, backing=backing, nodes=nodes_with_gpus() if config.numa == "auto" else ())
-    for segment in pool.segments:
+    for segment in pool.slots.segments:
         size = format_size(segment.end - segment.begin)
         logger.info("%s of the pool lie on NUMA node %d, where a GPU is.", size, segment.locality.node)
     return pool

@@ -281,7 +281,7 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
 
 def _shard_bytes(namespace: Namespace) -> list[list[int]]:
     return [
-        [sizes[group] if (sizes := namespace.shard_bytes(rank)) else 0 for rank in range(namespace.world_size)]
+        [0 if sizes is None else sizes[group] for sizes in namespace.shard_bytes]
         for group in range(len(namespace.groups))
     ]
 

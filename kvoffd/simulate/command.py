@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.errors import KvoffdError
@@ -24,19 +24,8 @@ PARTS = (8, 4, 2, 1)
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
 
-class Result(NamedTuple):
-    """What one policy made of the trace, and what could have been made of it."""
-
-    replayed: Replayed
-    optimum_percent: float
-
-
-class Size(NamedTuple):
-    """A size of the pool."""
-
-    text: str
-    """As it was given."""
-    blocks: int
+Results: TypeAlias = Sequence[tuple[Replayed, float]]
+"""What each policy made of the trace in a pool of each size, and the hits in percent that were possible in it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,11 +76,11 @@ def _replay_file(given: argparse.Namespace) -> None:
     block_bytes, uses = _block_bytes(given, trace), uses_of(trace)
     sizes = _sizes(given, trace, block_bytes, uses.distinct)
     results = []
-    for size in sizes:
-        best = optimum_percent(uses, size.blocks)
+    for blocks, text in sizes.items():
+        best = optimum_percent(uses, blocks)
         for policy in policies:
-            _show_progress(f"replaying: {policy}, {size.text}")
-            results.append(Result(replay(trace, policy, size.blocks), best))
+            _show_progress(f"replaying: {policy}, {text}")
+            results.append((replay(trace, policy, blocks), best))
     _show_progress("")
     if given.json:
         print(json.dumps(_as_json(trace, sizes, results)))
@@ -132,13 +121,13 @@ def _block_bytes(given: argparse.Namespace, trace: Trace) -> int:
     return block_bytes
 
 
-def _sizes(given: argparse.Namespace, trace: Trace, block_bytes: int, distinct: int) -> list[Size]:
-    """Sizes of the pool, ascending."""
-    found: list[Size] = []
+def _sizes(given: argparse.Namespace, trace: Trace, block_bytes: int, distinct: int) -> dict[int, str]:
+    """Sizes of the pool in blocks, ascending, as they were given."""
+    found: dict[int, str] = {}
     for part in filter(None, given.blocks.split(",")):
         if not part.strip().isdecimal() or not int(part):
             raise ValueError(f"--blocks {given.blocks!r} is no list of numbers of blocks; give some as in 1000,2000.")
-        found.append(Size(f"{int(part):,} blocks", int(part)))
+        found[int(part)] = f"{int(part):,} blocks"
     if given.size and not block_bytes:
         raise ValueError(
             f"The trace does not say how many bytes a block of {trace.tokens_per_block} tokens has, which --size "
@@ -147,13 +136,13 @@ def _sizes(given: argparse.Namespace, trace: Trace, block_bytes: int, distinct: 
     for part in filter(None, given.size.split(",")):
         if (blocks := _bytes_of("--size", part) // block_bytes) < 1:
             raise ValueError(f"A pool of {part} does not hold one block of {format_size(block_bytes)}.")
-        found.append(Size(part.strip(), blocks))
+        found[blocks] = part.strip()
     if not found:
-        some = sorted({max(1, distinct // part) for part in PARTS})
-        found = [Size(format_size(n * block_bytes) if block_bytes else f"{n:,} blocks", n) for n in some]
+        some = {max(1, distinct // part) for part in PARTS}
+        found = {n: format_size(n * block_bytes) if block_bytes else f"{n:,} blocks" for n in some}
         if block_bytes and given.pool >= block_bytes:
-            found.append(Size(f"{format_size(given.pool)} (now)", given.pool // block_bytes))
-    return sorted({size.blocks: size for size in found}.values(), key=lambda size: size.blocks)
+            found[given.pool // block_bytes] = f"{format_size(given.pool)} (now)"
+    return dict(sorted(found.items()))
 
 
 def _bytes_of(option: str, text: str) -> int:
@@ -163,57 +152,55 @@ def _bytes_of(option: str, text: str) -> int:
         raise ValueError(f"{option}: {error}.") from None
 
 
-def _as_json(trace: Trace, sizes: Sequence[Size], results: Sequence[Result]) -> dict[str, object]:
+def _as_json(trace: Trace, sizes: dict[int, str], results: Results) -> dict[str, object]:
     return {
         "trace": trace.name,
         "accesses": trace.accesses,
         "results": [
             {
-                "policy": result.replayed.policy,
-                "size": next(size.text for size in sizes if size.blocks == result.replayed.blocks),
-                "blocks": result.replayed.blocks,
-                "hit_percent": round(result.replayed.hit_percent, 3),
-                "written_percent": round(result.replayed.written_percent, 3),
-                "optimum_percent": round(result.optimum_percent, 3),
+                "policy": one.policy,
+                "size": sizes[one.blocks],
+                "blocks": one.blocks,
+                "hit_percent": round(one.hit_percent, 3),
+                "written_percent": round(one.written_percent, 3),
+                "optimum_percent": round(best, 3),
             }
-            for result in results
+            for one, best in results
         ],
     }
 
 
-def _as_table(trace: Trace, sizes: Sequence[Size], results: Sequence[Result], block_bytes: int) -> str:
+def _as_table(trace: Trace, sizes: dict[int, str], results: Results, block_bytes: int) -> str:
     of_block = [f"{trace.tokens_per_block} tokens"] * bool(trace.tokens_per_block)
     of_block += [format_size(block_bytes)] * bool(block_bytes)
     of = f" of {' and '.join(of_block)}" if of_block else ""
-    texts = {size.blocks: size.text for size in sizes}
-    width = max(map(len, ("pool", *texts.values())))
+    width = max(map(len, ("pool", *sizes.values())))
     lines = [
         f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} blocks{of}",
         f"{'pool':>{width}}  {'policy':<12}{'hits %':>8}{'written %':>11}{'possible %':>12}",
     ]
     for one, best in results:
         percents = f"{one.hit_percent:>8.2f}{one.written_percent:>11.2f}{best:>12.2f}"
-        lines.append(f"{texts[one.blocks]:>{width}}  {one.policy:<12}{percents}")
-    return "\n".join([*lines, *_conclusion(texts, results)])
+        lines.append(f"{sizes[one.blocks]:>{width}}  {one.policy:<12}{percents}")
+    return "\n".join([*lines, *_conclusion(sizes, results)])
 
 
-def _conclusion(texts: dict[int, str], results: Sequence[Result]) -> list[str]:
+def _conclusion(sizes: dict[int, str], results: Results) -> list[str]:
     """What follows for the choice of a policy, at the size at which the policies differ most."""
-    sizes = [
-        sorted(group, key=lambda one: -one.replayed.hit_percent)
-        for _, group in groupby(results, lambda one: one.replayed.blocks)
+    of_sizes = [
+        sorted(group, key=lambda result: -result[0].hit_percent)
+        for _, group in groupby(results, lambda result: result[0].blocks)
     ]
-    found = max(sizes, key=lambda one: one[0].replayed.hit_percent - one[-1].replayed.hit_percent)
+    found = max(of_sizes, key=lambda group: group[0][0].hit_percent - group[-1][0].hit_percent)
+    (first, possible), (last, _) = found[0], found[-1]
     if len(found) == 1:
         return []
-    if found[0].replayed.hit_percent - found[-1].replayed.hit_percent < 1:
+    if first.hit_percent - last.hit_percent < 1:
         return ["", "For this traffic the policies differ by less than a point."]
-    each = ", ".join(f"{one.replayed.policy} {one.replayed.hit_percent:.1f} %" for one in found)
-    size, possible = texts[found[0].replayed.blocks], f"{found[0].optimum_percent:.1f} % were possible"
-    least = found[0].replayed.hit_percent - 1  # a point less is as good
-    best = [one.replayed.policy for one in found if one.replayed.hit_percent > least]
+    each = ", ".join(f"{one.policy} {one.hit_percent:.1f} %" for one, _ in found)
+    best = [one.policy for one, _ in found if one.hit_percent > first.hit_percent - 1]  # a point less is as good
     most = f"{' and '.join(best)} {'find' if len(best) > 1 else 'finds'} most"
-    return ["", f"For this traffic {most}: in a pool of {size} {each}; {possible}."]
+    return ["", f"For this traffic {most}: in a pool of {sizes[first.blocks]} {each}; {possible:.1f} % were possible."]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.learned import Learned
@@ -69,9 +68,8 @@ def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.
     slots = SlotAllocator(blocks * BLOCK_BYTES, region_blocks * BLOCK_BYTES)
     geometry = TableGeometry(slots.pool_bytes, slots.region_bytes)
     table = SlotTable(memoryview(mmap.mmap(-1, geometry.size_bytes)), geometry, new=True)
-    known = BlockTable(table.records)
     made = make_policy(policy, slots.pool_bytes, geometry.slots)
-    cache = Cache(slots, table, known, made, Silence(), clock, leased_share=1.0)
+    cache = Cache(slots, table, made, Silence(), clock, leased_share=1.0)
     if isinstance(made, Learned):
         curve = HitRatioCurve(slots.pool_bytes, clock)
         fallback = LruFallback(curve, made)
@@ -100,15 +98,10 @@ def request(cache: Cache, namespace: Namespace, keys: bytes) -> None:
     """A lookup, and the store of what is not there."""
     (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)])
     cache.note_requests()
-    store_lacking(cache, namespace, keys, states)
-    cache.release(SESSION, [LEASE])
-
-
-def store_lacking(cache: Cache, namespace: Namespace, keys: bytes, states: bytes) -> None:
-    """Store the keys that are not READY."""
     if (ready := states.count(READY)) < len(states):
         lacking = keys[ready * KEY_BYTES :]
         if not states.startswith(bytes([READY]) * ready):
             lacking = np.frombuffer(keys, np.uint64)[np.frombuffer(states, np.uint8) != READY].tobytes()
         ticket = cache.begin_store(namespace, 0, [Offered(lacking)])
         cache.commit_store(ticket, [[1] * len(part.copy) for part in ticket.parts])
+    cache.release(SESSION, [LEASE])

@@ -526,9 +526,7 @@ class Tiering:
         if found is None or found.generation != namespace.generation or not found.lengths:
             if found is not None:
                 self._groups.pop(found.tag, None)
-            ranks = range(namespace.world_size)
-            whole = all(namespace.shard_bytes(rank) is not None for rank in ranks)
-            lengths = [namespace.shard_length(rank, group) for rank in ranks] if whole else []
+            lengths = namespace.shard_lengths(group)
             found = make_space(namespace.fingerprint, namespace.generation, group, lengths)
             self._spaces[namespace, group] = found
             self._groups[found.tag] = namespace, group

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from kvoffd.cache import DEFAULT_POLICY, POLICY_NAMES
-from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import make_policy
@@ -101,16 +100,15 @@ class Books:
         # A little more than so many blocks take: the last region may be too short for a slot.
         pool_bytes = blocks * shards * 33 // 32 * PAGE_BYTES
         self.pool = Pool(pool_bytes, limit=MemoryLimit(2**62, "nothing: no page is touched"))
-        known = BlockTable(self.pool.table.records)
-        made = make_policy(policy, pool_bytes, len(known.state))
-        self.cache = Cache(self.pool.slots, self.pool.table, known, made, Silence(), time.monotonic)
+        made = make_policy(policy, pool_bytes, self.pool.table.geometry.slots)
+        self.cache = Cache(self.pool.slots, self.pool.table, made, Silence(), time.monotonic)
         groups = [GroupSpec("full_attention", 16)]
         space = Namespace(b"scale".ljust(32), "scale", shards, KEY_BYTES, groups, "{}")
         self.namespace, _ = self.cache.open_namespace(space)
         for rank in range(shards):
             self.cache.register_rank(space, rank, [PAGE_BYTES], None)
-        known._misses.fill(0)  # as large however many blocks there are
-        self._base_bytes += known._misses.nbytes
+        self.cache.blocks._misses.fill(0)  # as large however many blocks there are
+        self._base_bytes += self.cache.blocks._misses.nbytes
 
     def store(self, first: int, count: int, checksum: int = 0) -> None:
         """Store keys as each rank does, with random checksums if none is given."""

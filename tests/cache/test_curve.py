@@ -26,7 +26,9 @@ def chain_of(*keys: int) -> bytes:
 
 def group_of(block_bytes: int = MIB, label: str = "tiny", name: int = 0, tokens: int = 512) -> Group:
     namespace = Namespace(bytes([name]) * 32, label, 1, KEY_BYTES, [GroupSpec("full", tokens)], "{}")
-    return Group(1, namespace, 0, KEY_BYTES, [block_bytes], [block_bytes])
+    group = Group(1, namespace, 0)
+    group.set_sizes([block_bytes], [block_bytes])
+    return group
 
 
 def conversations(requests: int, seed: int, spread: int) -> Trace:

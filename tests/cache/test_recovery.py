@@ -21,7 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffd.cache.block_table import CORRUPT, READY, UNVERIFIED, WRITTEN, BlockTable
-from kvoffd.cache.recovery import GroupGeometry, RecoveredBlocks, recover
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policy import Group
+from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import (
     READY_RECORD,
@@ -33,6 +35,7 @@ from kvoffd.pool.slot_table import (
     check_table,
 )
 from kvoffd.system.native import native
+from kvoffd_proto.messages import GroupSpec
 
 MIB = 1 << 20
 PTRACE_TRACEME, PTRACE_SINGLESTEP = 0, 9
@@ -43,10 +46,18 @@ GEOMETRY = TableGeometry(POOL, REGION)
 # Two ranks of different sizes; one; a rank that did not register.
 NEXT_NUMBER = 100
 """The first number of which no namespace was written down."""
+
+
+def group_of(number: int, key_bytes: int, *lengths: int) -> Group:
+    group = Group(number, Namespace(bytes(32), "a", len(lengths), key_bytes, [GroupSpec("full", 16)], "{}"), 0)
+    group.set_sizes(lengths, [])
+    return group
+
+
 NAMESPACES = {
-    3: [GroupGeometry(31, 8, (8192, 12288)), GroupGeometry(32, 8, (5000, 5000))],
-    9: [GroupGeometry(91, 32, (20000,))],
-    10: [GroupGeometry(101, 8, (8192, 0))],
+    3: [group_of(31, 8, 8192, 12288), group_of(32, 8, 5000, 5000)],
+    9: [group_of(91, 32, 20000)],
+    10: [group_of(101, 8, 8192, 0)],
 }
 
 
@@ -83,7 +94,7 @@ class Pool:
         """[keys, ranks] slots, claimed."""
         geometry = NAMESPACES[namespace][group]
         columns = []
-        for nbytes in geometry.shard_bytes:
+        for nbytes in geometry.lengths:
             size = self.slots.slot_size(nbytes)
             columns.append(self.slots.take(size, len(keys)))
             for region in set((columns[-1] // self.slots.slots_per_region).tolist()):
@@ -98,7 +109,7 @@ class Pool:
     def publish(self, namespace: int, group: int, slots: np.ndarray) -> None:
         for rank, column in enumerate(slots.T):
             geometry, count = NAMESPACES[namespace][group], len(slots)
-            length = geometry.shard_bytes[rank]
+            length = geometry.lengths[rank]
             self.blocks.publish(slots[:, 0], column, [0] * count, length, array("Q", [7] * count), geometry.key_bytes)
 
     def store(self, namespace: int, group: int, keys: list[bytes]) -> np.ndarray:
@@ -117,7 +128,7 @@ class Pool:
                 states, blocks = self.blocks.find(group.number, keys, group.key_bytes)
                 assert states == bytes([READY]) * len(heads)
                 assert blocks.tolist() == heads.tolist()
-                for at, row in enumerate(self.blocks.slots(heads, len(group.shard_bytes)).tolist()):
+                for at, row in enumerate(self.blocks.slots(heads, len(group.lengths)).tolist()):
                     every[group.number, keys[at * group.key_bytes : (at + 1) * group.key_bytes]] = row
         return every
 
@@ -146,11 +157,11 @@ def plainly(fd: int) -> dict[tuple[int, bytes], list[int]]:
         if record["group"] >= len(groups):
             continue
         group, rank, length = groups[record["group"]], int(record["rank"]), int(record["length"])
-        if rank >= len(group.shard_bytes) or record["key_bytes"] != group.key_bytes:
+        if rank >= len(group.lengths) or record["key_bytes"] != group.key_bytes:
             continue
-        if not length or length != group.shard_bytes[rank] or max(8192, -(-length // 4096) * 4096) != size:
+        if not length or length != group.lengths[rank] or max(8192, -(-length // 4096) * 4096) != size:
             continue
-        ranks_of[group.number] = len(group.shard_bytes)
+        ranks_of[group.number] = len(group.lengths)
         name = group.number, record["key"].tobytes()[: group.key_bytes]
         kept = shards.setdefault(name, {}).get(rank)
         if kept is None or kept[0] < record["generation"]:
@@ -301,7 +312,7 @@ def test_a_writer_may_be_killed_at_any_instruction() -> None:
     before = pool.store(3, 0, keys_of(1, 2))
     held = pool.store(9, 0, keys_of(3, key_bytes=32))
     geometry, blocks = NAMESPACES[3][0], recover_in_place(pool)
-    new = np.stack([pool.slots.take(size, 2) for size in geometry.shard_bytes], axis=1)
+    new = np.stack([pool.slots.take(size, 2) for size in geometry.lengths], axis=1)
 
     # The library's functions themselves: each instruction of Python between them costs a step.
     lib, at, gone = native(), blocks.address, before[:1, 0].copy()
@@ -316,7 +327,7 @@ def test_a_writer_may_be_killed_at_any_instruction() -> None:
             (
                 lib.blocks_publish,
                 (
-                    *(at, heads.ctypes.data, slots.ctypes.data, 2, firsts.ctypes.data, geometry.shard_bytes[rank]),
+                    *(at, heads.ctypes.data, slots.ctypes.data, 2, firsts.ctypes.data, geometry.lengths[rank]),
                     *(sums.ctypes.data, blocks.generation + 2 * rank, ready.ctypes.data, names.ctypes.data),
                 ),
             )

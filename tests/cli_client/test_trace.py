@@ -146,7 +146,8 @@ class Rig:
         self.cache = cast(Cache, SimpleNamespace(watchers=[]))
         self.tracer = Tracer(self.cache, lambda: 0.0)
         namespace = Namespace(bytes(32), "tiny", 1, 32, [GroupSpec("full", 16)], "{}")
-        self.group = Group(1, namespace, 0, 32, [4096], [8192])
+        self.group = Group(1, namespace, 0)
+        self.group.set_sizes([4096], [8192])
 
     def session(self, number: int) -> Session:
         return cast(Session, SimpleNamespace(id=number, peer="uid 0", ended=False))

@@ -25,13 +25,12 @@ from kvoffd.cache.block_table import (
     WRITING_SHARD,
     WRITTEN,
     BlockIds,
-    BlockTable,
 )
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group, make_policy
 from kvoffd.cache.queues import Queues
-from kvoffd.cache.recovery import GroupGeometry, RecoveredBlocks, recover
+from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.cache.tickets import Held, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
@@ -98,11 +97,8 @@ class CacheRig:
         self.table = SlotTable(memory, self.geometry, new=True)
         self.clock = Clock()
         self.events = FoldedEvents()
-        blocks = BlockTable(self.table.records)
         self.policy = make_policy(policy, self.slots.pool_bytes, self.geometry.slots)
-        self.cache = Cache(
-            self.slots, self.table, blocks, self.policy, self.events, self.clock, leased_share=leased_share
-        )
+        self.cache = Cache(self.slots, self.table, self.policy, self.events, self.clock, leased_share=leased_share)
 
     def open(
         self, name: str = "a", world_size: int = 1, sizes: Sequence[int] | None = None, key_bytes: int = 8
@@ -189,17 +185,15 @@ class CacheRig:
         os.pwrite(fd, os.pread(self.fd, self.geometry.size_bytes, 0), 0)
         table = SlotTable(memoryview(mmap.mmap(fd, self.geometry.size_bytes)), self.geometry, new=False)
         slots, cache = SlotAllocator(self.geometry.pool_bytes, self.geometry.region_bytes), self.cache
-        successor = Cache(
-            slots, table, BlockTable(table.records), Queues(self.geometry.slots), FoldedEvents(), self.clock
-        )
+        successor = Cache(slots, table, Queues(self.geometry.slots), FoldedEvents(), self.clock)
         numbers: dict[int, tuple[bytes, int]] = {}
         namespaces = {}
         for namespace in cache.namespaces.values():
             groups = []
             for group in range(len(namespace.groups)):
                 numbers[len(numbers) + 1] = namespace.fingerprint, group
-                lengths = [namespace.shard_length(rank, group) for rank in range(namespace.world_size)]
-                groups.append(GroupGeometry(len(numbers), namespace.key_bytes, lengths))
+                groups.append(Group(len(numbers), namespace, group))
+                groups[-1].set_sizes(namespace.shard_lengths(group), [])
             namespaces[namespace.number] = groups
         recovered = recover(fd, table, slots, successor.blocks, namespaces, 2**32 - 1)
         os.close(fd)

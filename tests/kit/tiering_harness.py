@@ -120,7 +120,7 @@ class TieringHarness(CacheRig):
 
     def content(self, namespace: Namespace, group: int, key: bytes, rank: int) -> bytes:
         """The bytes that a shard must hold."""
-        sizes = namespace.shard_bytes(rank)
+        sizes = namespace.shard_bytes[rank]
         assert sizes is not None
         return (namespace.fingerprint + bytes([group, rank]) + key).ljust(sizes[group], b".")[: sizes[group]]
 

@@ -421,9 +421,9 @@ class SimDaemon:
     def evict_all(self) -> None:
         """Evict every block that may be evicted: first by a store that takes all the room there is, then the rest."""
         cache = self.service.cache
-        if spaces := [space for space in cache.namespaces.values() if space.shard_bytes(0) is not None]:
-            space = self._rng.choice(spaces)
-            count = self.pool.pool_bytes // cache.slots.slot_size(space.shard_length(0, 0))
+        if spaces := [(space, sizes[0]) for space in cache.namespaces.values() if (sizes := space.shard_bytes[0])]:
+            space, length = self._rng.choice(spaces)
+            count = self.pool.pool_bytes // cache.slots.slot_size(length)
             keys = b"".join(number.to_bytes(space.key_bytes, "big") for number in range(count))
             cache.abort_store(cache.begin_store(space, 0, [Part(0, keys)]))
         loose = [block for batch in cache.policy.candidates() for block in batch if not cache.blocks.pins[block]]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import cast
 
 from kvoffd.cache import POLICY_NAMES
-from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.policy import make_policy
 from kvoffd.config import Config, Limits
@@ -124,11 +123,9 @@ def ready_records(pool: Pool) -> list[tuple[int, SlotOwner, int, int]]:
 
 
 def make_cache(config: Config, pool: Pool, events: EventLog, clock: Callable[[], float]) -> Cache:
-    blocks = BlockTable(pool.table.records)
     return Cache(
         pool.slots,
         pool.table,
-        blocks,
         make_policy(config.eviction_policy, pool.pool_bytes, pool.table.geometry.slots),
         events,
         clock,

@@ -20,7 +20,8 @@ class Order:
 
     def __init__(self, name: str) -> None:
         namespace = Namespace(bytes(32), name, 1, 8, [GroupSpec("full", 512)], "{}")
-        self.group = Group(1, namespace, 0, 8, [BLOCK_BYTES], [BLOCK_BYTES])
+        self.group = Group(1, namespace, 0)
+        self.group.set_sizes([BLOCK_BYTES], [BLOCK_BYTES])
         self.policy = make_policy(name, POOL_BYTES, SLOTS)
 
     def insert(self, *blocks: int) -> None:
