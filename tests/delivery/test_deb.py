@@ -89,7 +89,19 @@ def test_the_package_is_installed_used_and_purged(chroot: Path) -> None:
         run("umount", chroot / "proc")
 
     config = chroot / "etc" / "kvoffd" / "kvoffd.toml"
-    config.write_text(config.read_text() + "# mine\n")
+    as_delivered = config.read_text()
+    # A release that refuses the configuration, and so does not start, is installed all the same and says why.
+    config.write_text(as_delivered + 'index_size = "1GiB"\n')
+    (chroot / "run" / "systemd" / "system").mkdir(parents=True)
+    systemctl = chroot / "stub" / "systemctl"
+    systemctl.parent.mkdir()
+    systemctl.write_text('#!/bin/sh\n[ "$1" != try-restart ]\n')
+    systemctl.chmod(0o755)
+    said = run("chroot", chroot, "sh", "-c", f"PATH=/stub:$PATH dpkg --install /{package.name} 2>&1")
+    assert re.search(r"index_size.* was a setting until 0\.2; .*remove it", said)
+    shutil.rmtree(chroot / "run" / "systemd")
+
+    config.write_text(as_delivered + "# mine\n")
     run("chroot", chroot, "dpkg", "--remove", "kvoffd")
     assert files(chroot) - before <= {
         "/etc/kvoffd",
