@@ -250,7 +250,6 @@ def _disk_stats(disk: Disk) -> s.DiskStats:
         direct=tier is not None and tier.direct,
         oldest_seconds=0.0 if tier is None else tier.oldest_seconds,
         lifetime_written_bytes=0 if tier is None else tier.lifetime_written_bytes,
-        errors={str(kind): count for kind, count in found.errors.items()},
     )
 
 
@@ -261,15 +260,11 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
     return [
         filled(
             s.SharedStats,
-            tier.counters,
+            tier.stats(),
             url=tier.name,
             up=tier.available(),
             breaker_trips=tier.breaker.opened,
-            queued_reads=tier.stats().queued_reads,
-            queued_writes=tier.stats().queued_writes,
-            already_stored=tier.counters.present_blocks,
             promotions_failed=dict(level.failures),
-            errors=dict(tier.counters.errors),
             servers=[s.SharedServer(*server) for server in tier.servers],
             unshared_namespaces=unshared,
         )

@@ -11,7 +11,7 @@ import weakref
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -31,12 +31,14 @@ from kvoffd.tiers.tier import (
     HEADER_BYTES,
     PRESENT,
     Block,
+    ReadEnd,
     Result,
     Space,
     Tier,
     TierListener,
     TierStats,
     Workers,
+    WriteEnd,
     decode_header,
     encode_header,
     fits_header,
@@ -244,7 +246,7 @@ class DiskTier(Tier):
         make_workers: Callable[..., Workers[Any, Any]] = Workers,
     ) -> None:
         file, begun = DiskFile(directory, size_bytes, options.region_bytes, calls, should_stop), clock()
-        self.name = f"disk:{directory}"
+        super().__init__(f"disk:{directory}", listener)
         self.direct = file.direct
         self.hangs = False
         """Whether a call does not return: until it does, nothing is taken."""
@@ -252,9 +254,7 @@ class DiskTier(Tier):
         """Whether a file has no name any more: the next daemon finds nothing."""
         self._file, self._pool, self._options = file, pool, options
         self._pool_at = address_of(pool)
-        self._clock, self._wall_clock, self._post, self._listener = clock, wall_clock, post, listener
-        self._errors: Counter[DiskFault] = Counter()
-        self._counts: Counter[str] = Counter()  # by their names in TierStats
+        self._clock, self._wall_clock, self._post = clock, wall_clock, post
         self._physical_bytes = file.physical_bytes()
         head = file.head
         self._slots = SlotAllocator(head.regions * head.region_bytes, head.region_bytes)
@@ -472,14 +472,7 @@ class DiskTier(Tier):
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def read(
-        self,
-        space: Space,
-        key: bytes,
-        offsets: Sequence[int],
-        deadline: float,
-        on_end: Callable[[Result, Block | None], None],
-    ) -> bool:
+    def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
         too_many = self._reads_under_way >= self._options.most_reads
         if too_many or not self.available() or not self._knows(space):
             return False
@@ -591,25 +584,25 @@ class DiskTier(Tier):
             end = End(Result.GONE)  # it was removed during the read
         if end.result is Result.DONE:
             region.found[place] = 0
-            self._counts["read_blocks"] += 1
-            self._counts["read_bytes"] += job.nbytes
+            self.counters.read_blocks += 1
+            self.counters.read_bytes += job.nbytes
         self._reads_under_way -= 1
         self._unpin([job.slot])
         job.on_end(end.result, end.block)
 
     # --- writing ---------------------------------------------------------------------------------
 
-    def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
+    def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         space, key, now = block.space, block.key, self._clock()
         if not self.wants(space, [key])[0]:
             return False
         full = len(self._writing) >= self._options.most_writes
         if not self.available() or full or now < self._write_at or not self._fits(space, key):
-            self._counts["refused_writes"] += 1
+            self.counters.refused_writes += 1
             return False
         assert all(block.checksums), "without them nothing could tell that a block is whole"
         if (taken := self._take(self._slots.slot_size(self._slot_bytes(space)))) is None:
-            self._counts["refused_writes"] += 1
+            self.counters.refused_writes += 1
             return False
         slot, replaces = taken
         if not self._knows(space):
@@ -636,7 +629,7 @@ class DiskTier(Tier):
             fits = False
         else:
             fits = 0 < len(key) <= MAX_KEY_BYTES and fits_header(space, len(key)) and space.nbytes < 1 << 32
-        if not fits and not self._errors[DiskFault.TOO_LARGE]:  # reported once: there will be many such blocks
+        if not fits and not self.counters.errors[DiskFault.TOO_LARGE]:  # reported once: there will be many such blocks
             self._error(
                 DiskFault.TOO_LARGE,
                 f"Blocks of {space.nbytes} bytes do not fit the regions of {self.name}, which have "
@@ -673,7 +666,7 @@ class DiskTier(Tier):
             if region.hand == region.slots:
                 region.hand = 0
                 self._regions[number] = self._regions.pop(number)
-            self._counts["evicted_blocks"] += len(victims)
+            self.counters.evicted_blocks += len(victims)
             if victims and other:
                 for place in victims:
                     self._drop(first + place)
@@ -757,12 +750,14 @@ class DiskTier(Tier):
     def _write_ended(self, job: Job, end: End) -> None:
         if end.fault is not None:
             self._error(end.fault, end.sentence)
-        kept, result = self._is_wanted(job), end.result
+        name, result = (job.space.tag, job.key), end.result
+        if kept := self._writing.get(name) is job:  # else it was removed meanwhile
+            del self._writing[name]
         if result is Result.DONE:
             self._pause_s = 0.0
             self._may_differ = True
-            self._counts["written_blocks"] += 1
-            self._counts["written_bytes"] += job.nbytes
+            self.counters.written_blocks += 1
+            self.counters.written_bytes += job.nbytes
             self._noted_bytes += job.nbytes
         elif result is Result.FAILED:
             self._pause_s = min(_MOST_PAUSE_S, 2 * self._pause_s) or _LEAST_PAUSE_S
@@ -787,14 +782,6 @@ class DiskTier(Tier):
             self._note_gone([job.slot], job.removals, wiped=bool(job.removals))
         self._unpin([job.slot])
         job.on_end(Result.GONE if result is Result.DONE and not kept else result)
-
-    def _is_wanted(self, job: Job) -> bool:
-        """Whether what is not being written any more was not removed during its write."""
-        name = job.space.tag, job.key
-        if self._writing.get(name) is not job:
-            return False
-        del self._writing[name]
-        return True
 
     # --- removing --------------------------------------------------------------------------------
 
@@ -1022,7 +1009,8 @@ class DiskTier(Tier):
                 self._noted_bytes = 0
 
     def stats(self) -> TierStats:
-        return TierStats(
+        return replace(
+            self.counters,
             size_bytes=self._file.size_bytes,
             used_bytes=self._bytes,
             physical_bytes=self._physical_bytes,
@@ -1032,8 +1020,7 @@ class DiskTier(Tier):
             running_reads=self._reads.running,
             running_writes=self._writes.running,
             busy_seconds=self._reads.busy_seconds + self._writes.busy_seconds,
-            errors={kind.value: count for kind, count in self._errors.items()},
-            **self._counts,
+            errors=self.counters.errors.copy(),
         )
 
     def close(self, deadline_s: float) -> bool:
@@ -1075,10 +1062,6 @@ class DiskTier(Tier):
     def _bug(self, error: Exception) -> End:
         logger.error("A thread of %s failed.", self.name, exc_info=error)
         return End(Result.FAILED, None, DiskFault.BUG, f"A disk thread failed ({error!r}): a bug; the log has more.")
-
-    def _error(self, kind: DiskFault, sentence: str) -> None:
-        self._errors[kind] += 1
-        self._listener.error(self, kind, sentence)
 
 
 def most_blocks(size_bytes: int) -> int:

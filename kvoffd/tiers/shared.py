@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import inf
 from typing import Any
@@ -31,12 +31,14 @@ from kvoffd.tiers.tier import (
     HEADER_BYTES,
     PRESENT,
     Block,
+    ReadEnd,
     Result,
     Space,
     Tier,
     TierListener,
     TierStats,
     Workers,
+    WriteEnd,
     decode_header,
     encode_header,
     fits_header,
@@ -179,7 +181,7 @@ class Read:
     key: bytes
     views: Sequence[memoryview]
     deadline: float
-    on_end: Callable[[Result, Block | None], None]
+    on_end: ReadEnd
 
 
 @dataclass(slots=True, eq=False)
@@ -189,7 +191,7 @@ class Write:
     space: Space
     stored: Block
     views: Sequence[memoryview]
-    on_end: Callable[[Result], None]
+    on_end: WriteEnd
 
 
 @dataclass(slots=True, eq=False)
@@ -197,22 +199,6 @@ class Removal:
     """Removes objects, as far as that can be done."""
 
     names: Sequence[bytes]
-
-
-@dataclass
-class SharedCounters:
-    asked_keys: int = 0
-    found_keys: int = 0
-    unanswered_keys: int = 0
-    read_blocks: int = 0
-    read_bytes: int = 0
-    written_blocks: int = 0
-    written_bytes: int = 0
-    present_blocks: int = 0
-    dropped_writes: int = 0
-    mismatches: int = 0
-    ask_seconds: float = 0.0
-    errors: Counter[str] = field(default_factory=Counter)
 
 
 class SharedTier(Tier):
@@ -244,11 +230,10 @@ class SharedTier(Tier):
         generations: Mapping[bytes, int] | None = None,
         make_workers: Callable[..., Workers[Any, Any]] = Workers,
     ) -> None:
-        self.name = name
+        super().__init__(name, listener)
         self._store = first = open_store()
         self._stores = [first, *(open_store() for _ in range(READERS + first.writers))]
         self.ask_deadline_s = ask_deadline_s or first.ask_deadline_s
-        self.counters = SharedCounters()
         self.problem = ""
         """Why it failed last as a whole, a sentence."""
         self._refusal = ""
@@ -256,7 +241,6 @@ class SharedTier(Tier):
         self._pool = pool
         self._clock = clock
         self.post = post
-        self._listener = listener
         self._answers: dict[int, dict[bytes, tuple[int, float]]] = {}
         """By tag and key what was answered and when, or ASKED; of ABSENT until when it is taken for true."""
         self._count = 0
@@ -391,20 +375,13 @@ class SharedTier(Tier):
         tag, fits = space.tag, space.nbytes <= MOST_OBJECT_BYTES and fits_header(space, MOST_KEY_BYTES)
         return [fits and (tag, key) not in self._writes and not self._is_believed(tag, key) for key in keys]
 
-    def read(
-        self,
-        space: Space,
-        key: bytes,
-        offsets: Sequence[int],
-        deadline: float,
-        on_end: Callable[[Result, Block | None], None],
-    ) -> bool:
+    def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
         if not self.available() or not self._is_believed(space.tag, key) or self._reading.waiting >= MOST_READS:
             return False
         self._reading.put(Read(space, self._stored(space), key, self._views(space, offsets), deadline, on_end))
         return True
 
-    def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
+    def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         space, key = block.space, block.key
         if not self.available() or self._clock() < self._write_at or space.nbytes > MOST_OBJECT_BYTES:
             self.counters.dropped_writes += 1
@@ -477,7 +454,7 @@ class SharedTier(Tier):
         if not self._probing and now >= (self.breaker.probe_at if self.breaker.open else self._heard_at + QUIET_S):
             self._probe()
         for name, error in self._store.servers.take_unraised() if self._store.servers is not None else ():
-            self._tell(f"{error.kind} {name}", error.sentence)
+            self._error(f"{error.kind} {name}", error.sentence)
         if self._asking.longest_s > HANGS_S:
             overdue = self._asking.end(None, lambda one: isinstance(one, Ask) and one.deadline < now - HANGS_S)
             if overdue and not self.breaker.open:
@@ -490,8 +467,13 @@ class SharedTier(Tier):
         self._asking.put(Probe())
 
     def stats(self) -> TierStats:
-        """What waits or runs; ``counters`` has the rest."""
-        return TierStats(queued_reads=self._reading.waiting + self._reading.running, queued_writes=len(self._writes))
+        reads = self._reading.waiting + self._reading.running
+        return replace(
+            self.counters,
+            queued_reads=reads,
+            queued_writes=len(self._writes),
+            errors=self.counters.errors.copy(),
+        )
 
     def close(self, deadline_s: float) -> bool:
         until = time.monotonic() + deadline_s
@@ -592,7 +574,7 @@ class SharedTier(Tier):
             counters.mismatches += 1
             self._remove_objects(space, [key])
             name = object_key(read.stored, key).decode()
-            self._tell("mismatch", f"The object {name} is not the block that it should be; it is removed.")
+            self._error("mismatch", f"The object {name} is not the block that it should be; it is removed.")
         read.on_end(result, block._replace(space=space) if block is not None else None)
 
     def _write_ended(self, write: Write | Removal, result: Result) -> None:
@@ -606,7 +588,7 @@ class SharedTier(Tier):
             counters.written_blocks += 1
             counters.written_bytes += space.nbytes
         elif result is Result.PRESENT:
-            counters.present_blocks += 1
+            counters.already_stored += 1
         else:
             counters.dropped_writes += 1
         there = result in (Result.DONE, Result.PRESENT)
@@ -623,11 +605,7 @@ class SharedTier(Tier):
         if self._clock() >= self._unexpected_at + LOGGED_S and error.kind == "internal":
             self._unexpected_at = self._clock()
             logger.error("A shared store failed unexpectedly.", exc_info=error.__cause__)
-        self._tell(error.kind, error.sentence)
-
-    def _tell(self, kind: str, sentence: str) -> None:
-        self.counters.errors[kind.partition(" ")[0]] += 1
-        self._listener.error(self, kind, sentence)
+        self._error(error.kind, error.sentence)
 
 
 def _nbytes(work: Read | Write | Removal) -> int:

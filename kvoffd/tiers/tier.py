@@ -13,13 +13,13 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from hashlib import blake2b
-from types import MappingProxyType
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import xxhash
 
@@ -163,25 +163,38 @@ class TierListener(Protocol):
         """Something went wrong. ``kind`` is a word or two joined by ``_``; errors are counted by kind."""
 
 
-class TierStats(NamedTuple):
-    """Sizes and queues as they are now, and what was done since the tier was opened: fields of ``DiskStats``."""
+ReadEnd: TypeAlias = Callable[[Result, Block | None], None]
+WriteEnd: TypeAlias = Callable[[Result], None]
+
+
+@dataclass
+class TierStats:
+    """Sizes and queues as they are now, and what was done since the tier was opened: fields of ``DiskStats`` and
+    ``SharedStats``."""
 
     size_bytes: int = 0
     used_bytes: int = 0
     physical_bytes: int = 0
     blocks: int = 0
+    asked_keys: int = 0
+    found_keys: int = 0
+    unanswered_keys: int = 0
+    ask_seconds: float = 0.0
     read_blocks: int = 0
     read_bytes: int = 0
     written_blocks: int = 0
     written_bytes: int = 0
     evicted_blocks: int = 0
     refused_writes: int = 0
+    already_stored: int = 0
+    dropped_writes: int = 0
+    mismatches: int = 0
     queued_reads: int = 0
     queued_writes: int = 0
     running_reads: int = 0
     running_writes: int = 0
     busy_seconds: float = 0.0
-    errors: Mapping[str, int] = MappingProxyType({})
+    errors: Counter[str] = field(default_factory=Counter)
 
 
 class Tier(ABC):
@@ -190,8 +203,14 @@ class Tier(ABC):
     A failure is a miss, and the listener is called with it. An error of a device is never raised here.
     """
 
-    name: str
-    """For operators, such as ``disk:/mnt/nvme0``."""
+    def __init__(self, name: str, listener: TierListener) -> None:
+        self.name, self._listener, self.counters = name, listener, TierStats()
+        """``name``: for operators, such as ``disk:/mnt/nvme0``."""
+
+    def _error(self, kind: str, sentence: str) -> None:
+        """Count an error by the first word of its kind, and tell of it."""
+        self.counters.errors[kind.partition(" ")[0]] += 1
+        self._listener.error(self, kind, sentence)
 
     @abstractmethod
     def find(self, space: Space, keys: Sequence[bytes], *, prefix: bool) -> bytes:
@@ -205,18 +224,11 @@ class Tier(ABC):
         """Of each key, whether a write of it would be of use: it is absent, or due to be refreshed."""
 
     @abstractmethod
-    def read(
-        self,
-        space: Space,
-        key: bytes,
-        offsets: Sequence[int],
-        deadline: float,
-        on_end: Callable[[Result, Block | None], None],
-    ) -> bool:
+    def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
         """Begin to read into these pool offsets, by rank. False where the block is not there or not taken now."""
 
     @abstractmethod
-    def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
+    def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         """Begin to write from these pool offsets, by rank. False where it is not taken now."""
 
     @abstractmethod
@@ -259,7 +271,8 @@ class Tier(ABC):
         """Called a few times a second: ends what is too late, notices devices that hang."""
 
     @abstractmethod
-    def stats(self) -> TierStats: ...
+    def stats(self) -> TierStats:
+        """What ``counters`` has, and how it is now."""
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:

@@ -64,7 +64,7 @@ class FakeTier(Tier):
         most_jobs: int = 2**30,
         asks: bool = False,
     ) -> None:
-        self.name = name
+        super().__init__(name, listener)
         self.memory, self.listener = memory, listener
         self.blocks: dict[tuple[int, bytes], tuple[Block, list[bytes]]] = {}
         self.jobs: dict[Job, None] = {}

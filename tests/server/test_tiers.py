@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +57,7 @@ class FakeDisk:
         return dict.fromkeys(self.names, self.generation)
 
     def stats(self) -> TierStats:
-        return TierStats._make((2**30, *[0] * 11, self.busy, 0, 0.0, self.errors))
+        return TierStats(2**30, running_reads=self.busy, errors=Counter(self.errors))
 
     def tick(self) -> None:
         pass

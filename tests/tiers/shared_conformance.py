@@ -119,7 +119,7 @@ class SharedConformance:
         ours.store(block)
         assert ours.write(block) is None
         theirs.store(block)
-        assert (theirs.tier.counters.present_blocks, theirs.tier.counters.written_blocks) == (1, 0)
+        assert (theirs.tier.counters.already_stored, theirs.tier.counters.written_blocks) == (1, 0)
 
     def test_groups_and_namespaces_are_kept_apart(self, node: Nodes) -> None:
         rig, other = node(), node()

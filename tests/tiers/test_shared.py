@@ -430,7 +430,7 @@ def test_what_nobody_uses_expires_and_a_use_begins_its_time_anew(of: str, reques
     assert 3590 <= int(server.command("TTL", name)[1:]) <= 3600
     other.block(int.from_bytes(block.key, "big"))
     other.store(block)
-    assert other.tier.counters.present_blocks == 1
+    assert other.tier.counters.already_stored == 1
     assert 7190 <= int(server.command("TTL", name)[1:]) <= 7200
     assert other.load(block) is DONE
     assert rig.close()
