@@ -746,7 +746,7 @@ class Cache:
 
     def begin_fill(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> FillTicket:
         """Take slots of all ranks for keys that come from a tier, as far as there is space. Raises BadGeometry."""
-        known = self.group(namespace, group)
+        known = self._current[namespace][group]
         if not known.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
         states, _ = self.blocks.find(known.number, b"".join(keys), namespace.key_bytes)

@@ -10,7 +10,7 @@ import time
 import weakref
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -716,11 +716,6 @@ class DiskTier(Tier):
             return []
         return self._some(waiting, 1)
 
-    def _views(self, job: Job) -> list[memoryview]:
-        """Its shards in the pool, of whole pages."""
-        shards = zip(job.shards, job.space.lengths, strict=True)
-        return [self._pool[offset : offset + page_up(length)] for offset, length in shards]
-
     def _write(self, jobs: list[Job], headers: memoryview, address: int) -> list[End]:
         """In a thread: write blocks that follow one another, each alone where that fails; then their records."""
         buffers: list[memoryview] = []
@@ -728,7 +723,8 @@ class DiskTier(Tier):
             assert job.block is not None
             header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
             header[:] = encode_header(job.block)
-            buffers += [header, *self._views(job)]
+            shards = zip(job.shards, job.space.lengths, strict=True)
+            buffers += [header, *(self._pool[offset : offset + page_up(length)] for offset, length in shards)]
         try:
             write_all(self._file.calls, self._file.fd, buffers, jobs[0].offset)
         except OSError as error:
@@ -793,11 +789,7 @@ class DiskTier(Tier):
 
     def remove_all(self, fingerprint: bytes | None, *, wiped: bool = False) -> int:
         """See Tier. ``wiped``: the generation stays, and the same keys may be written again."""
-        found = {tag: one for tag, one in self._spaces.items() if fingerprint in (None, one.space.fingerprint)}
-        return self._remove_spaces(found, wiped=wiped)
-
-    def _remove_spaces(self, removed: Mapping[int, _Known], *, wiped: bool) -> int:
-        """Remove all that there is of spaces, by tag; returns how many blocks could be read."""
+        removed = {tag: one for tag, one in self._spaces.items() if fingerprint in (None, one.space.fingerprint)}
         names = [name for evicted in self._evicted.values() for name in evicted]
         names += [name for job in self._writing.values() if (name := job.replaces) is not None]
         leaving: list[_Known] = []

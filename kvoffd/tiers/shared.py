@@ -9,7 +9,6 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from math import inf
 from typing import Any
 
@@ -743,11 +742,12 @@ class StoreConnection:
     def reads(self, batch: list[Read]) -> list[tuple[Result, Block | None]]:
         ends: list[tuple[Result, Block | None]] = []
         while len(ends) < len(batch):
-            now = self._clock()
+            now, left = self._clock(), batch[len(ends) :]
+            in_time = next((at for at, read in enumerate(left) if read.deadline <= now), len(left))
             if self._tier.closed or self._breaker.open:
                 ends.append((Result.CANCELLED if self._tier.closed else Result.FAILED, None))
-            elif in_time := _in_time(batch[len(ends) :], now):
-                ends += self._read(in_time)
+            elif in_time:
+                ends += self._read(left[:in_time])
             else:
                 ends.append((Result.DEADLINE, None))
         return ends
@@ -814,10 +814,6 @@ def _verified(read: Read, header: bytes) -> Block | None:
         return None
     right = all(digest(view) == checksum for view, checksum in zip(read.views, block.checksums, strict=True))
     return block if right else None
-
-
-def _in_time(reads: Sequence[Read], now: float) -> list[Read]:
-    return list(takewhile(lambda read: read.deadline > now, reads))
 
 
 def _check_generation(own_key: bytes, generation: int) -> None:
