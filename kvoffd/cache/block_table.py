@@ -24,6 +24,7 @@ from kvoffd_proto import messages
 BlockIds: TypeAlias = npt.NDArray[np.uint32]
 """Numbers of blocks: of their first slots."""
 
+_NOTHING: BlockIds = np.empty(0, np.uint32)
 NO_BLOCK = 2**32 - 1
 FREE, WRITING, READY = int(messages.ABSENT), int(messages.WRITING), int(messages.READY)
 """States of a block, as lookups answer with them: FREE has no block; of a WRITING one a shard is missing."""
@@ -123,13 +124,15 @@ class BlockTable:
         if not self._native.blocks_open(self.address, os.urandom(16)):
             raise MemoryError
         self._close = weakref.finalize(self, self._native.blocks_close, ctypes.pointer(self._blocks))
-        self._make_buffers(512)
+        self._words = _NOTHING
+        self._fit(512)
 
-    def _make_buffers(self, count: int) -> None:
-        """Of so many words, and as many keys."""
-        count *= 2  # the next are likely to be as many
-        self._words, self._bytes = np.empty(count, np.uint32), np.empty(64 * count, np.uint8)
-        self._words_at, self._bytes_at = self._words.ctypes.data, self._bytes.ctypes.data
+    def _fit(self, count: int) -> None:
+        """Have the buffers hold so many words, and as many keys."""
+        if count > len(self._words):
+            count *= 2  # the next are likely to be as many
+            self._words, self._bytes = np.empty(count, np.uint32), np.empty(64 * count, np.uint8)
+            self._words_at, self._bytes_at = self._words.ctypes.data, self._bytes.ctypes.data
 
     @property
     def nbytes(self) -> int:
@@ -139,16 +142,14 @@ class BlockTable:
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
         """By key: the state of its block and the number; FREE and NO_BLOCK where there is none."""
         count = len(keys) // key_bytes
-        if count > len(self._words):
-            self._make_buffers(count)
+        self._fit(count)
         self._native.blocks_find(self.address, group, keys, count, key_bytes, self._bytes_at, self._words_at)
         return self._bytes[:count].tobytes(), self._words[:count].copy()
 
     def lookup(self, group: int, keys: bytes, key_bytes: int, *, pin: bool) -> Found:
         """Find keys, and pin the blocks of those that are READY."""
         count = len(keys) // key_bytes
-        if count > len(self._words):
-            self._make_buffers(count)
+        self._fit(count)
         some = self.address, group, keys, count, key_bytes
         self._native.blocks_lookup(*some, pin, self._bytes_at, self._words_at, self._counts_at)
         changed, pages, loose_pages, ready, run, *misses = self._counts[:]
@@ -171,8 +172,7 @@ class BlockTable:
                 if number < count:
                     firsts[number] = first
             offered = firsts.tobytes()
-        if count > len(self._words):
-            self._make_buffers(count)
+        self._fit(count)
         if not self._native.blocks_plan(
             *(self.address, group, keys, count, key_bytes, rank, offered, self._bytes_at, self._words_at)
         ):
@@ -188,8 +188,8 @@ class BlockTable:
         namespace: int,
         group_in_it: int,
         nbytes: int,
-    ) -> BlockIds:
-        """Make blocks of free slots, [blocks, ranks], for keys none of which is there. Returns their numbers.
+    ) -> None:
+        """Make blocks of free slots, [blocks, ranks], for keys none of which is there.
 
         The records name the namespace and its group; all shards are still to be written. ``nbytes``: of the slots of
         one block.
@@ -201,7 +201,6 @@ class BlockTable:
             *(group, keys, key_bytes, namespace, group_in_it),
         )
         assert entered == count, "a key is there, a slot is not free, or there is no memory"
-        return slots[:, 0].copy()
 
     def replace(
         self, blocks: BlockIds, ranks: int, group: int, keys: bytes, key_bytes: int, reason: int
@@ -211,8 +210,7 @@ class BlockTable:
         Returns the slots, [blocks, ranks], the keys of those that are gone, and how many slots were UNVERIFIED.
         """
         count = len(blocks)
-        if count * ranks > len(self._words):
-            self._make_buffers(count * ranks)
+        self._fit(count * ranks)
         replaced = self._native.blocks_replace(
             *(self.address, packed(blocks), count, ranks, group, keys, key_bytes, reason),
             *(self._bytes_at, self._words_at, self._counts_at),
@@ -241,8 +239,7 @@ class BlockTable:
         firsts, sums = None if first_blocks is None else array("H", first_blocks).tobytes(), checksums.tobytes()
         assert 8 * count == 8 * len(slots) == len(sums)
         assert firsts is None or 2 * count == len(firsts)
-        if count > len(self._words):
-            self._make_buffers(count)
+        self._fit(count)
         found = self._native.blocks_publish(
             *(self.address, packed(blocks), packed(slots), count, firsts, length, sums),
             *(self.generation, self._words_at, self._bytes_at),
@@ -262,8 +259,7 @@ class BlockTable:
 
         Returns their keys, and what ``release`` does.
         """
-        if len(blocks) * ranks > len(self._words):
-            self._make_buffers(len(blocks) * ranks)
+        self._fit(len(blocks) * ranks)
         dropped = self._native.blocks_drop(
             *(self.address, packed(blocks), len(blocks), reason, self._bytes_at, self._words_at, self._counts_at)
         )
@@ -276,8 +272,7 @@ class BlockTable:
 
         Slots whose shard is CORRUPT keep that mark, in their records too, and must not be used again.
         """
-        if len(blocks) * ranks > len(self._words):
-            self._make_buffers(len(blocks) * ranks)
+        self._fit(len(blocks) * ranks)
         self._native.blocks_release(self.address, packed(blocks), len(blocks), self._words_at, self._counts_at)
         return self._released()
 
@@ -290,11 +285,10 @@ class BlockTable:
         ``loose``."""
         return int(self._native.blocks_alike(self.address, packed(blocks), len(blocks), loose))
 
-    def is_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+    def being_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether a store writes a shard of each block."""
-        if len(blocks) > len(self._words):
-            self._make_buffers(len(blocks))
-        self._native.blocks_written_now(self.address, packed(blocks), len(blocks), self._bytes_at)
+        self._fit(len(blocks))
+        self._native.blocks_being_written(self.address, packed(blocks), len(blocks), self._bytes_at)
         return self._bytes[: len(blocks)].astype(np.bool_)
 
     def pin(self, blocks: BlockIds) -> tuple[int, int]:
@@ -302,25 +296,22 @@ class BlockTable:
 
         Returns the bytes of all, and of those that nothing pinned before.
         """
-        if len(blocks) > len(self._words):
-            self._make_buffers(len(blocks))
-        some = packed(blocks), len(blocks)
-        self._native.blocks_pin(self.address, *some, 1, self._words_at, self._counts_at)
-        changed, pages, loose_pages = self._counts[:3]
-        self.pinned_blocks += changed
-        self.pinned_bytes += loose_pages * PAGE_BYTES
+        _, pages, loose_pages = self._pin(blocks, 1)
         return pages * PAGE_BYTES, loose_pages * PAGE_BYTES
 
     def unpin(self, blocks: BlockIds) -> BlockIds:
         """Undo one pin for each time a block is named. Returns those that nothing pins any more."""
-        if len(blocks) > len(self._words):
-            self._make_buffers(len(blocks))
-        some = packed(blocks), len(blocks)
-        self._native.blocks_pin(self.address, *some, -1, self._words_at, self._counts_at)
-        changed, _, loose_pages = self._counts[:3]
-        self.pinned_blocks -= changed
-        self.pinned_bytes -= loose_pages * PAGE_BYTES
+        changed, *_ = self._pin(blocks, -1)
         return self._words[:changed].copy()
+
+    def _pin(self, blocks: BlockIds, by: int) -> list[int]:
+        self._fit(len(blocks))
+        at = self._words_at, self._counts_at
+        self._native.blocks_pin(self.address, packed(blocks), len(blocks), by, *at)
+        counts = self._counts[:3]
+        self.pinned_blocks += by * counts[0]
+        self.pinned_bytes += by * counts[2] * PAGE_BYTES
+        return counts
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] the slots of blocks that have so many, or more."""
@@ -352,8 +343,7 @@ class BlockTable:
     def keys(self, blocks: BlockIds, key_bytes: int) -> bytes:
         """The keys of blocks of one group, end to end."""
         count = len(blocks)
-        if count > len(self._words):
-            self._make_buffers(count)
+        self._fit(count)
         self._native.blocks_keys(self.address, packed(blocks), count, key_bytes, self._bytes_at)
         return self._bytes[: count * key_bytes].tobytes()
 

@@ -195,9 +195,8 @@ static void seal(const struct blocks *x, uint8_t *record)
 }
 
 /* Notes that shards of `length` bytes are whole, from the last one to the first, with rising generations. `first_blocks` may
- * be NULL for 0. Writes the blocks
- * that lack no shard now, in the order in which they were noted, and their keys; returns how many. Where a block is not
- * WRITING nothing is done, and NONE returned. */
+ * be NULL for 0. Writes the blocks that lack no shard now, in the order in which they were noted, and their keys; returns
+ * how many. Where a block is not WRITING nothing is done, and NONE returned. */
 uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const uint32_t *slots, uint64_t count,
                                const uint16_t *first_blocks, uint32_t length, const uint64_t *checksums,
                                uint64_t generation, uint32_t *ready, uint8_t *keys)
@@ -236,7 +235,7 @@ void kvoffd_blocks_set_checksum(const struct blocks *x, uint32_t slot, uint64_t 
 }
 
 /* Whether a store writes a shard of the block. */
-static int is_written(const struct blocks *x, uint32_t block)
+static int being_written(const struct blocks *x, uint32_t block)
 {
     uint32_t at = block;
 
@@ -249,10 +248,10 @@ static int is_written(const struct blocks *x, uint32_t block)
 }
 
 /* Says of each block whether a store writes a shard of it. */
-void kvoffd_blocks_written_now(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint8_t *answers)
+void kvoffd_blocks_being_written(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint8_t *answers)
 {
     for (uint64_t i = 0; i < count; i++)
-        answers[i] = is_written(x, blocks[i]);
+        answers[i] = being_written(x, blocks[i]);
 }
 
 /* What became of blocks that are out of the index. */
@@ -266,7 +265,7 @@ static void release(struct blocks *x, uint32_t block, uint32_t *slots, struct re
 {
     uint32_t at = block;
 
-    if (x->state[block] != DROPPED || x->pins[block] || is_written(x, block))
+    if (x->state[block] != DROPPED || x->pins[block] || being_written(x, block))
         return;
     do {
         uint32_t next = x->next[at];
@@ -396,7 +395,7 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
             uint32_t block = blocks[i] = slot_of(entry), slot = shard_slot(x, block, rank);
             uint8_t shard = x->shard[slot] & SHARD_STATE;
             verdicts[i] = shard == RESERVED ? MINE : PRESENT;
-            if (shard == WRITTEN && !x->pins[block] && !is_written(x, block) &&
+            if (shard == WRITTEN && !x->pins[block] && !being_written(x, block) &&
                 READ(record_of(x, slot), uint16_t, FIRST_BLOCK) > (first_blocks ? first_blocks[i] : 0))
                 verdicts[i] = NARROW;
         }

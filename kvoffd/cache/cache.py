@@ -196,12 +196,9 @@ class Cache:
         return namespace, True
 
     def _give_number(self, namespace: Namespace, number: int) -> None:
+        """From now on its blocks belong to new groups."""
         namespace.number = number
         self._next_number = max(self._next_number, number + 1)
-        self._make_groups(namespace)
-
-    def _make_groups(self, namespace: Namespace) -> None:
-        """From now on its blocks belong to new groups."""
         first, self._next_group = self._next_group, self._next_group + len(namespace.groups)
         groups = [Group(first + index, namespace, index) for index in range(len(namespace.groups))]
         self._current[namespace] = groups
@@ -741,7 +738,7 @@ class Cache:
         """Note those of the blocks as partial that nobody writes."""
         if blocks.size:
             now = self._clock()
-            for block in blocks[~self.blocks.is_written(blocks)].tolist():
+            for block in blocks[~self.blocks.being_written(blocks)].tolist():
                 self._partial[block] = now
 
     def begin_fill(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> FillTicket:

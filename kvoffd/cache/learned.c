@@ -4,7 +4,6 @@
  * of 64 bits, never 0, and nothing else of it is kept: two keys with one hash would be taken for one, which with 100
  * million keys happens once in 3,700 daemons and costs a decision about one block.
  */
-#define _GNU_SOURCE
 #include "../system/key_hash.h"
 
 #include <math.h>
@@ -12,7 +11,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 enum {
     BINS = 17, /* age bins of a class */
@@ -577,21 +575,6 @@ static void free_keys(struct learned *l, struct keys *keys)
     free(keys);
 }
 
-/* Doubles the room, without a copy. New spans are 0. */
-static void more_spans(struct learned *l)
-{
-    uint64_t before = l->span_room * sizeof *l->spans, nbytes;
-    void *made;
-
-    l->span_room = l->span_room ? 2 * l->span_room : FEWEST;
-    nbytes = l->span_room * sizeof *l->spans;
-    if (before)
-        made = mremap(l->spans, before, nbytes, MREMAP_MAYMOVE);
-    else
-        made = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    l->spans = or_end(made == MAP_FAILED ? NULL : made);
-}
-
 /* A span without keys, whose other fields are 0. */
 static uint32_t new_span(struct learned *l, uint64_t weight)
 {
@@ -601,8 +584,10 @@ static uint32_t new_span(struct learned *l, uint64_t weight)
         l->unused_spans = l->spans[number].child;
     } else {
         number = l->span_top++;
-        if (number == l->span_room)
-            more_spans(l);
+        if (number == l->span_room) { /* large memory moves without a copy */
+            l->span_room *= 2;
+            l->spans = or_end(realloc(l->spans, l->span_room * sizeof *l->spans));
+        }
     }
     memset(&l->spans[number], 0, sizeof *l->spans);
     l->spans[number].pages = (weight < l->known.lifetime ? weight : l->known.lifetime) / PAGE;
@@ -637,12 +622,6 @@ static uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t c
     l->known.known_bytes += count * weight_of(s);
     begin_lives(l, s, count);
     return number;
-}
-
-/* Keys of a span are taken or forgotten. */
-static void lose_bytes(struct learned *l, const struct span *s, uint64_t keys)
-{
-    l->known.known_bytes -= keys * weight_of(s);
 }
 
 static void leave_order(struct learned *l, uint32_t number)
@@ -738,7 +717,7 @@ static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
         remove_place(l, *hash_at(s, i), number);
     }
     end_lives(l, s, keys, l->counts.forgotten[s->kind]);
-    lose_bytes(l, s, keys);
+    l->known.known_bytes -= keys * weight_of(s);
     s->behind += keys;
     s->high -= keys;
     compact(l, number);
@@ -765,17 +744,9 @@ static uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
     struct span *s = &l->spans[number], *r = &l->spans[rest];
     uint32_t count = s->high - place;
 
-    r->since = s->since;
-    r->seen = s->seen;
-    r->sightings = s->sightings;
-    r->turn = s->turn;
-    r->behind = s->behind;
-    r->kind = s->kind;
-    r->age_bin = s->age_bin;
-    r->old = s->old;
-    r->closed = s->closed;
+    *r = *s;
+    r->low = r->previous = r->next = r->older = r->younger = 0;
     r->before = number;
-    r->child = s->child;
     if (r->child)
         l->spans[r->child].before = rest;
     s->child = rest;
@@ -805,7 +776,7 @@ static void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32
     for (uint32_t i = 0; i < count && s->held; i++)
         s->held -= handles[i] != 0;
     add_blocks(l, s, (int64_t)s->held - had);
-    lose_bytes(l, s, count);
+    l->known.known_bytes -= count * weight_of(s);
     s->low += count;
     if (had && !s->held)
         leave_cell(l, number);
@@ -868,12 +839,11 @@ static void hash_keys(struct learned *l, uint64_t name, const uint8_t *keys, uin
 }
 
 /* The same of keys that come from the last to the first. */
-static uint64_t *hash_backwards(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                                uint64_t *hashes)
+static void hash_backwards(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                           uint64_t *hashes)
 {
     for (uint64_t i = 0; i < count; i++)
         hash_keys(l, name, keys + (count - 1 - i) * key_bytes, 1, key_bytes, hashes + i);
-    return hashes;
 }
 
 /* Leaves out the hashes that come again; returns how many are left. `seen` has room for `room` numbers, a power of two
@@ -1407,25 +1377,17 @@ uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *ha
     return found;
 }
 
-/* The span that has a key; 0 where the key is not known. */
-static uint32_t span_of(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes)
-{
-    uint64_t hash;
-
-    hash_keys(l, name, key, 1, key_bytes, &hash);
-    const struct place *there = find_place(l, hash);
-    return there->hash ? there->span : 0;
-}
-
 /* The chance that a key comes back while `within` bytes more are accessed, 1 where nothing is learned of it. */
 double kvoffd_learned_chance(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes, uint64_t within)
 {
-    uint32_t number = span_of(l, name, key, key_bytes);
+    uint64_t hash;
     double left = 1;
 
-    if (!number || l->known.as_lru)
+    hash_keys(l, name, key, 1, key_bytes, &hash);
+    const struct place *there = find_place(l, hash);
+    if (!there->hash || l->known.as_lru)
         return 1;
-    const struct span *s = &l->spans[number];
+    const struct span *s = &l->spans[there->span];
     double until = (double)(l->known.now - s->since) + within;
     for (int bin = age_bin(l, s->since); bin < BINS && l->counts.edges[bin] < until; bin++)
         left *= 1 - l->counts.hazard[s->kind][bin];
@@ -1450,7 +1412,8 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
     for (int bin = 0; bin < BINS; bin++)
         l->counts.edges[bin] = AGES[bin] * lifetime;
     make_places(l, FEWEST_BITS);
-    more_spans(l);
+    l->span_room = FEWEST;
+    l->spans = or_end(calloc(FEWEST, sizeof *l->spans));
     l->span_top = 1; /* number 0 is none */
     work_out(l);
     order_cells(l);
@@ -1463,7 +1426,7 @@ void kvoffd_learned_free(struct learned *l)
     for (uint32_t number = 1; number < l->span_top; number++)
         if (!l->spans[number].single)
             free(l->spans[number].keys);
-    munmap(l->spans, l->span_room * sizeof *l->spans);
+    free(l->spans);
     free(l->places);
     free(l->scratch);
     free(l);

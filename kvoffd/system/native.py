@@ -74,7 +74,7 @@ class Native:
                 "blocks_replace", number, address, *some, number, slot, text, number, number, address, address, address
             )
             self.blocks_alike = with_gil("blocks_alike", slot, address, *some, slot)
-            self.blocks_written_now = with_gil("blocks_written_now", None, address, *some, address)
+            self.blocks_being_written = with_gil("blocks_being_written", None, address, *some, address)
             self.blocks_release = with_gil("blocks_release", None, address, *some, address, address)
             self.blocks_pin = with_gil("blocks_pin", None, address, *some, ctypes.c_int32, address, address)
             self.blocks_keys = with_gil("blocks_keys", None, address, *some, number, address)

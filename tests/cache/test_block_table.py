@@ -34,10 +34,11 @@ def test_the_index_finds_what_a_dict_does() -> None:
         if len(there) < most:
             names = [name for name in names if name not in there]
             taken = [[unused.pop() for _ in range(ranks)] for _ in names]
-            blocks = table.enter(ids(taken).reshape(-1, ranks), group, b"".join(names), key_bytes, 5, 0, 8192)
+            slots = ids(taken).reshape(-1, ranks)
+            table.enter(slots, group, b"".join(names), key_bytes, 5, 0, 8192)
             for rank in range(ranks):
                 shards, count = ids([row[rank] for row in taken]), len(names)
-                table.publish(blocks, shards, [0] * count, 8192, array("Q", [7] * count), key_bytes)
+                table.publish(slots[:, 0], shards, [0] * count, 8192, array("Q", [7] * count), key_bytes)
             there.update(zip(names, taken, strict=True))
         else:
             names_of = list(there)[: choose.randrange(1, 1 + len(there))]
