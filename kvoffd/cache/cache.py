@@ -647,10 +647,10 @@ class Cache:
                     lost += lacking[begin + taken : end]
                 begin = end
             if stored.no_space:
-                stored.no_space_cause = self.no_space_cause(group)
-                reason = MissReason.QUOTA if stored.no_space_cause == "quota" else MissReason.NO_SPACE
+                cause = self.no_space_cause(group)
+                reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
                 self.blocks.note_misses(group.number, _some(part.keys, stored.no_space, size), size, reason)
-                group.namespace.counters.no_space[stored.no_space_cause] += len(stored.no_space)
+                group.namespace.counters.no_space[cause] += len(stored.no_space)
             if stored.rejected:
                 names = _some(part.keys, stored.rejected, size)
                 self.policy.rejected(group, names)

@@ -201,15 +201,10 @@ class Namespace:
                 "fingerprints, or clear it with kvoffd-cli clear while nobody has it open."
             )
 
-    def check(self, group: int, keys: bytes = b"", rank: int | None = None) -> None:
-        """Raise BadGeometry for a group that is not there, or a rank of which no worker has registered; BadKeys where
-        ``keys`` is not a whole number of keys."""
+    def check(self, group: int, keys: bytes = b"") -> None:
+        """Raise BadGeometry for a group that is not there; BadKeys where ``keys`` is not a whole number of keys."""
         if not 0 <= group < len(self.groups):
             raise BadGeometry(f"There is no group {group}: the namespace {self.label!r} has {len(self.groups)} groups.")
-        if rank is not None and (not 0 <= rank < self.world_size or self.shard_bytes[rank] is None):
-            raise BadGeometry(
-                f"No worker of rank {rank} has registered in the namespace {self.label!r}; register it first."
-            )
         if len(keys) % self.key_bytes:
             raise BadKeys(
                 f"The keys of group {group} are {len(keys)} bytes long, which is not a multiple of the namespace's "

@@ -80,7 +80,6 @@ class Stored:
     again: list[int] = field(default_factory=list)
     """Keys that come under an earlier number too, which is copied, or in one of the next lists."""
     no_space: list[int] = field(default_factory=list)
-    no_space_cause: str = ""
     rejected: list[int] = field(default_factory=list)
 
 

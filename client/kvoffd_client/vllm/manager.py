@@ -566,18 +566,18 @@ class KvoffdManager(OffloadingManager):
         if last and not last.read:
             self._read(last)  # it came after its request was scheduled
         found, computed = last.found if last else {}, request.num_computed_tokens if has_ended else inf
-        ends = {key: req_context.get_offload_key_position(key) or 0 for key in keys}
-        wanted = []
-        for key, end in ends.items():
+        ends: dict[OffloadKey, int] = {}
+        for key in keys:
+            end = req_context.get_offload_key_position(key) or 0
             whole = end % self._groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk == 0
             if whole and end <= computed and key not in self._storing and found.get(key) is not _HIT:
-                wanted.append(key)
-        if not wanted:
+                ends[key] = end
+        if not ends:
             return nothing
         if self._clock() < self.harm.stores_paused_until:
             self._counters[metrics.PAUSED_STORES] += 1
             return nothing
-        sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in wanted}
+        sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in ends}
         wanted_bytes = sum(sizes.values())
         # A request that has ended offers them no more: as far as the daemon takes stores, to twice the credit.
         last_bytes = self._outstanding_bytes + wanted_bytes if has_ended else inf
@@ -590,10 +590,10 @@ class KvoffdManager(OffloadingManager):
             return None
         self._storing |= sizes
         self._outstanding_bytes += wanted_bytes
-        spec = KeyedSpec.of(wanted, self._positions, state.adapter)
+        spec = KeyedSpec.of(ends, self._positions, state.adapter)
         if self.events is not None:
-            spec.origins = self.events.origins_of(request, {key: ends[key] for key in wanted})
-        return PrepareStoreOutput(keys_to_store=wanted, store_spec=spec, evicted_keys=[])
+            spec.origins = self.events.origins_of(request, ends)
+        return PrepareStoreOutput(keys_to_store=list(ends), store_spec=spec, evicted_keys=[])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self._outstanding_bytes -= sum([self._storing.pop(key, 0) for key in keys])
