@@ -93,17 +93,17 @@ class StoreTicket:
 
 @dataclass(slots=True, eq=False)
 class FillTicket:
-    """Blocks that are brought up from a tier, all ranks of them."""
+    """A block that is brought up from a tier, all ranks of it."""
 
     group: Group
-    keys: list[int]
-    """Numbers of the keys that have a block now."""
-    slots: npt.NDArray[np.uint32]
-    """[blocks, ranks]"""
+    slots: SlotIds
+    """By rank."""
+    offsets: list[int]
+    """Their pool offsets in bytes."""
 
     @property
     def blocks(self) -> BlockIds:
-        return np.ascontiguousarray(self.slots[:, 0])
+        return self.slots[:1]
 
 
 @dataclass(slots=True, eq=False)

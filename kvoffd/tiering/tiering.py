@@ -10,8 +10,6 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
-import numpy as np
-
 from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
@@ -233,22 +231,20 @@ class Level:
         """Begin fills of one group; False where the tier took not all of them: those are queued again."""
         namespace, group = batch[0].namespace, batch[0].space.group
         keys = [fill.key for fill in batch]
-        taken = self._cache.begin_fill(namespace, group, keys)
-        states, _ = self._cache.blocks.find(taken.group.number, b"".join(keys), namespace.key_bytes)
-        offsets = self._cache.slots.offsets(taken.slots).tolist()
-        tickets = {key: FillTicket(taken.group, [0], taken.slots[at : at + 1]) for at, key in enumerate(taken.keys)}
-        places = dict(zip(taken.keys, offsets, strict=True))
+        tickets = self._cache.begin_fill(namespace, group, keys)
+        known = self._cache.group(namespace, group)
+        states, _ = self._cache.blocks.find(known.number, b"".join(keys), namespace.key_bytes)
         refused: list[Fill] = []
         try:
             for number, fill in enumerate(batch):
                 if (ticket := tickets.get(number)) is not None:
-                    if not refused and self._begin(fill, ticket, places[number]):
+                    if not refused and self._begin(fill, ticket):
                         del tickets[number]
                     else:
                         refused.append(fill)
                 elif states[number] == FREE:
                     self.no_space_until[namespace] = self._clock() + NO_SPACE_S
-                    self._failed(fill, QUOTA if self._cache.no_space_cause(taken.group) == QUOTA else NO_SPACE)
+                    self._failed(fill, QUOTA if self._cache.no_space_cause(known) == QUOTA else NO_SPACE)
                 else:  # the pool has it by now
                     self._settle(fill)
                     self._withdraw(fill)
@@ -296,9 +292,9 @@ class Level:
             self._queue.popleft()
         return batch
 
-    def _begin(self, fill: Fill, ticket: FillTicket, offsets: Sequence[int]) -> bool:
+    def _begin(self, fill: Fill, ticket: FillTicket) -> bool:
         """Have the tier read into the slots; False where it does not take the read now."""
-        if not fill.tier.read(fill.space, fill.key, offsets, fill.deadline, partial(self._on_end, fill)):
+        if not fill.tier.read(fill.space, fill.key, ticket.offsets, fill.deadline, partial(self._on_end, fill)):
             return False
         if not self.under_way:
             self._sample_began, self._sample_bytes = self._clock(), 0
@@ -347,11 +343,8 @@ class Level:
 
     def _end_fill(self, ticket: FillTicket, block: Block | None) -> bool:
         """End it; ``block``: what was read, None where that is not all there. True where the block is READY."""
-        firsts, sums = np.zeros(ticket.slots.shape, np.uint16), np.zeros(ticket.slots.shape, np.uint64)
-        if whole := block is not None and all(block.checksums):
-            assert block is not None
-            firsts[0], sums[0] = block.first_blocks, block.checksums
-        return bool(self._cache.end_fill(ticket, np.array([whole]), firsts, sums))
+        whole = block is not None and all(block.checksums)
+        return self._cache.end_fill(ticket, *((block.first_blocks, block.checksums) if block and whole else ((), ())))
 
     def _failed(self, fill: Fill, reason: str) -> None:
         """Nobody waits for it any more, and why it is not there."""

@@ -70,7 +70,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.index: dict[Name, Model] = {}
         self.leases: dict[int, ModelLease] = {}
         self.stores: list[tuple[StoreTicket, list[tuple[Model, int]]]] = []
-        self.fills: list[tuple[FillTicket, list[Model]]] = []
+        self.fills: list[tuple[FillTicket, Model]] = []
         self.loads: list[tuple[LoadTicket, list[Model], list[bytes], ModelLease]] = []
         self.writes: list[tuple[BlockIds, list[Model], list[bytes]]] = []
         """Blocks that are pinned for a write to a tier."""
@@ -220,31 +220,25 @@ class CacheMachine(RuleBasedStateMachine):
         namespace, _, group = self.geometry(space, 0, group)
         names = self.names(space, group, chain)
         lacking = [n for n, name in enumerate(names) if self.state(name) == FREE and name not in names[:n]]
-        ticket = self.cache.begin_fill(namespace, group, namespace.split(group, keys_of(*chain)))
+        tickets = self.cache.begin_fill(namespace, group, namespace.split(group, keys_of(*chain)))
         self.notice_what_went({names[number] for number in lacking})
-        assert ticket.keys == lacking[: len(ticket.keys)]
-        models = []
-        for number in ticket.keys:
+        assert list(tickets) == lacking[: len(tickets)]
+        for number, ticket in tickets.items():
             model = self.index[names[number]] = Model(names[number], namespace.world_size)
             model.writing = set(range(namespace.world_size))
-            models.append(model)
-        self.fills.append((ticket, models))
+            self.fills.append((ticket, model))
 
     @precondition(lambda self: self.fills)
-    @rule(data=st.data())
-    def end_fill(self, data: st.DataObject) -> None:
-        ticket, models = self.fills.pop(data.draw(st.integers(0, len(self.fills) - 1)))
-        whole = np.array([data.draw(st.booleans()) for _ in models], np.bool_)
-        shape = ticket.slots.shape
-        ready = 0
-        for model, ok in zip(models, whole.tolist(), strict=True):
-            model.first_block = dict.fromkeys(model.writing, 0) if ok else {}
-            model.writing = set()
-            living = self.index.get(model.name) is model
-            ready += ok and living
-            if not ok and living:
-                del self.index[model.name]
-        assert self.cache.end_fill(ticket, whole, np.zeros(shape, np.uint16), np.full(shape, 7, np.uint64)) == ready
+    @rule(data=st.data(), whole=st.booleans())
+    def end_fill(self, data: st.DataObject, whole: bool) -> None:
+        ticket, model = self.fills.pop(data.draw(st.integers(0, len(self.fills) - 1)))
+        model.first_block = dict.fromkeys(model.writing, 0) if whole else {}
+        model.writing = set()
+        living = self.index.get(model.name) is model
+        if not whole and living:
+            del self.index[model.name]
+        ranks = len(ticket.slots) if whole else 0
+        assert self.cache.end_fill(ticket, [0] * ranks, [7] * ranks) == (whole and living)
 
     @rule(space=spaces, group=groups, chain=chains, session=sessions)
     def request_as_engines_do(self, space: int, group: int, chain: list[int], session: int) -> None:
@@ -585,10 +579,8 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for ticket, _ in self.stores:
             self.cache.abort_store(ticket)
-        for fill, models in self.fills:
-            shape = fill.slots.shape
-            nothing = np.zeros(len(models), np.bool_)
-            self.cache.end_fill(fill, nothing, np.zeros(shape, np.uint16), np.zeros(shape, np.uint64))
+        for fill, _ in self.fills:
+            self.cache.end_fill(fill, [], [])
         for load, _, _, _ in self.loads:
             self.cache.end_load([load])
         for blocks, _, _ in self.writes:
