@@ -644,8 +644,8 @@ static void link_before(struct learned *l, uint32_t number, uint32_t younger)
     *(younger ? &l->spans[younger].older : &l->oldest.last) = number;
 }
 
-/* A span is no part of its request any more. */
-static void leave_request(struct learned *l, uint32_t number)
+/* A span has no keys any more. */
+static void bury(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
 
@@ -655,15 +655,6 @@ static void leave_request(struct learned *l, uint32_t number)
         l->spans[s->before].child = s->child;
     if (s->child)
         l->spans[s->child].before = s->before;
-    s->before = s->child = 0;
-}
-
-/* A span has no keys any more. */
-static void bury(struct learned *l, uint32_t number)
-{
-    struct span *s = &l->spans[number];
-
-    leave_request(l, number);
     if (!s->single)
         free_keys(l, s->keys);
     memset(s, 0, sizeof *s);
@@ -1057,13 +1048,9 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
         s->before = before;
         if (before)
             l->spans[before].child = number;
-        for (uint32_t at = 0; at < keys; at++)
-            if (r->handles[one->begin + at]) {
-                s->held++;
-                s->top = at + 1;
-            }
+        memcpy(handle_at(s, 0), r->handles + one->begin, keys * sizeof *r->handles);
+        count_blocks(s);
         if (s->held) {
-            memcpy(handle_at(s, 0), r->handles + one->begin, keys * sizeof *r->handles);
             fill_cell(l, number);
             add_blocks(l, s, s->held);
         }

@@ -35,8 +35,6 @@ UNIT_TOKENS = 512
 FORMAT = 5
 """Version of what is kept for the next daemon."""
 SEED_BYTES = 16
-MAX_LEARNED_GROUPS = 4096
-"""Groups that asked for as much as the pool holds, and that are known to have."""
 _OFFER = struct.Struct("=dQ")
 _HEAD = struct.Struct("=II")
 _TIME = struct.Struct("=4Q")
@@ -105,8 +103,6 @@ class Learned(InOrder):
     def __init__(self, pool_bytes: int) -> None:
         self._native = native()
         self._pool_bytes = pool_bytes
-        self._learned_of: dict[int, None] = {}
-        """Numbers of groups that asked for as much as the pool holds: what was learned is of their keys too."""
         self._at = self._native.learned_new(pool_bytes, os.urandom(SEED_BYTES))
         if not self._at:
             raise MemoryError
@@ -155,14 +151,7 @@ class Learned(InOrder):
 
     def _is_learned_of(self, group: Group) -> bool:
         """Whether what was learned is of this group's keys, too: its namespace asked for as much as the pool holds."""
-        if group.number in self._learned_of:
-            return True
-        if group.namespace.counters.keys_asked * group.block_bytes < self._pool_bytes:
-            return False
-        self._learned_of[group.number] = None
-        if len(self._learned_of) > MAX_LEARNED_GROUPS:
-            del self._learned_of[next(iter(self._learned_of))]
-        return True
+        return group.namespace.counters.keys_asked * group.block_bytes >= self._pool_bytes
 
     def rejected(self, group: Group, keys: bytes) -> None:
         self._native.learned_declined(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)

@@ -122,10 +122,6 @@ class LoadTicket:
     tokens: int = 0
     """That it brings, of its group. The job that begins the load sets it."""
 
-    @property
-    def lease_id(self) -> int:
-        return self.lease.lease_id
-
 
 class Check(NamedTuple):
     """A shard's bytes to compare with their checksum; to take it where that is 0."""

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime
-from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
 # A client chooses some of the texts that are logged, such as its name: it must not be able to forge a line, or to
@@ -61,47 +60,41 @@ class LineFormatter(logging.Formatter):
         return f"<{_PRIORITIES.get(record.levelno, 6)}>{line}" if self._to_journal else line
 
 
-class QueuedLines(QueueHandler):
-    """Has a thread write records to ``fd``, in order. Lines are lost where it cannot; the log says so when it can."""
+class QueuedLines(logging.Handler):
+    """Has a thread write records to ``fd``, in order. Lines are lost where it cannot; the log says so when it can.
+
+    The thread uses no stream of Python's, whose lock the end of the process would wait for.
+    """
 
     def __init__(self, fd: int, formatter: logging.Formatter) -> None:
-        self._lines: queue.Queue[str] = queue.Queue(MOST_LINES)
-        super().__init__(self._lines)
+        super().__init__()
         self.setFormatter(formatter)
-        self._writer = _Writer(self._lines, fd, formatter)
-        self._writer.start()
+        self._fd, self._lost = fd, 0
+        self._lines: queue.Queue[str] = queue.Queue(MOST_LINES)
+        threading.Thread(target=self._write_lines, name="log", daemon=True).start()
 
-    def prepare(self, record: logging.LogRecord) -> str:
-        return self.format(record)
-
-    def enqueue(self, record: Any) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.put_nowait(record)
+            self._lines.put_nowait(self.format(record))
         except queue.Full:
-            self._writer.lost += 1
+            self._lost += 1
+        except Exception:
+            self.handleError(record)
 
     def flush(self) -> None:
         """Wait until all lines are out, but not for long."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_S)
 
-
-class _Writer(QueueListener):
-    """The thread. It uses no stream of Python's, whose lock the end of the process would wait for."""
-
-    def __init__(self, lines: queue.Queue[str], fd: int, formatter: logging.Formatter) -> None:
-        super().__init__(lines)
-        self._lines, self._fd, self._formatter = lines, fd, formatter
-        self.lost = 0
-
-    def handle(self, record: Any) -> None:
-        if not self._write(record):
-            self.lost += 1
-        elif (lost := self.lost) and self._lines.empty():
-            text = f"{lost} lines of the log were lost: they could not be written, or not in time."
-            told = logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None)
-            if self._write(self._formatter.format(told)):
-                self.lost -= lost
+    def _write_lines(self) -> None:
+        while True:
+            if not self._write(self._lines.get()):
+                self._lost += 1
+            elif (lost := self._lost) and self._lines.empty():
+                text = f"{lost} lines of the log were lost: they could not be written, or not in time."
+                if self._write(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None))):
+                    self._lost -= lost
+            self._lines.task_done()
 
     def _write(self, line: str) -> bool:
         left = line.encode(errors="backslashreplace") + b"\n"

@@ -56,15 +56,6 @@ def pool_bytes_for(slot_bytes: int) -> int:
     return _LEAST_REGIONS << (slot_bytes - 1).bit_length()
 
 
-def shard_too_large(nbytes: int, region_bytes: int) -> ShardTooLarge:
-    """The error for a shard that no region could hold; it says which pool_size would do."""
-    slot_bytes = page_up(nbytes)
-    shard, region = format_size(nbytes), format_size(region_bytes)
-    larger = f"set pool_size to {exact_size(pool_bytes_for(slot_bytes))} or more, or "
-    what = f"{larger if slot_bytes <= _MAX_REGION_BYTES else ''}make blocks smaller"
-    return ShardTooLarge(f"A shard of {shard} is larger than the pool's regions, {region}: {what}.")
-
-
 class PoolSegment(NamedTuple):
     """Bytes [begin, end) of the pool, which lie on one NUMA node."""
 
@@ -161,7 +152,12 @@ class SlotAllocator:
         """
         size = max(MIN_SLOT_BYTES, page_up(nbytes))
         if size > self.region_bytes:
-            raise shard_too_large(nbytes, self.region_bytes)
+            larger = f"set pool_size to {exact_size(pool_bytes_for(size))} or more, or "
+            shard, region = format_size(nbytes), format_size(self.region_bytes)
+            raise ShardTooLarge(
+                f"A shard of {shard} is larger than the pool's regions, {region}: "
+                f"{larger if size <= _MAX_REGION_BYTES else ''}make blocks smaller."
+            )
         return size
 
     def take(self, slot_bytes: int, count: int, node: int | None = None) -> SlotIds:
@@ -210,7 +206,8 @@ class SlotAllocator:
                 return np.stack([column[:least] for column in columns], axis=1)
             count //= 2
 
-    def _slots_in(self, region: int, slot_bytes: int) -> int:
+    def slots_in(self, region: int, slot_bytes: int) -> int:
+        """How many slots of a size the region has."""
         begin = region * self.region_bytes
         return (min(begin + self.region_bytes, self.pool_bytes) - begin) // slot_bytes
 
@@ -223,30 +220,19 @@ class SlotAllocator:
         self.free_bytes += nbytes
 
     def restore(self, slots: SlotIds, slot_bytes: npt.NDArray[np.int64]) -> None:
-        """Hand out slots that an earlier daemon has in use; ``slot_bytes`` of all regions. For a new allocator.
-
-        Raises:
-            ValueError: a slot lies outside its region, or comes twice. Nothing was handed out.
-        """
-        in_use = np.zeros((self.regions, self.slots_per_region), np.bool_)
-        try:
-            in_use.reshape(-1)[slots] = True
-        except IndexError:
-            raise ValueError("A slot lies outside its region: there is no such region.") from None
-        if np.count_nonzero(in_use) != len(slots):
-            raise ValueError("A slot is in use twice.")
-        regions = np.flatnonzero(in_use.any(axis=1)).tolist()
-        for region in regions:
-            size = int(slot_bytes[region])
-            if size < MIN_SLOT_BYTES or size % PAGE_BYTES or in_use[region, self._slots_in(region, size) :].any():
-                raise ValueError("A slot lies outside its region, or its region has no size.")
-        self.in_use[:] = in_use.reshape(-1)
-        for region in regions:
+        """Hand out slots that an earlier daemon has in use, each in its region and once; ``slot_bytes`` of all regions.
+        For a new allocator."""
+        self.in_use[slots] = True
+        in_use = self.in_use.reshape(self.regions, self.slots_per_region)
+        assert np.count_nonzero(in_use) == len(slots), "a slot comes twice"
+        for region in np.flatnonzero(in_use.any(axis=1)).tolist():
             size, first = int(slot_bytes[region]), region * self.slots_per_region
-            free = np.flatnonzero(~in_use[region, : self._slots_in(region, size)])[::-1] + first
+            count = self.slots_in(region, size)
+            assert not in_use[region, count:].any(), "a slot lies outside its region"
+            free = np.flatnonzero(~in_use[region, :count])[::-1] + first
             self.slot_bytes[region], self._free[region] = size, len(free)
             self._stack[first : first + len(free)] = free
-            self.free_bytes -= size * (self._slots_in(region, size) - len(free))
+            self.free_bytes -= size * (count - len(free))
 
     def offsets(self, slots: SlotIds) -> npt.NDArray[np.int64]:
         """Pool offset in bytes of each slot, which is in use."""

@@ -155,7 +155,7 @@ class FileBacking:
         if self._fd < 0:
             raise BadTable(f"There was no pool file {self._path}: this is its first start, or somebody removed it.")
         check_table(self._fd, geometry)
-        wanted, status = self._file_bytes(geometry), os.fstat(self._fd)
+        wanted, status = sum(self._parts(geometry)), os.fstat(self._fd)
         if status.st_size != wanted:
             raise BadTable(f"The pool file has {status.st_size} bytes and should have {wanted}.")
         if held_bytes(status) < wanted:
@@ -163,7 +163,7 @@ class FileBacking:
         return self._map(geometry)
 
     def make(self, geometry: TableGeometry) -> PoolMappings:
-        size = self._file_bytes(geometry)
+        size = sum(self._parts(geometry))
         try:
             if self._fd >= 0:
                 os.unlink(self._path.name, dir_fd=self._directory_fd)
@@ -224,15 +224,10 @@ class FileBacking:
         if fault := foreign_owner(status, "a pool"):
             raise PoolFileError(f"The pool file {self._path} {fault}. Remove it or name another.")
 
-    def _file_bytes(self, geometry: TableGeometry) -> int:
-        return self._pool_at(geometry) + self._aligned(geometry.pool_bytes)
-
-    def _pool_at(self, geometry: TableGeometry) -> int:
-        return self._aligned(geometry.size_bytes)
-
-    def _aligned(self, nbytes: int) -> int:
+    def _parts(self, geometry: TableGeometry) -> tuple[int, int]:
+        """Bytes of the table and of the pool: whole pages of the file system, since huge ones are mapped whole."""
         step = max(_ALIGNMENT, self._page_bytes)
-        return -(-nbytes // step) * step
+        return -(-geometry.size_bytes // step) * step, -(-geometry.pool_bytes // step) * step
 
     def _allocate(self, size_bytes: int) -> None:
         try:
@@ -246,10 +241,9 @@ class FileBacking:
             ) from error
 
     def _map(self, geometry: TableGeometry) -> PoolMappings:
-        # Whole pages of the file system: huge ones are mapped whole or not at all.
-        table_bytes = self._pool_at(geometry)
+        table_bytes, pool_bytes = self._parts(geometry)
         return PoolMappings.map(
-            lambda: PoolMemory.of_file(self._fd, self._aligned(geometry.pool_bytes), table_bytes),
+            lambda: PoolMemory.of_file(self._fd, pool_bytes, table_bytes),
             lambda: PoolMemory.of_file(self._fd, table_bytes, 0),
         )
 

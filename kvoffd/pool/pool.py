@@ -54,8 +54,6 @@ class Pool:
         check_fits(size_bytes, limit)  # before the regions of an absurdly large pool are listed
         self.slots = SlotAllocator(size_bytes, region_bytes, nodes)
         self.pool_bytes = size_bytes
-        self.touched_bytes = 0
-        """Bytes whose pages this process has in memory and in its page tables; set from the touching threads."""
         geometry = TableGeometry(size_bytes, self.slots.region_bytes)
         self.table_bytes = geometry.size_bytes
         check_fits(size_bytes + self.table_bytes, limit)
@@ -101,22 +99,19 @@ class Pool:
         self, threads: int, on_progress: Callable[[int], None], should_stop: Callable[[], bool] = lambda: False
     ) -> int:
         """Makes all pages of the pool resident: see PoolMemory.touch."""
-
-        def on_touched(touched_bytes: int) -> None:
-            self._note_touched(touched_bytes)
-            on_progress(touched_bytes)
-
-        return self._memory.touch(threads, on_touched, should_stop, segments=self.slots.segments)
+        return self._memory.touch(threads, on_progress, should_stop, segments=self.slots.segments)
 
     def map_pages(self, should_stop: Callable[[], bool]) -> None:
         """Fills the page tables of a resident pool while it is in use, by one thread, so that copies do not fault."""
         try:
-            self._memory.touch(1, self._note_touched, should_stop, _SHORT_TOUCH_BYTES)
+            self._memory.touch(1, should_stop=should_stop, chunk_bytes=_SHORT_TOUCH_BYTES)
         except PoolTooLarge as error:
             logger.warning("%s", error.message)
 
-    def _note_touched(self, touched_bytes: int) -> None:
-        self.touched_bytes = touched_bytes
+    @property
+    def touched_bytes(self) -> int:
+        """See PoolMemory; set by the threads that touch it."""
+        return self._memory.touched_bytes
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The checksums of places, given by offset and length in bytes: never 0. For any thread, until ``close``."""

@@ -352,7 +352,7 @@ class DiskTier(Tier):
                 # Lest they count once the region is used again: its size was not on the device yet.
                 file.clear_records(first, file.slots_per_region)
                 continue
-            slots = self._slots._slots_in(number, size)
+            slots = self._slots.slots_in(number, size)
             records = file.read_records(first, slots)
             sound = (records["tag"] != 0) & (records["key_bytes"] > 0) & (records["key_bytes"] <= MAX_KEY_BYTES)
             places = np.flatnonzero(sound & (records["nbytes"] <= size - HEADER_BYTES))
@@ -458,7 +458,7 @@ class DiskTier(Tier):
         ]
 
     def _open_region(self, number: int, slot_bytes: int) -> _Region:
-        region = self._regions[number] = _Region(slot_bytes, self._slots._slots_in(number, slot_bytes))
+        region = self._regions[number] = _Region(slot_bytes, self._slots.slots_in(number, slot_bytes))
         self._addresses[number] = region.addresses()
         return region
 

@@ -344,10 +344,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.end_load([ticket], counts=ok, ends_lease=ok)
         for model in models:
             model.pins -= 1
-        if ok and self.leases.get(ticket.lease_id) is lease:
+        if ok and self.leases.get(ticket.lease.lease_id) is lease:
             lease.loaded.add(ticket.rank)
             if len(lease.loaded) == NAMESPACES[lease.space][0]:
-                self.end_leases([ticket.lease_id])
+                self.end_leases([ticket.lease.lease_id])
 
     def count_load(self, ticket: LoadTicket, models: list[Model], lease: ModelLease) -> None:
         ticket.tokens = 16 * len(models)

@@ -140,22 +140,6 @@ def test_the_fullest_region_gives_first_so_that_others_become_free() -> None:
     assert slots.slot_bytes[1] == 0
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0, 4096, 8192, 12288, 1 << 40]))
-def test_a_damaged_table_never_restores_slots_outside_the_pool(slot: int, size: int) -> None:
-    slots = SlotAllocator(4 * MIB, MIB)
-    sizes = np.full(slots.regions, size, np.int64)
-    index, region = slot % slots.slots_per_region, slot // slots.slots_per_region
-    if region < slots.regions and size in (8192, 12288) and index < MIB // size:
-        slots.restore(ids(slot), sizes)
-        assert slots.used_bytes == size
-        return
-    with pytest.raises(ValueError, match="outside its region"):
-        slots.restore(ids(slot), sizes)
-    assert slots.used_bytes == 0
-    assert not slots.in_use.any()
-
-
 def test_pools_and_regions_that_fit_nothing_are_refused() -> None:
     for pool_bytes, region_bytes in ((4096, None), (MIB, 4097), (MIB, 4096), (MIB, 2 * MIB)):
         with pytest.raises(BadGeometry):
