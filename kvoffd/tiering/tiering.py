@@ -153,7 +153,7 @@ class Level:
         self.writer = Writer(
             *(cache, tiers, clock, settings, space_of),
             shared=shared,
-            idle=lambda: not self.busy,
+            idle=lambda: not self.waiting_blocks,
             engines_busy=engines_busy,
             left_out=unshared,
         )
@@ -166,10 +166,6 @@ class Level:
         """Begin nothing any more."""
         self._stopped = True
         self.writer.stop()
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.queued_blocks or self.under_way)
 
     @property
     def waiting_blocks(self) -> int:

@@ -289,7 +289,7 @@ class TieringMachine(RuleBasedStateMachine):
         for store in self.stores_of_nodes:
             store.answer()
         goes = 0
-        while self.jobs or any(level.busy for level in rig.tiering.levels):
+        while self.jobs or any(level.waiting_blocks for level in rig.tiering.levels):
             assert (goes := goes + 1) < 100, "something waits for ever"
             rig.tiering.pump()
             for tier in self.tiers:
