@@ -741,9 +741,9 @@ class Cache:
             for block in blocks[~self.blocks.being_written(blocks)].tolist():
                 self._partial[block] = now
 
-    def begin_fill(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> dict[int, FillTicket]:
-        """Take slots of all ranks for keys that come from a tier, as far as there is space: a ticket for each, by its
-        place among the keys. Raises BadGeometry."""
+    def begin_fill(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> dict[int, FillTicket | None]:
+        """Take slots of all ranks for keys that come from a tier. By their places, those that the pool lacks: a ticket
+        for each, None where there is no space. Raises BadGeometry."""
         known = self._current[namespace][group]
         if not known.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
@@ -752,19 +752,20 @@ class Cache:
         numbers = [number for number, state in enumerate(states) if state == FREE and first[keys[number]] == number]
         slots = self._take(known, b"".join([keys[number] for number in numbers]), inf)
         self.blocks.shard[slots] = WRITING_SHARD
-        taken = zip(numbers, slots, self.slots.offsets(slots).tolist(), strict=False)  # there may be fewer slots
-        return {number: FillTicket(known, its, offsets) for number, its, offsets in taken}
+        each = zip(slots, self.slots.offsets(slots).tolist(), strict=True)
+        tickets = (FillTicket(known, its, offsets) for its, offsets in each)
+        return {number: next(tickets, None) for number in numbers}
 
     def end_fill(self, ticket: FillTicket, first_blocks: Sequence[int], checksums: Sequence[int]) -> bool:
         """End a fill, with both by rank; without them where not all of the block is there. True where it is READY."""
         group, slots = ticket.group, ticket.slots
         if not checksums:
-            self._let_go(group, ticket.blocks, slots)
+            self._let_go(group, slots[:1], slots)
         ready = 0
         for length in dict.fromkeys(group.lengths) if checksums else ():
             ranks = [rank for rank, nbytes in enumerate(group.lengths) if nbytes == length]
             firsts = [first_blocks[rank] for rank in ranks]
-            part = Stored(group, np.repeat(ticket.blocks, len(ranks)), slots[ranks], first_blocks=firsts)
+            part = Stored(group, np.repeat(slots[:1], len(ranks)), slots[ranks], first_blocks=firsts)
             ready += self.commit_store(StoreTicket(ranks[0], [part]), [[checksums[rank] for rank in ranks]])
         return bool(ready)
 

@@ -228,24 +228,22 @@ class Level:
         namespace, group = batch[0].namespace, batch[0].space.group
         keys = [fill.key for fill in batch]
         tickets = self._cache.begin_fill(namespace, group, keys)
-        known = self._cache.group(namespace, group)
-        states, _ = self._cache.blocks.find(known.number, b"".join(keys), namespace.key_bytes)
         refused: list[Fill] = []
         try:
             for number, fill in enumerate(batch):
-                if (ticket := tickets.get(number)) is not None:
-                    if not refused and self._begin(fill, ticket):
-                        del tickets[number]
-                    else:
-                        refused.append(fill)
-                elif states[number] == FREE:
-                    self.no_space_until[namespace] = self._clock() + NO_SPACE_S
-                    self._failed(fill, QUOTA if self._cache.no_space_cause(known) == QUOTA else NO_SPACE)
-                else:  # the pool has it by now
+                if number not in tickets:  # the pool has it by now
                     self._settle(fill)
                     self._withdraw(fill)
+                elif (ticket := tickets[number]) is None:
+                    self.no_space_until[namespace] = self._clock() + NO_SPACE_S
+                    cause = self._cache.no_space_cause(self._cache.group(namespace, group))
+                    self._failed(fill, QUOTA if cause == QUOTA else NO_SPACE)
+                elif not refused and self._begin(fill, ticket):
+                    del tickets[number]
+                else:
+                    refused.append(fill)
         finally:
-            for ticket in tickets.values():
+            for ticket in filter(None, tickets.values()):
                 self._end_fill(ticket, None)
         if refused:
             self._put_back(refused)
