@@ -54,7 +54,6 @@ from kvoffd.cache.namespace import (
 )
 from kvoffd.cache.policy import REJECTED, Chain, Group, Policy
 from kvoffd.cache.tickets import (
-    BlockFacts,
     Check,
     FillTicket,
     Held,
@@ -69,8 +68,8 @@ from kvoffd.cache.victims import Quotas, Victims
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import SlotTable
-from kvoffd_proto.admin import ShardSpec
-from kvoffd_proto.messages import ABSENT
+from kvoffd_proto.admin import BlockInfo, ShardSpec
+from kvoffd_proto.messages import ABSENT, KeyState
 
 logger = logging.getLogger(__name__)
 
@@ -1133,19 +1132,19 @@ class Cache:
 
     # --- facts ----------------------------------------------------------------------------------
 
-    def block(self, block: int) -> BlockFacts:
+    def block(self, block: int) -> BlockInfo:
         """What there is to say of a block that has slots."""
         group = self._of_block(block)
         slots = self.blocks.slots(np.array([block], np.uint32), len(group.sizes))[0]
         written = self.blocks.shard[slots] & SHARD_STATE == WRITTEN
         records = self.table.records[slots]
-        return BlockFacts(
+        return BlockInfo(
             self.blocks.keys(slots[:1], group.key_bytes),
-            int(self.blocks.state[block]),
+            KeyState(self.blocks.state[block]),
             group.block_bytes,
             int(self.blocks.pins[block]),
             int(records["first_block"][written].max(initial=0)),
-            np.where(written, records["checksum"], 0).tolist(),
+            np.where(written, records["checksum"], 0).astype(">u8").tobytes(),
         )
 
     def page(

@@ -27,37 +27,24 @@ PAGE_SPEC_BYTES = 512
 
 
 class MissReason(IntEnum):
-    """Why a key that was asked for was not brought.
+    """Why a key that was asked for was not brought: ``MISS_REASONS`` of the statistics has what each means.
 
     LEASE_LIMIT, LATE and SKIPPED are of one request; the others are noted when a key leaves, or does not come.
     """
 
     UNKNOWN = 0
-    """Nothing is known of the key: it was not stored, or left so long ago that this is forgotten."""
     EVICTED = 1
-    """Other blocks needed the room."""
     NO_SPACE = 2
-    """Its store, or its way up from a disk, found no room in the pool."""
     PARTIAL = 3
-    """A shard of it is still to be stored, or was not stored in time."""
     INVALIDATED = 4
-    """An engine or an operator had it forgotten."""
     CORRUPT = 5
-    """Its bytes were not those that were stored."""
     TIER_LATE = 6
-    """A disk or a shared store has it, and did not bring it up in time."""
     TIER_FAILED = 7
-    """A disk or a shared store had it, and failed or was closed."""
     LEASE_LIMIT = 8
-    """It is in the pool, but the session may lease no more."""
     REJECTED = 9
-    """The policy rejected it."""
     LATE = 10
-    """It was found, but the engine did not wait for the answer."""
     SKIPPED = 11
-    """It was found, but computing was faster than loading."""
     QUOTA = 12
-    """Its namespace had its quota: another block of it went or came in its place."""
 
 
 class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

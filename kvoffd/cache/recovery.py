@@ -95,18 +95,16 @@ def recover(
     numbers = sorted(namespaces)
     groups = [group for number in numbers for group in namespaces[number]]
     lengths_at = np.cumsum([0, *(len(group.lengths) for group in groups)])
-    native_groups = (_Group * max(1, len(groups)))(
-        *(
-            _Group(group.number, int(at), len(group.lengths), group.key_bytes)
-            for group, at in zip(groups, lengths_at, strict=False)
-        )
+    places = zip(groups, lengths_at, strict=False)
+    native_groups = (_Group * len(groups))(
+        *(_Group(group.number, int(at), len(group.lengths), group.key_bytes) for group, at in places)
     )
     first_groups = np.cumsum([0, *(len(namespaces[number]) for number in numbers)], dtype=np.uint32)
-    lengths = np.array([size for group in groups for size in group.lengths] or [0], np.uint32)
+    lengths = np.array([size for group in groups for size in group.lengths], np.uint32)
     # As much as there can be; what is not written is not in memory.
     heads, discarded, bad, used = (np.empty(count, np.uint32) for _ in range(4))
     generations = np.empty(count, np.uint64)
-    namespace_numbers = np.array(numbers or [0], np.uint32)
+    namespace_numbers = np.array(numbers, np.uint32)
     recovery = _Recovery(
         *(geometry.pool_bytes, geometry.region_bytes, slots.slots_per_region, slots.regions, len(numbers)),
         *(table.region_sizes.ctypes.data, namespace_numbers.ctypes.data, first_groups.ctypes.data),

@@ -1,4 +1,4 @@
-"""What the cache hands out: leases, the tickets of running stores, fills and loads, and facts about blocks."""
+"""What the cache hands out: leases, and the tickets of running stores, fills and loads."""
 
 from __future__ import annotations
 
@@ -132,20 +132,6 @@ class Check(NamedTuple):
     offset: int
     length: int
     checksum: int
-
-
-class BlockFacts(NamedTuple):
-    """What there is to say of one block."""
-
-    key: bytes
-    state: int
-    slot_bytes: int
-    """Of the slots of all ranks."""
-    pins: int
-    first_block: int
-    """The engine block from which on all its written shards are there."""
-    checksums: list[int]
-    """By rank; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)

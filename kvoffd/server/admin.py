@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvoffd.cache.tickets import BlockFacts
 from kvoffd.errors import KvoffdError
 from kvoffd.server.handlers import Pending, answers, filled
 from kvoffd.server.namespaces import forget_idle
@@ -128,16 +127,4 @@ def list_blocks(service: Service, session: Session, message: a.ListBlocks) -> a.
         raise KvoffdError(f"{prefix[:80]!r} is not the beginning of a key; give hex digits.", ErrorCode.BAD_KEYS)
     limit = min(message.limit, max(1, LISTED_SHARDS // namespace.world_size))
     blocks, position = service.cache.page(namespace, message.group, message.position, LISTED_PLACES, prefix, limit)
-    infos = [_block_info(service.cache.block(block)) for block in blocks.tolist()]
-    return a.BlocksListed(message.request_id, infos, position)
-
-
-def _block_info(block: BlockFacts) -> a.BlockInfo:
-    return a.BlockInfo(
-        block.key,
-        m.KeyState(block.state),
-        block.slot_bytes,
-        block.pins,
-        block.first_block,
-        b"".join(checksum.to_bytes(a.CHECKSUM_BYTES, "big") for checksum in block.checksums),
-    )
+    return a.BlocksListed(message.request_id, list(map(service.cache.block, blocks.tolist())), position)
