@@ -25,7 +25,7 @@ enum {
 
 /* Classes: what tells keys apart. learned.py names them. */
 enum {
-    ADOPTED = 0, /* blocks of an earlier daemon whose keys are not known */
+    RECOVERED = 0, /* blocks of an earlier daemon whose keys are not known */
     STORED = 1, /* what a store brought that no lookup asked for: what an engine wrote itself */
     LAST = 2, /* the last part of a prompt, behind its last whole unit */
     SHARED = 3, /* by how often they were seen: 6 */
@@ -60,7 +60,7 @@ struct span {
     uint8_t met : 1; /* by the request at hand */
     uint8_t old : 1; /* older than what is remembered: keys that lose their block are forgotten */
     uint8_t single : 1; /* it began with one key */
-    uint8_t closed : 1; /* a store of keys in it was declined; the others of this request are, too */
+    uint8_t closed : 1; /* a store of keys in it was rejected; the others of this request are, too */
 };
 
 /* A span's keys. */
@@ -95,7 +95,7 @@ struct counts {
     double returned[CLASSES][BINS], forgotten[CLASSES][BINS]; /* bytes of lives by the age at which they ended */
     double accessed[CLASSES]; /* bytes of the requests' keys, by the class that they got */
     double hazard[CLASSES][BINS]; /* chance to come back in each age bin of those that are still to */
-    double worth[CLASSES][BINS]; /* hits for each byte accessed meanwhile */
+    double score[CLASSES][BINS]; /* hits for each byte accessed meanwhile */
     double edges[BINS]; /* where age bins begin, in bytes accessed */
     uint64_t cell_bytes[CELLS]; /* of blocks, by class and age bin */
 };
@@ -103,7 +103,7 @@ struct counts {
 struct learned {
     struct known known;
     struct counts counts;
-    double admission_worth[CLASSES];
+    double admission_score[CLASSES];
     uint64_t seed[2];
     struct place *places; /* [2^place_bits] open addressing with linear probing, by the upper bits of a hash */
     uint32_t place_bits;
@@ -115,7 +115,7 @@ struct learned {
     uint32_t aged; /* cells of which the spans were moved since `age_at` */
     double open[CLASSES][EPOCHS_KEPT]; /* bytes of lives that go on, by the epoch in which they began */
     struct row cells[CELLS]; /* spans that have blocks, by class and age bin; the oldest first */
-    uint16_t rank[CELLS], by_rank[CELLS]; /* ascending worth */
+    uint16_t rank[CELLS], by_rank[CELLS]; /* ascending score */
     uint64_t filled[(CELLS + 63) / 64]; /* ranks of cells that are not empty, as bits */
     uint32_t walks;
     void *scratch;
@@ -238,11 +238,11 @@ static uint32_t *handle_at(struct span *s, uint32_t place)
 
 /* --- how long keys take to come back --- */
 
-/* Learned from those that did, and with it what a block of them is worth.
+/* Learned from those that did, and with it what the score of their blocks is.
  *
  * A life begins when a request touches a key and ends when the next one does; of lives that go on, and of those that were
  * forgotten, it is known that they took longer (they are censored: Kaplan and Meier, "Nonparametric Estimation from
- * Incomplete Observations", 1958). What a block is worth is the most hits by some age for the room it takes until then,
+ * Incomplete Observations", 1958). A block's score is the most hits by some age for the room it takes until then,
  * both expected (J. C. Gittins, "Bandit Processes and Dynamic Allocation Indices", 1979). Ages are in accessed bytes.
  */
 
@@ -351,7 +351,7 @@ static int group_of(int kind)
     return kind;
 }
 
-/* What a block is worth from one age on: the most hits that it brings by a later one, less those that it costs, for the
+/* A block's score from one age on: the most hits that it brings by a later one, less those that it costs, for the
  * room that it takes until then. */
 static double most_hits(const struct learned *l, const double hazard[BINS], int age, double cost)
 {
@@ -420,14 +420,14 @@ static void work_out(struct learned *l)
             l->counts.hazard[kind][bin] = hazard_of(own, seen, factor * common[bin], prior);
             hope[bin] = hazard_of(own, seen, factor * hoped[bin], prior);
         }
-        l->admission_worth[kind] = most_hits(l, hope, 0, WRITE_COST);
-        l->counts.worth[kind][BINS - 1] = 0;
+        l->admission_score[kind] = most_hits(l, hope, 0, WRITE_COST);
+        l->counts.score[kind][BINS - 1] = 0;
         for (int age = 0; age < BINS - 1; age++)
-            l->counts.worth[kind][age] = most_hits(l, l->counts.hazard[kind], age, 0);
+            l->counts.score[kind][age] = most_hits(l, l->counts.hazard[kind], age, 0);
     }
 }
 
-/* --- the order in which blocks go: by age in the cells, and cells by what they are worth --- */
+/* --- the order in which blocks go: by age in the cells, and cells by their score --- */
 
 enum { NEAR = 64, MOVED_AT_ONCE = 512, AGINGS = 32, MOVED_CELLS = CLASSES * (BINS - 1) };
 static const uint64_t LOWEST = 2047; /* CELLS and more */
@@ -515,15 +515,15 @@ static int by_value(const void *one, const void *other)
     return a < b ? -1 : a > b;
 }
 
-/* The worth of cells has changed. */
+/* The scores of cells have changed. */
 static void order_cells(struct learned *l)
 {
     uint64_t keys[CELLS];
 
-    /* The bits of a worth, which is not below 0, but the lowest, which tell no difference that means anything; in these
+    /* The bits of a score, which is not below 0, but the lowest, which tell no difference that means anything; in these
      * the oldest are first. */
     for (int cell = 0; cell < CELLS; cell++) {
-        memcpy(&keys[cell], &l->counts.worth[cell / BINS][cell % BINS], sizeof *keys);
+        memcpy(&keys[cell], &l->counts.score[cell / BINS][cell % BINS], sizeof *keys);
         keys[cell] = (keys[cell] & ~LOWEST) + (BINS - 1 - cell % BINS) * CLASSES + cell / BINS;
     }
     qsort(keys, CELLS, sizeof *keys, by_value);
@@ -1115,7 +1115,7 @@ static void plan_learning(struct learned *l)
     l->learn_after = l->known.requests + (more > FEWEST_LEARNED ? more : FEWEST_LEARNED);
 }
 
-/* Works out anew what every class is worth. What was seen before weighs less from now on. */
+/* Works out the scores of all classes anew. What was seen before weighs less from now on. */
 static void learn(struct learned *l)
 {
     double kept = 1;
@@ -1150,35 +1150,35 @@ void kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
 /* --- stores --- */
 
 struct offer {
-    double worth;
+    double score;
     uint64_t keys;
 };
 
-static const double DECLINED = -1;
+static const double REJECTED = -1;
 
-static double lowest_worth(const struct learned *l)
+static double lowest_score(const struct learned *l)
 {
     for (uint32_t word = 0; word < sizeof l->filled / sizeof *l->filled; word++)
         if (l->filled[word]) {
             uint32_t cell = l->by_rank[word * 64 + __builtin_ctzll(l->filled[word])];
-            return l->counts.worth[cell / BINS][cell % BINS];
+            return l->counts.score[cell / BINS][cell % BINS];
         }
     return INFINITY;
 }
 
-/* Writes what keys are worth that have no block, in runs, of which there are at most `count`; returns how many. Chains
+/* Writes the scores of keys that have no block, in runs, of which there are at most `count`; returns how many. Chains
  * begin at `starts`, the first at 0. */
-uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+uint64_t kvoffd_learned_admit(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                                uint64_t weight, const uint64_t *starts, uint64_t chains, struct offer *offers)
 {
     uint64_t *hashes = scratch(l, count * sizeof *hashes), made = 0;
 
     forget_some(l, count); /* what is stored without a request is bounded, too */
-    l->known.lowest = lowest_worth(l);
+    l->known.lowest = lowest_score(l);
     hash_keys(l, name, keys, count, key_bytes, hashes);
     for (uint64_t chain = 0; chain < chains; chain++) {
         uint64_t end = chain + 1 < chains ? starts[chain + 1] : count;
-        double worth = INFINITY;
+        double score = INFINITY;
         for (uint64_t i = starts[chain]; i < end;) {
             struct place first;
             uint32_t length = run_length(l, hashes + i, end - i, &first), number = first.span;
@@ -1186,22 +1186,22 @@ uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *
                 number = begin_span(l, hashes + i, length, STORED, weight, l->known.now);
                 link_before(l, number, 0);
             }
-            double own = l->known.as_lru ? INFINITY : l->admission_worth[l->spans[number].kind];
+            double own = l->known.as_lru ? INFINITY : l->admission_score[l->spans[number].kind];
             if (l->spans[number].closed)
-                own = DECLINED;
-            worth = own < worth ? own : worth;
-            if (made && offers[made - 1].worth == worth)
+                own = REJECTED;
+            score = own < score ? own : score;
+            if (made && offers[made - 1].score == score)
                 offers[made - 1].keys += length;
             else
-                offers[made++] = (struct offer){ worth, length };
+                offers[made++] = (struct offer){ score, length };
             i += length;
         }
     }
     return made;
 }
 
-/* Keys that were offered were declined: so are the others of their requests from there on. */
-void kvoffd_learned_declined(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
+/* Keys that were offered were rejected: so are the others of their requests from there on. */
+void kvoffd_learned_rejected(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
     uint64_t *hashes = scratch(l, count * sizeof *hashes);
 
@@ -1235,7 +1235,7 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
             struct place first;
             uint32_t length = run_length(l, hashes + i, together - i, &first), number = first.span;
             if (!number) {
-                number = begin_span(l, hashes + i, length, ADOPTED, weight, l->known.now);
+                number = begin_span(l, hashes + i, length, RECOVERED, weight, l->known.now);
                 link_before(l, number, 0);
                 first.place = 0;
             }
@@ -1343,7 +1343,7 @@ static uint64_t walk_by_age(struct learned *l, uint32_t *handles, uint64_t most)
 }
 
 /* Writes the numbers of blocks with the lowest scores, the next to go first, at most `most`; returns how many. */
-uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *handles, uint64_t most)
+uint64_t kvoffd_learned_candidates(struct learned *l, double below, uint32_t *handles, uint64_t most)
 {
     uint64_t found = 0;
 
@@ -1354,7 +1354,7 @@ uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *ha
     for (uint32_t word = 0; word < sizeof l->filled / sizeof *l->filled; word++)
         for (uint64_t bits = l->filled[word]; bits; bits &= bits - 1) {
             uint32_t cell = l->by_rank[word * 64 + __builtin_ctzll(bits)];
-            if (l->counts.worth[cell / BINS][cell % BINS] >= worth)
+            if (l->counts.score[cell / BINS][cell % BINS] >= below)
                 return found;
             for (uint32_t span = l->cells[cell].first; span && found < most; span = l->spans[span].next)
                 found = walk(l, span, handles, found, most);

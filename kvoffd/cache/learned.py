@@ -2,8 +2,8 @@
 
 A request's keys are told apart by what says whether and when they are asked for again: whether the request continues a
 conversation, which turn it is, how long the pause was, how much text is new, how many requests saw the key. Each such
-class learns how long its keys take to come back. What is offered is stored where it is worth more than what would have
-to go for it. Keys without blocks are watched too: hits alone teach nothing.
+class learns how long its keys take to come back. What is offered is stored where its score is higher than that of what
+would have to go for it. Keys without blocks are watched too: hits alone teach nothing.
 
 All thresholds are in tokens, or in pool lifetimes: the time in which as many bytes are accessed as the pool has.
 
@@ -87,7 +87,7 @@ class Counts(ctypes.Structure):
         ("forgotten", ctypes.c_double * BINS * len(CLASSES)),
         ("accessed", ctypes.c_double * len(CLASSES)),
         ("hazard", ctypes.c_double * BINS * len(CLASSES)),
-        ("worth", ctypes.c_double * BINS * len(CLASSES)),
+        ("score", ctypes.c_double * BINS * len(CLASSES)),
         ("edges", ctypes.c_double * BINS),
         ("cell_bytes", ctypes.c_uint64 * BINS * len(CLASSES)),
     )
@@ -141,7 +141,7 @@ class Learned(InOrder):
         count = len(keys) // group.key_bytes
         if 4 * count > len(self._buffer):  # a run takes four words
             self._make_buffer(4 * count)
-        made = self._native.learned_offers(
+        made = self._native.learned_admit(
             *(self._at, group.number, keys, count, group.key_bytes, group.block_bytes),
             *(array("Q", starts).tobytes(), len(starts), self._buffer_at),
         )
@@ -154,7 +154,7 @@ class Learned(InOrder):
         return group.namespace.counters.keys_asked * group.block_bytes >= self._pool_bytes
 
     def rejected(self, group: Group, keys: bytes) -> None:
-        self._native.learned_declined(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)
+        self._native.learned_rejected(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)
 
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         size, count = group.key_bytes, len(keys) // group.key_bytes
@@ -183,13 +183,13 @@ class Learned(InOrder):
         chances = 1 - left[:, -1]
         median = np.argmax(1 - left >= chances[:, None] / 2, axis=1)
         ages = np.where(chances > 0, edges[median + 1] / lifetime, 0.0)
-        worths = np.maximum(0, np.array(self._counts.worth).max(axis=1)) * lifetime
+        scores = np.maximum(0, np.array(self._counts.score).max(axis=1)) * lifetime
         kept = np.array(self._counts.cell_bytes).sum(axis=1)
         shares = accessed / max(1.0, accessed.sum())
-        columns = (one.tolist() for one in (shares, chances, ages, kept, worths))
+        columns = (one.tolist() for one in (shares, chances, ages, kept, scores))
         classes = [
-            PolicyClass(name, share, chance, age, nbytes, worth)
-            for name, share, chance, age, nbytes, worth in zip(CLASSES, *columns, strict=True)
+            PolicyClass(name, share, chance, age, nbytes, score)
+            for name, share, chance, age, nbytes, score in zip(CLASSES, *columns, strict=True)
             if share or nbytes
         ]
         classes.sort(key=lambda one: one.accessed_share, reverse=True)

@@ -111,8 +111,8 @@ class Native:
             self.learned_remove = with_gil("learned_remove", number, address, *keys)
             self.learned_forget = with_gil("learned_forget", number, address, *keys)
             self.learned_candidates = with_gil("learned_candidates", number, address, real, address, number)
-            self.learned_offers = with_gil("learned_offers", number, address, *keys, number, text, number, address)
-            self.learned_declined = with_gil("learned_declined", None, address, *keys)
+            self.learned_admit = with_gil("learned_admit", number, address, *keys, number, text, number, address)
+            self.learned_rejected = with_gil("learned_rejected", None, address, *keys)
             self.learned_chance = with_gil("learned_chance", real, address, number, text, number, number)
             self.learned_go_on = with_gil("learned_go_on", None, address)
         except (OSError, AttributeError, ValueError) as error:

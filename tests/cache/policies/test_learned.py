@@ -416,9 +416,9 @@ def test_one_request_for_more_than_the_pool_makes_nothing_forgotten_and_nothing_
 def test_what_is_stored_without_being_asked_for_is_forgotten_too(asked_first: bool) -> None:
     rig = learned_rig(160, 16, MIB)
     namespace = rig.open("a")
-    worth_more = list(range(1_000_000, 1_000_160))
+    more = list(range(1_000_000, 1_000_160))
     for _ in range(8 if asked_first else 0):  # the policy rejects then
-        ask(rig, namespace, worth_more)
+        ask(rig, namespace, more)
     for first in range(0, 50_000, 500):
         rig.store(namespace, keys_of(*range(first, first + 500)))
     policy = policy_of(rig)
