@@ -347,14 +347,6 @@ uint32_t kvoffd_blocks_alike(const struct blocks *x, const uint32_t *blocks, uin
     return count ? x->group[blocks[0]] : 0;
 }
 
-/* The slot of one rank's shard of a block. */
-static uint32_t shard_slot(const struct blocks *x, uint32_t block, uint32_t rank)
-{
-    for (; rank; rank--)
-        block = x->next[block];
-    return block;
-}
-
 /* Writes the keys of blocks end to end. */
 void kvoffd_blocks_keys(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t key_bytes, uint8_t *keys)
 {
@@ -392,7 +384,9 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
         uint64_t entry = x->index.entries[find(x, hashed, group, key, key_bytes)];
         verdicts[i] = LACKING;
         if (entry) {
-            uint32_t block = blocks[i] = slot_of(entry), slot = shard_slot(x, block, rank);
+            uint32_t block = blocks[i] = slot_of(entry), slot = block;
+            for (uint32_t of_rank = 0; of_rank < rank; of_rank++)
+                slot = x->next[slot];
             uint8_t shard = x->shard[slot] & SHARD_STATE;
             verdicts[i] = shard == RESERVED ? MINE : PRESENT;
             if (shard == WRITTEN && !x->pins[block] && !being_written(x, block) &&

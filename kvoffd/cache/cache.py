@@ -165,7 +165,7 @@ class Cache:
         """Numbers of groups that were reset and are to be swept out."""
         self.unannounced = np.zeros(len(self.blocks.state), np.bool_)
         """By slot: a recovered block that listeners have not heard of yet."""
-        self._unannounced = _NOTHING
+        self._to_announce = _NOTHING
         self._sweeping: set[int] = set()
         self._swept_to = 0
 
@@ -356,20 +356,20 @@ class Cache:
                 self.unverified_slots += len(alike) * len(group.sizes)
                 self._count(group, FREE, READY, len(alike))
                 self.policy.insert(group, alike, self.blocks.keys(alike, group.key_bytes))
-        self._unannounced = blocks
+        self._to_announce = blocks
         self.unannounced[blocks] = True
         self._quarantine(quarantined)
         self._save()
 
     def announce_recovered(self) -> bool:
         """Tell listeners of some blocks that were recovered, the latest first. Returns whether there are more."""
-        some, self._unannounced = self._unannounced[-RECOVERED_AT_ONCE:], self._unannounced[:-RECOVERED_AT_ONCE]
+        some, self._to_announce = self._to_announce[-RECOVERED_AT_ONCE:], self._to_announce[:-RECOVERED_AT_ONCE]
         some = some[self.unannounced[some]]
         self.unannounced[some] = False
         for group, alike in self.by_group(some):
             if not group.dead:
                 self._events.stored(group.namespace, group.group, self.blocks.split_keys(alike, group.key_bytes)[::-1])
-        return bool(self._unannounced.size)
+        return bool(self._to_announce.size)
 
     # --- lookups and leases ---------------------------------------------------------------------
 
@@ -980,7 +980,7 @@ class Cache:
         self._some_left = True
         self.policy.remove(group, blocks, names)
         keys = np.frombuffer(names, group.namespace.key_type)
-        if self._unannounced.size:  # listeners have not heard of these
+        if self._to_announce.size:  # listeners have not heard of these
             silent = self.unannounced[blocks]
             self.unannounced[blocks] = False
             keys = keys[~silent]

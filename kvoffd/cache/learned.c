@@ -261,11 +261,6 @@ static const double HIGHEST_HAZARD = 0.95;
  * return is seen late. */
 static const double HOPED = 0.01;
 
-static double least(double a, double b)
-{
-    return a < b ? a : b;
-}
-
 static int bin_of(const struct learned *l, double age)
 {
     int bin = BINS - 1;
@@ -370,7 +365,7 @@ static double most_hits(const struct learned *l, const double hazard[BINS], int 
 /* The part that came back of what was watched, as far as that is much beside what a guess counts as. */
 static double hazard_of(double returned, double watched, double guess, double prior)
 {
-    return least(HIGHEST_HAZARD, (returned + prior * least(HIGHEST_HAZARD, guess)) / (watched + prior));
+    return fmin(HIGHEST_HAZARD, (returned + prior * fmin(HIGHEST_HAZARD, guess)) / (watched + prior));
 }
 
 static void work_out(struct learned *l)
@@ -1393,8 +1388,7 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
     if (!l)
         return NULL;
     l->known.lifetime = lifetime;
-    l->seed[0] = seed[0];
-    l->seed[1] = seed[1];
+    memcpy(l->seed, seed, sizeof l->seed);
     l->learn_at = lifetime / 4;
     for (int bin = 0; bin < BINS; bin++)
         l->counts.edges[bin] = AGES[bin] * lifetime;

@@ -41,6 +41,7 @@ class Native:
     def __init__(self, path: Path = LIBRARY) -> None:
         number, address, text, real = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_double
         keys = (number, text, number, number)  # whose, end to end, how many, bytes of each
+        of_group = (ctypes.c_uint32, *keys[1:])
         try:
             libraries = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
             found = ctypes.c_uint32.in_dll(libraries[0], "kvoffd_version").value
@@ -58,10 +59,8 @@ class Native:
             self.recover_blocks = without_gil("recover_blocks", None, address)
             self.blocks_open = with_gil("blocks_open", ctypes.c_int, address, text)
             self.blocks_close = with_gil("blocks_close", None, address)
-            self.blocks_find = with_gil("blocks_find", None, address, slot, text, number, number, address, address)
-            self.blocks_lookup = with_gil(
-                "blocks_lookup", None, address, slot, text, number, number, slot, address, address, address
-            )
+            self.blocks_find = with_gil("blocks_find", None, address, *of_group, address, address)
+            self.blocks_lookup = with_gil("blocks_lookup", None, address, *of_group, slot, address, address, address)
             self.blocks_enter = with_gil(
                 "blocks_enter", number, address, *some, number, slot, slot, text, number, slot, slot
             )
@@ -78,9 +77,7 @@ class Native:
             self.blocks_release = with_gil("blocks_release", None, address, *some, address, address)
             self.blocks_pin = with_gil("blocks_pin", None, address, *some, ctypes.c_int32, address, address)
             self.blocks_keys = with_gil("blocks_keys", None, address, *some, number, address)
-            self.blocks_plan = with_gil(
-                "blocks_plan", number, address, slot, text, number, number, slot, address, address, address
-            )
+            self.blocks_plan = with_gil("blocks_plan", number, address, *of_group, slot, address, address, address)
             self.plan_blocks = with_gil(
                 "plan_blocks", None, address, number, number, number, text, number, text, number, text, address
             )
@@ -88,13 +85,13 @@ class Native:
             self.slots_free = with_gil("slots_free", ctypes.c_int64, address, *some)
             self.disk_open = with_gil("disk_open", ctypes.c_int, address, text)
             self.disk_close = with_gil("disk_close", None, address)
-            self.disk_find = with_gil("disk_find", None, address, slot, text, number, number, address)
+            self.disk_find = with_gil("disk_find", None, address, *of_group, address)
             self.disk_remove = with_gil("disk_remove", None, address, *some)
-            self.blocks_note = with_gil("blocks_note", None, address, slot, text, number, number, number)
-            self.blocks_count = with_gil("blocks_count", None, address, slot, text, number, number, text, address)
+            self.blocks_note = with_gil("blocks_note", None, address, *of_group, number)
+            self.blocks_count = with_gil("blocks_count", None, address, *of_group, text, address)
             self.queues_new = with_gil("queues_new", address, number, number, text)
             self.queues_free = with_gil("queues_free", None, address)
-            self.queues_insert = with_gil("queues_insert", number, address, slot, text, number, number, text)
+            self.queues_insert = with_gil("queues_insert", number, address, *of_group, text)
             self.queues_use = with_gil("queues_use", None, address, *some)
             self.queues_remove = with_gil("queues_remove", None, address, *some, slot)
             self.queues_candidates = with_gil("queues_candidates", number, address, real, *some)

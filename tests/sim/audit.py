@@ -122,7 +122,7 @@ class Audit:
             told = (cache.blocks.state == READY) & ~cache.unannounced
             if self.folded(namespace.fingerprint) != _blocks_of(self._service, namespace.fingerprint, told):
                 raise Broken("folding the KV events does not give the index")
-            if cache.unannounced.any() and not cache._unannounced.size:
+            if cache.unannounced.any() and not cache._to_announce.size:
                 raise Broken("some recovered blocks are never told of")
             if tiers is not None:
                 told, there = self._on_disk.get(kv_topic(namespace.fingerprint), set()), tiers.readable(namespace)
