@@ -207,7 +207,7 @@ class Cache:
     def _fix_sizes(self, namespace: Namespace) -> None:
         """Its groups may have blocks once all ranks of the world have registered."""
         for group in self._current[namespace]:
-            lengths = namespace.shard_lengths(group.group)
+            lengths = namespace.shard_lengths(group.index)
             group.set_sizes(lengths, [self.slots.slot_size(length) for length in lengths])
 
     def _fix_shard_bytes(self, namespace: Namespace, rank: int, shard_bytes: Sequence[int]) -> bool:
@@ -368,7 +368,7 @@ class Cache:
         self.unannounced[some] = False
         for group, alike in self.by_group(some):
             if not group.dead:
-                self._events.stored(group.namespace, group.group, self.blocks.split_keys(alike, group.key_bytes)[::-1])
+                self._events.stored(group.namespace, group.index, self.blocks.split_keys(alike, group.key_bytes)[::-1])
         return bool(self._to_announce.size)
 
     # --- lookups and leases ---------------------------------------------------------------------
@@ -594,7 +594,7 @@ class Cache:
                     names = self.blocks.keys(gone, size)
                     self.drop(gone, MissReason.PARTIAL)
                     if self.tiers is not None:  # what a tier has of them is as little
-                        self.tiers.forget(namespace, group.group, names, MissReason.PARTIAL)
+                        self.tiers.forget(namespace, group.index, names, MissReason.PARTIAL)
                     verdicts, blocks = self.blocks.plan(*offered)
                 of_key = np.frombuffer(verdicts, np.uint8)
                 lacking, mine, again = (
@@ -682,12 +682,12 @@ class Cache:
         for part, given in zip(ticket.parts, checksums, strict=True):
             group, blocks, slots, firsts = part.group, part.blocks, part.slots, part.first_blocks
             if group.dead or not blocks.size:
-                self._let_go(group, blocks, slots)
+                self._end_writes(group, blocks, slots)
                 continue
             size, length, sums = group.key_bytes, group.lengths[ticket.rank], array("Q", given)
             if (published := self.blocks.publish(blocks, slots, firsts, length, sums, size)) is None:
                 living = self.blocks.state[blocks] == WRITING
-                self._let_go(group, blocks[~living], slots[~living])
+                self._end_writes(group, blocks[~living], slots[~living])
                 blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
                 firsts = None if firsts is None else array("H", compress(firsts, living))
                 published = self.blocks.publish(blocks, slots, firsts, length, sums, size)
@@ -696,13 +696,13 @@ class Cache:
             became_ready += len(ready)
             self.unverified_slots += sums.count(0)
             if len(ready) < len(blocks):
-                self._wait(group, blocks[self.blocks.missing[blocks] != 0])
+                self._note_partial(blocks[self.blocks.missing[blocks] != 0])
             if ready.size:
                 group.namespace.counters.stored_blocks += len(ready)
                 self._count(group, WRITING, READY, len(ready))
                 self.policy.insert(group, ready, names)
                 keys = np.frombuffer(names, group.namespace.key_type)[::-1].tolist()
-                self._events.stored(group.namespace, group.group, keys, tokens=tokens)
+                self._events.stored(group.namespace, group.index, keys, tokens=tokens)
                 if self.tiers is not None:
                     self.tiers.stored(ready[::-1])
         return became_ready
@@ -710,7 +710,7 @@ class Cache:
     def abort_store(self, ticket: StoreTicket) -> None:
         """End a store that did not copy everything: its shards go, what other ranks wrote stays and waits."""
         for part in ticket.parts:
-            self._let_go(part.group, part.blocks, part.slots)
+            self._end_writes(part.group, part.blocks, part.slots)
 
     def drop_unfinished(self, ticket: StoreTicket | FillTicket, reason: MissReason = MissReason.PARTIAL) -> None:
         """Drop those of a ticket's blocks that lack a shard: others may store their keys elsewhere. The ticket is still
@@ -720,20 +720,20 @@ class Cache:
             if not part.group.dead:
                 self.drop(part.blocks[self.blocks.state[part.blocks] == WRITING], reason)
 
-    def _let_go(self, group: Group, blocks: BlockIds, slots: SlotIds) -> None:
-        """Shards of blocks are not written any more, and hold nothing."""
+    def _end_writes(self, group: Group, blocks: BlockIds, slots: SlotIds) -> None:
+        """The slots of these shards of blocks are not written any more, and hold nothing."""
         if not blocks.size:
             return
         self.blocks.shard[slots] = RESERVED
         writing = blocks[self.blocks.state[blocks] == WRITING]
         if writing.size and not group.dead:
             every = self.blocks.shard[self.blocks.slots(writing, len(group.sizes))] & SHARD_STATE
-            unused = writing[(every == RESERVED).all(axis=1)]
-            self._wait(group, writing[~(every == RESERVED).all(axis=1)])
-            self._remove(group, WRITING, unused)
+            unused = (every == RESERVED).all(axis=1)
+            self._note_partial(writing[~unused])
+            self._remove(group, WRITING, writing[unused])
         self._free_dropped(blocks[self.blocks.state[blocks] == DROPPED])
 
-    def _wait(self, group: Group, blocks: BlockIds) -> None:
+    def _note_partial(self, blocks: BlockIds) -> None:
         """Note those of the blocks as partial that nobody writes."""
         if blocks.size:
             now = self._clock()
@@ -759,7 +759,7 @@ class Cache:
         """End a fill, with both by rank; without them where not all of the block is there. True where it is READY."""
         group, slots = ticket.group, ticket.slots
         if not checksums:
-            self._let_go(group, slots[:1], slots)
+            self._end_writes(group, slots[:1], slots)
         ready = 0
         for length in dict.fromkeys(group.lengths) if checksums else ():
             ranks = [rank for rank, nbytes in enumerate(group.lengths) if nbytes == length]
@@ -804,7 +804,7 @@ class Cache:
         """
         for ticket in tickets:
             self.unpin(ticket.blocks)
-            lease, group, part = ticket.lease, ticket.group.group, (ticket.group.group, ticket.first_key)
+            lease, group, part = ticket.lease, ticket.group.index, (ticket.group.index, ticket.first_key)
             if counts and ticket.blocks.size and part not in lease.loaded:
                 lease.loaded.add(part)
                 before = max(lease.loaded_tokens.values(), default=0)
@@ -839,7 +839,7 @@ class Cache:
                         self.table.set_region(region, int(self.slots.slot_bytes[region]))
                     self.slots.opened.clear()
                 if len(slots):
-                    of_namespace = group.namespace.number, group.group, group.block_bytes
+                    of_namespace = group.namespace.number, group.index, group.block_bytes
                     self.blocks.enter(slots, group.number, left, size, *of_namespace)
                     self._count(group, FREE, WRITING, len(slots))
                 elif (victims := self._make_space(group, count - entered, below)) is None:
@@ -985,7 +985,7 @@ class Cache:
             self.unannounced[blocks] = False
             keys = keys[~silent]
         if not group.dead:
-            self._events.removed(group.namespace, group.group, keys.tolist())
+            self._events.removed(group.namespace, group.index, keys.tolist())
 
     def _free_dropped(self, blocks: BlockIds) -> None:
         """Free the slots of those of the blocks that are DROPPED and that nothing holds."""
@@ -1023,7 +1023,7 @@ class Cache:
             found = (np.flatnonzero(dead & (self.blocks.state[begin:end] == state)) + begin).astype(np.uint32)
             for group, alike in self.by_group(found):
                 if group.namespace in self._current:
-                    now, names = self._current[group.namespace][group.group], self.blocks.keys(alike, group.key_bytes)
+                    now, names = self._current[group.namespace][group.index], self.blocks.keys(alike, group.key_bytes)
                     self.blocks.note_misses(now.number, names, group.key_bytes, MissReason.INVALIDATED)
                 self._remove(group, state, alike)
         if end == len(self.blocks.state):
@@ -1085,7 +1085,7 @@ class Cache:
             if self.blocks.state[head[0]] != DROPPED:
                 self.drop(head, MissReason.CORRUPT)
             if self.tiers is not None and not group.dead:
-                self.tiers.forget(group.namespace, group.group, names, MissReason.CORRUPT)
+                self.tiers.forget(group.namespace, group.index, names, MissReason.CORRUPT)
             return False
         if self.blocks.shard[slot] & UNVERIFIED:
             self.blocks.shard[slot] &= ~np.uint8(UNVERIFIED)

@@ -71,7 +71,7 @@ class HitRatioCurve:
                 counted = self._counts[namespace] = counts, counts.ctypes.data, [0]
             tokens = group.tokens or UNKNOWN_TOKENS
             per = max(1, PIECE_TOKENS // tokens) if tokens > UNKNOWN_TOKENS else 1
-            whose, size = int.from_bytes(namespace.fingerprint[:8], "big") ^ group.group, group.key_bytes
+            whose, size = int.from_bytes(namespace.fingerprint[:8], "big") ^ group.index, group.key_bytes
             count = len(keys) // size
             self._native.curve_asked(self._at, counted[1], whose, keys, count, size, group.block_bytes, tokens, per)
             counted[2][0] += run * tokens

@@ -27,12 +27,12 @@ class Group:
 
     Args:
         number: no other group of this daemon has it.
-        group: its number in the namespace.
+        index: its number in the namespace.
     """
 
-    def __init__(self, number: int, namespace: Namespace, group: int) -> None:
-        self.number, self.namespace, self.group, self.key_bytes = number, namespace, group, namespace.key_bytes
-        self.tokens = namespace.groups[group].tokens_per_block
+    def __init__(self, number: int, namespace: Namespace, index: int) -> None:
+        self.number, self.namespace, self.index, self.key_bytes = number, namespace, index, namespace.key_bytes
+        self.tokens = namespace.groups[index].tokens_per_block
         """Of a block; 0 where its group does not say."""
         self.dead = False
         """The namespace was reset: its blocks are swept out."""

@@ -393,7 +393,7 @@ class LoadJob(Job):
                     apply_check(cache, check, found)
         if cache.mismatches:
             # What somebody else found wrong in the meantime is wrong for this load too.
-            corrupt = [GroupKeys(one.group.group, keys) for one in self.tickets if (keys := cache.corrupt_keys(one))]
+            corrupt = [GroupKeys(one.group.index, keys) for one in self.tickets if (keys := cache.corrupt_keys(one))]
             self.failed += corrupt
             error = ErrorCode.CHECKSUM if corrupt else error
         copied_bytes = self.plan.nbytes if error is None else 0

@@ -76,8 +76,8 @@ class Tracer:
                 a.TraceChain(
                     round((self._clock() - self._began_at) * 1000),
                     namespace.fingerprint,
-                    group.group,
-                    namespace.groups[group.group].tokens_per_block,
+                    group.index,
+                    group.tokens,
                     group.block_bytes,
                     namespace.key_bytes,
                     keys,

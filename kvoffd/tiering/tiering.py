@@ -691,7 +691,7 @@ class Tiering:
                 level.writer.evicted(group, alike)
             if self.disks.tiers and not group.dead:
                 keys = self._cache.blocks.split_keys(alike, group.key_bytes)
-                self._evicted.append((self.space(group.namespace, group.group), keys))
+                self._evicted.append((self.space(group.namespace, group.index), keys))
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
         names, space = namespace.split(group, keys), self.space(namespace, group)

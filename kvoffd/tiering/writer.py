@@ -302,7 +302,7 @@ class Writer:
                 self._spare(group, len(worth) - int(worth.sum()))
                 blocks = blocks[worth]
             if blocks.size:
-                space = self._space_of(group.namespace, group.group)
+                space = self._space_of(group.namespace, group.index)
                 chosen |= {write.number: write for write in writes_of(self._cache, group, space, blocks)}
         for block in some:
             if block not in chosen:
@@ -349,7 +349,7 @@ class Writer:
         if group.dead or bench or namespace.fingerprint in self._left_out or not (self._tiers and blocks.size):
             return blocks[:0], []
         keys = self._cache.blocks.split_keys(blocks, group.key_bytes)
-        space = self._space_of(namespace, group.group)
+        space = self._space_of(namespace, group.index)
         wanted = np.array([block not in self.under_way for block in blocks.tolist()])
         for tier in self._tiers:
             wanted &= tier.wants(space, keys)

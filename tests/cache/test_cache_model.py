@@ -483,7 +483,7 @@ class CacheMachine(RuleBasedStateMachine):
         wrong &= checksum != 0 and self.rig.cache.quarantined_bytes < 8 * UNIT
         group = self.cache._of_block(slot)
         key = int.from_bytes(blocks.keys(np.array([slot], np.uint32), 8), "big")
-        name = -1 if group.dead else self.spaces.index(group.namespace), group.group, key
+        name = -1 if group.dead else self.spaces.index(group.namespace), group.index, key
         assert self.cache.check(slot, generation, checksum + 1 if wrong else checksum or 5) is (judged and not wrong)
         counted = self.cache.checked_slots - counts[0], self.cache.mismatches - counts[1]
         assert counted == (checksum != 0, wrong and judged)

@@ -128,7 +128,7 @@ class TieringHarness(CacheRig):
         """Write the bytes of a store; returns their checksums, by part."""
         sums: list[list[int]] = []
         for part in ticket.parts:
-            namespace, group = part.group.namespace, part.group.group
+            namespace, group = part.group.namespace, part.group.index
             keys = namespace.split(group, self.cache.blocks.keys(part.blocks, namespace.key_bytes))
             sums.append([])
             for key, offset in zip(keys, self.slots.offsets(part.slots).tolist(), strict=True):

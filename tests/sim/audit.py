@@ -183,6 +183,6 @@ def _blocks_of(service: Service, fingerprint: bytes, wanted: npt.NDArray[np.bool
     blocks, found = service.cache.blocks, Readable()
     for group, alike in service.cache.by_group(np.flatnonzero(wanted).astype(np.uint32)):
         if group.namespace.fingerprint == fingerprint and not group.dead:
-            keys = group.namespace.split(group.group, blocks.keys(alike, group.key_bytes))
-            found |= {(group.group, key) for key in keys}
+            keys = group.namespace.split(group.index, blocks.keys(alike, group.key_bytes))
+            found |= {(group.index, key) for key in keys}
     return found

@@ -152,11 +152,11 @@ class WatchedPool:
         """Slots have got the first of these keys."""
         group = self._cache._groups[number]
         space, world_size = group.namespace, len(group.sizes)
-        for key, ranks in zip(space.split(group.group, keys), slots, strict=False):
+        for key, ranks in zip(space.split(group.index, keys), slots, strict=False):
             for rank, slot in enumerate(self._at(ranks)):
                 if slot.transfers or slot.state != "taken":
                     raise Broken("a slot gets a block while a transfer uses it, or has one")
-                slot.state, slot.owner = "writing", SlotOwner(space.fingerprint, group.group, key, rank, world_size)
+                slot.state, slot.owner = "writing", SlotOwner(space.fingerprint, group.index, key, rank, world_size)
 
     def publish(
         self,
@@ -284,11 +284,11 @@ def records_of(cache: Cache) -> list[tuple[int, SlotOwner, int, int]]:
         if group.dead:
             continue
         space, world_size = group.namespace, len(group.sizes)
-        keys = space.split(group.group, cache.blocks.keys(alike, group.key_bytes))
+        keys = space.split(group.index, cache.blocks.keys(alike, group.key_bytes))
         for key, slots in zip(keys, cache.blocks.slots(alike, world_size), strict=True):
             rows = cache.table.records[slots]
             for rank, offset in enumerate(cache.slots.offsets(slots).tolist()):
-                owner = SlotOwner(space.fingerprint, group.group, key, rank, world_size)
+                owner = SlotOwner(space.fingerprint, group.index, key, rank, world_size)
                 found.append((offset, owner, int(rows["first_block"][rank]), int(rows["length"][rank])))
     return found
 

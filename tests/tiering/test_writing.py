@@ -95,7 +95,7 @@ def full_rig(
 
     def chance(group: Group, keys: bytes, within_bytes: int) -> np.ndarray:
         assert within_bytes == rig.tier.lifetime_bytes
-        return np.array([known.get(key, 0.11) for key in group.namespace.split(group.group, keys)])
+        return np.array([known.get(key, 0.11) for key in group.namespace.split(group.index, keys)])
 
     if known:
         monkeypatch.setattr(rig.cache.policy, "chance", chance)
