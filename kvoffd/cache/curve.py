@@ -28,9 +28,10 @@ UNKNOWN_TOKENS = 1
 PIECE_TOKENS = 512
 """Of a piece, at most; curve.c says why the first ones have fewer."""
 _KINDS = 3
-_ROW = 2 * _KINDS + _KINDS * len(SIZES)
+_ROW = 2 * _KINDS + _KINDS * len(SIZES) + 1
+"""``struct counts``, and the tokens that requests found."""
 _NAMES = [f"{size:g}" for size in SIZES]
-_Counts = NDArray[np.float64]
+_Row = NDArray[np.float64]
 _NOTHING = np.zeros(_ROW)
 
 
@@ -46,9 +47,9 @@ class HitRatioCurve:
         self._free = weakref.finalize(self, self._native.curve_free, self._at)
         self._clock = clock
         self._halved_at = clock()
-        self._counts: dict[Namespace, tuple[_Counts, int, list[int]]] = {}
-        """Those of ``struct counts``, their address, and the tokens that requests found."""
-        self._gone, self._gone_found = np.zeros(_ROW), [0]
+        self._counts: dict[Namespace, tuple[_Row, int]] = {}
+        """With their address."""
+        self._gone = np.zeros(_ROW)
         """What those of namespaces that were forgotten had come to."""
 
     @property
@@ -67,52 +68,48 @@ class HitRatioCurve:
             if not keys:
                 continue
             if (counted := self._counts.get(namespace)) is None:
-                counts = np.zeros(_ROW)
-                counted = self._counts[namespace] = counts, counts.ctypes.data, [0]
+                row = np.zeros(_ROW)
+                counted = self._counts[namespace] = row, row.ctypes.data
+            row, at = counted
             tokens = group.tokens or UNKNOWN_TOKENS
             per = max(1, PIECE_TOKENS // tokens) if tokens > UNKNOWN_TOKENS else 1
             whose, size = int.from_bytes(namespace.fingerprint[:8], "big") ^ group.index, group.key_bytes
-            count = len(keys) // size
-            self._native.curve_asked(self._at, counted[1], whose, keys, count, size, group.block_bytes, tokens, per)
-            counted[2][0] += run * tokens
+            self._native.curve_asked(
+                *(self._at, at, whose, keys, len(keys) // size, size, group.block_bytes, tokens, per)
+            )
+            row[-1] += run * tokens
 
     def tick(self) -> None:
         """Have what is old weigh less."""
         if self._clock() - self._halved_at >= HALVED_EVERY_S:
             self._halved_at = self._clock()
-            for counts, found in self._rows():
-                counts *= 0.5
-                found[0] //= 2
+            for row in self._rows():
+                row *= 0.5
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Go on to count what was asked for in it: it is a part of all."""
-        if (row := self._counts.pop(namespace, None)) is not None:
-            self._gone += row[0]
-            self._gone_found[0] += row[2][0]
+        if (counted := self._counts.pop(namespace, None)) is not None:
+            self._gone += counted[0]
 
     def of_namespaces(self, namespaces: Sequence[Namespace]) -> list[HitCurve]:
         """What requests of each namespace had found, in pools of all namespaces."""
-        rows = [self._counts.get(namespace) for namespace in namespaces]
-        counts = np.array([_NOTHING if row is None else row[0] for row in rows]).reshape(-1, _ROW)
-        return _states(counts, [0 if row is None else row[2][0] for row in rows])
+        return _curves([self._counts.get(namespace, (_NOTHING, 0))[0] for namespace in namespaces])
 
     def in_all(self) -> HitCurve:
         """All namespaces together, those that were forgotten among them."""
-        rows = self._rows()
-        counts = sum((counts for counts, _ in rows), np.zeros(_ROW))
-        return _states(counts[None, :], [sum(found[0] for _, found in rows)])[0]
+        return _curves([np.sum(self._rows(), axis=0)])[0]
 
-    def _rows(self) -> list[tuple[_Counts, list[int]]]:
-        return [(self._gone, self._gone_found), *((counts, found) for counts, _, found in self._counts.values())]
+    def _rows(self) -> list[_Row]:
+        return [self._gone, *(row for row, _ in self._counts.values())]
 
 
-def _states(counts: _Counts, found_tokens: Sequence[int]) -> list[HitCurve]:
-    """``counts``: [curves, _ROW]."""
+def _curves(rows: Sequence[_Row]) -> list[HitCurve]:
+    counts = np.reshape(rows, (-1, _ROW))
     total, sampled = counts[:, :_KINDS], counts[:, _KINDS : 2 * _KINDS]
-    hits = counts[:, 2 * _KINDS :].reshape(-1, _KINDS, len(SIZES)).cumsum(axis=2)
+    hits = counts[:, 2 * _KINDS : -1].reshape(-1, _KINDS, len(SIZES)).cumsum(axis=2)
     asked = total.sum(axis=1)
     # Of what was asked for, not of what a sample should have been: a sample that is too large or small does no harm.
     parts = hits / np.maximum(sampled, 1)[:, :, None] * total[:, :, None]
     ratios = np.minimum(1.0, parts.sum(axis=1) / np.maximum(asked, 1)[:, None])
-    rows = zip(asked.tolist(), found_tokens, ratios.tolist(), strict=True)
-    return [HitCurve(round(tokens), found, dict(zip(_NAMES, row, strict=True))) for tokens, found, row in rows]
+    columns = zip(asked.tolist(), counts[:, -1].tolist(), ratios.tolist(), strict=True)
+    return [HitCurve(round(all_), int(found), dict(zip(_NAMES, row, strict=True))) for all_, found, row in columns]

@@ -82,7 +82,7 @@ struct row { /* spans in order, linked by two fields */
 struct known {
     uint64_t lifetime; /* bytes that the pool holds */
     uint64_t now; /* bytes accessed so far */
-    uint64_t keys, requests; /* what accessed them */
+    uint64_t requests; /* that accessed them */
     uint64_t known_keys, blocks, spans;
     uint64_t known_bytes; /* of the blocks that known keys have, or would have */
     uint64_t nbytes; /* memory of all that is known */
@@ -1133,7 +1133,6 @@ static void learn(struct learned *l)
 void kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
 {
     l->known.requests++;
-    l->known.keys += keys;
     l->known.now += nbytes;
     enter_epoch(l);
     forget_some(l, keys);

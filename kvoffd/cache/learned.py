@@ -32,12 +32,12 @@ from kvoffd_proto.stats import LearnedStats, PolicyClass
 
 UNIT_TOKENS = 512
 """Tokens of a block whose group does not say."""
-FORMAT = 5
+FORMAT = 6
 """Version of what is kept for the next daemon."""
 SEED_BYTES = 16
 _OFFER = struct.Struct("=dQ")
 _HEAD = struct.Struct("=II")
-_TIME = struct.Struct("=4Q")
+_TIME = struct.Struct("=3Q")
 _MAX_COUNT, _MAX_SUM = 1 << 62, 1e30
 """Of a successor's bytes, keys and requests, and of its sums of bytes."""
 
@@ -73,7 +73,7 @@ class Known(ctypes.Structure):
     """``struct known`` of learned.c."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("lifetime", "now", "keys", "requests", "known_keys", "blocks", "spans")),
+        *((name, ctypes.c_uint64) for name in ("lifetime", "now", "requests", "known_keys", "blocks", "spans")),
         *((name, ctypes.c_uint64) for name in ("known_bytes", "nbytes", "as_lru")),
         ("lowest", ctypes.c_double),
     )
@@ -197,7 +197,7 @@ class Learned(InOrder):
 
     def state(self) -> bytes:
         known = self.known
-        body = _TIME.pack(known.lifetime, known.now, known.keys, known.requests) + bytes(self._counts)[:_KEPT_BYTES]
+        body = _TIME.pack(known.lifetime, known.now, known.requests) + bytes(self._counts)[:_KEPT_BYTES]
         return _HEAD.pack(FORMAT, zlib.crc32(body)) + body
 
     def restore(self, state: bytes) -> None:
@@ -215,6 +215,6 @@ class Learned(InOrder):
             raise ValueError("it is of a pool of another size")
         if max(time) > _MAX_COUNT or not ((sums >= 0) & (sums <= _MAX_SUM)).all():
             raise ValueError("its counts are none")
-        self.known.now, self.known.keys, self.known.requests = time
+        self.known.now, self.known.requests = time
         ctypes.memmove(ctypes.addressof(self._counts), body[_TIME.size :], _KEPT_BYTES)
         self._native.learned_go_on(self._at)

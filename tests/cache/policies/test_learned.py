@@ -278,7 +278,7 @@ def test_ranks_groups_and_repeated_lookups_count_a_request_once() -> None:
             assert ticket.parts[0].copy == [0, 1, 2, 3]
             rig.commit(ticket)
     known = policy_of(rig).known
-    assert (known.requests, known.keys) == (1, 6)
+    assert (known.requests, known.now) == (1, 6 * 2 * UNIT)
     assert look(rig, namespace, [1, 2, 3, 4]) == bytes([READY] * 4)
     assert known.requests == 2
     check(rig)
