@@ -88,6 +88,8 @@ def why_unreachable(error: OSError, directory: str) -> str:
     if isinstance(error, FileNotFoundError):
         pid = _lock_holder(directory)
         if bound := _has_bound(pid, directory):
+            if all(os.path.exists(f"{directory}/{name}.sock") for name in ("lifeline", "jobs", "events")):
+                return f"The kvoffd daemon in {directory} has opened its sockets just now; try again."
             return (
                 f"The sockets of the kvoffd daemon in {directory} were removed, so nobody can connect to it; restart "
                 "it. Engines that are connected are served until then."

@@ -157,14 +157,16 @@ def checked_parts(
         firsts = part.first_blocks or bytes(jobs * COUNT_BYTES)
         for data, what in ((part.key_counts, "keys"), (part.block_counts, "blocks"), (firsts, "first blocks")):
             if len(data) != jobs * COUNT_BYTES:
-                raise BadKeys(f"{len(data)} bytes are not the uint32 numbers of {what} of {jobs} jobs.")
+                raise BadKeys(
+                    f"{len(data)} bytes are not the uint32 numbers of {what} of {jobs} jobs; send one for each."
+                )
         key_counts, block_counts, first_blocks = (
             struct.unpack(f"<{jobs}I", data) for data in (part.key_counts, part.block_counts, firsts)
         )
         if sum(key_counts) != len(keys) or sum(block_counts) != block_ids.size:
             raise BadKeys(
                 f"The jobs have {sum(key_counts)} keys and {sum(block_counts)} blocks of group {group}, and "
-                f"{len(keys)} keys and {block_ids.size} block ids were sent."
+                f"{len(keys)} keys and {block_ids.size} block ids were sent; send as many as you count."
             )
         spans: list[Span] = []
         key = block = 0
@@ -176,7 +178,8 @@ def checked_parts(
             end, most = first + of_blocks, of_keys * per_key  # a store's last block is the end of its last key
             if not of_keys or not of_blocks or end > most or end <= most - (1 if storing else per_key):
                 raise BadBlockIds(
-                    f"{of_blocks} block ids from block {first} on do not fit {of_keys} keys of {per_key} blocks each."
+                    f"{of_blocks} block ids from block {first} on do not fit {of_keys} keys of {per_key} blocks each; "
+                    f"{'a store' if storing else 'a load, but for its last key,'} names all blocks of each key."
                 )
             named.add(job)
             spans.append(Span(job, key, key + of_keys, block, block + of_blocks, first))

@@ -76,6 +76,8 @@ def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1), arguments
         assert err.startswith("kvoffd-cli: ")
+    assert main(("--directory", "/tmp", "blocks", "ls")) == 2
+    assert capsys.readouterr().err.endswith("kvoffd-cli blocks ls --directory.\n")
 
 
 # --- what is shown ---------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable
 from importlib import import_module
+from itertools import takewhile
 from typing import Annotated
 
 import typer
@@ -117,7 +118,8 @@ def run(given: list[str]) -> int:
         option = getattr(error, "option_name", None)
         name = next((word for word in given if word in COMMANDS), None)
         if option in given and name is not None and given.index(option) < given.index(name):
-            return _refuse(f"{option} is no option of all commands; write it behind one: kvoffd-cli {name} {option}.")
+            behind = " ".join(takewhile(lambda word: not word.startswith("-"), given[given.index(name) :]))
+            return _refuse(f"{option} is no option of all commands; write it behind one: kvoffd-cli {behind} {option}.")
         said = str(words()).replace("Value error, ", "").rstrip(".")
         hint = "`kvoffd-cli namespaces` lists them" if "'--namespace'" in said else "--help shows what can be given"
         return _refuse(f"{said}{'' if said.endswith('?') else ';'} {hint}.")
