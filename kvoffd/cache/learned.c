@@ -95,7 +95,7 @@ struct counts {
     double returned[CLASSES][BINS], forgotten[CLASSES][BINS]; /* bytes of lives by the age at which they ended */
     double accessed[CLASSES]; /* bytes of the requests' keys, by the class that they got */
     double hazard[CLASSES][BINS]; /* chance to come back in each age bin of those that are still to */
-    double score[CLASSES][BINS]; /* hits for each byte accessed meanwhile */
+    double score[CLASSES][BINS]; /* hits for each byte accessed until then */
     double edges[BINS]; /* where age bins begin, in bytes accessed */
     uint64_t cell_bytes[CELLS]; /* of blocks, by class and age bin */
 };

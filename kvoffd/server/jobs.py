@@ -144,9 +144,8 @@ def checked_parts(
     namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[Part]()
     named: set[int] = set()
     for part in batch.groups:
-        group, size = part.group, namespace.key_bytes
-        if not 0 <= group < len(namespace.groups) or len(part.keys) % size:
-            namespace.check(group, part.keys)  # which raises
+        group = part.group
+        namespace.check(group, part.keys)
         if any(other.group == group for other in parts):
             raise BadKeys(f"Group {group} comes twice; put its keys into one part, or send two messages.")
         keys: list[bytes] = np.frombuffer(part.keys, namespace.key_type).tolist()
@@ -516,8 +515,7 @@ class Jobs:
         session.pieces -= len(job.plan.size)
         job.transfer = None  # they refer to each other
         job.registration.jobs -= 1
-        if job.registration.on_closed is not None:
-            job.registration.close_if_idle()
+        job.registration.close_if_idle()
         if session.ended:
             session.release_if_idle()
 
@@ -544,10 +542,7 @@ class Jobs:
             session.loaded_bytes += nbytes
         for job_id in job.ids:
             del session.jobs[job_id]
-        log = session.completions
-        log.pending += results
-        log.results += len(results)
-        log.key_bytes += sum([len(part.keys) for one in results for part in (*one.failed, *one.declined)])
+        session.completions.add(results)
         self.with_results[session.id] = session
 
     def abandon(self, jobs: Iterable[Job]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -80,8 +80,7 @@ class CompletionLog:
 
     def __init__(self, epoch: int, session_id: int) -> None:
         self._topic = events.session_topic(epoch, session_id)
-        self.pending: list[JobResult] = []
-        """What the next batch will have. Who adds to it counts it below."""
+        self._pending: list[JobResult] = []
         self._unacknowledged: deque[Completions] = deque()
         self.sequence = 0
         self.results = 0
@@ -89,12 +88,18 @@ class CompletionLog:
         self.key_bytes = 0
         """Of the keys that these name."""
 
+    def add(self, results: Sequence[JobResult]) -> None:
+        """Put ``results`` into the batch that the next flush publishes."""
+        self._pending += results
+        self.results += len(results)
+        self.key_bytes += sum([len(part.keys) for one in results for part in (*one.failed, *one.declined)])
+
     def flush(self, credit_bytes: int) -> tuple[bytes, bytes, bytes] | None:
         """Close the current batch; return it as the frames to publish, or None when it is empty."""
-        if not self.pending:
+        if not self._pending:
             return None
         self.sequence += 1
-        batch, self.pending = Completions(self.sequence, credit_bytes, self.pending), []
+        batch, self._pending = Completions(self.sequence, credit_bytes, self._pending), []
         self._unacknowledged.append(batch)
         return self._topic, self.sequence.to_bytes(events.SEQUENCE_BYTES, "big"), codec.encode(batch)
 

@@ -129,7 +129,7 @@ class Level:
         self._cache, self._clock, self._deadline_s, self._coming = cache, clock, settings.deadline_s, coming
         self._under_way_limit = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
         """Pool bytes that fills may hold at once. A larger block goes alone. What was given up and has not ended, as on
-        a device that hangs, may hold as much again: others go on meanwhile."""
+        a device that hangs, may hold as much again: others go on."""
         self._requested_limit = cache.slots.pool_bytes * 2 // 3
         """Bytes that may be under way and wait, together; what is asked for beyond is absent. A session has no more
         than three times what it leaves to others."""

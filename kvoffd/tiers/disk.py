@@ -747,7 +747,7 @@ class DiskTier(Tier):
         if end.fault is not None:
             self._error(end.fault, end.sentence)
         name, result = (job.space.tag, job.key), end.result
-        if kept := self._writing.get(name) is job:  # else it was removed meanwhile
+        if kept := self._writing.get(name) is job:  # else it was removed since
             del self._writing[name]
         if result is Result.DONE:
             self._pause_s = 0.0

@@ -94,12 +94,12 @@ def test_removed_sockets_are_told_however_the_directory_is_named(
         listener.bind(str(SocketPaths(tmp_path).jobs))
         SocketPaths(tmp_path).jobs.unlink()
         for name in (str(tmp_path), "link", "."):
-            told = why_unreachable(FileNotFoundError(2, "No such file or directory"), name)
-            assert told.startswith(f"The sockets of the kvoffd daemon in {name} were removed"), told
+            said = why_unreachable(FileNotFoundError(2, "No such file or directory"), name)
+            assert said.startswith(f"The sockets of the kvoffd daemon in {name} were removed"), said
         for path in (SocketPaths(tmp_path).jobs, SocketPaths(tmp_path).events, SocketPaths(tmp_path).lifeline):
             path.touch()  # as a daemon does that starts while it is looked
-        told = why_unreachable(FileNotFoundError(2, "No such file or directory"), str(tmp_path))
-        assert told == f"The kvoffd daemon in {tmp_path} has opened its sockets just now; try again."
+        said = why_unreachable(FileNotFoundError(2, "No such file or directory"), str(tmp_path))
+        assert said == f"The kvoffd daemon in {tmp_path} has opened its sockets just now; try again."
 
 
 @pytest.mark.parametrize(

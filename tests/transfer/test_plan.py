@@ -200,6 +200,15 @@ def test_where_layers_lie_in_several_allocations_of_a_gpu_pieces_are_ordered_by_
     assert plan_of(layout, [7, 2], [2**20, 0]).destination.tolist()[:3] == [POOL + 2**20 + at for at in (0, 4096, 8192)]
 
 
+def test_pieces_of_two_allocations_are_never_one() -> None:
+    """Where a key ends with the last block of a layer and begins with the first, layers touch on both sides."""
+    segments = [(2**40, 2 * 4096), (2**40 + 2 * 4096, 2 * 4096)]
+    tensors, pages = [TensorLayout(layer, 0, 4096, 2) for layer in (0, 1)], [PageRef(layer, 4096) for layer in (0, 1)]
+    (layout,) = build_layouts(segments, tensors, [pages], 2, on_gpu=True)
+    plan = plan_of(layout, [0, 1], [0])
+    assert (plan.source.tolist(), plan.size.tolist()) == ([2**40, 2**40 + 8192], [8192, 8192])
+
+
 def side_by_side(order: list[int], blocks_per_key: int) -> GroupLayout:
     """Four layers of 4 KiB, of which a block has all in one run: strided tensors in one allocation."""
     tensors = [TensorLayout(0, layer * 4096, 4 * 4096, 8) for layer in range(4)]
