@@ -13,7 +13,8 @@ struct planned {
 
 /* Adds the pieces that copy engine blocks of a group: at most one more for each block and layer. Each key has `per_key` of
  * the blocks, but for `first_blocks[key]` of them at its start, NULL for 0; the last key may have fewer. A key without a
- * slot is left out. Pieces of two calls are never one: they may lie in two allocations. The order is key, layer, block of the key; or layer, key, block. */
+ * slot is left out. The order is key, layer, block of the key; or layer, key, block. Pieces of two calls are never one:
+ * they may lie in two allocations. */
 void kvoffd_plan_blocks(const struct layer *layers, uint64_t count, uint64_t by_layer, uint64_t per_key,
                         const int32_t *ids, uint64_t blocks, const uint64_t *slots, uint64_t keys,
                         const uint16_t *first_blocks, struct planned *planned)
