@@ -603,9 +603,9 @@ class Cache:
                 offers.append((Stored(group, blocks[mine], _NOTHING, mine, again=again), part, lacking))
                 held.append(blocks[blocks != NO_BLOCK])
                 self.blocks.pin(held[-1])
-            for stored, part, lacking in offers:
+            for stored, part, new in offers:
                 ticket.parts.append(stored)
-                self._admit(rank, stored, part, lacking)
+                self._admit(rank, stored, part, new)
         except BaseException:
             self.abort_store(ticket)
             raise
