@@ -330,7 +330,7 @@ class Cache:
 
     def restore_namespace(self, record: NamespaceRecord) -> list[Group]:
         """Open a namespace as an earlier daemon wrote it down, with its number, before anything else. Returns its
-        groups; ``recovered`` takes their blocks.
+        groups; ``enter_recovered`` takes their blocks.
 
         Raises BadGeometry, ShardTooLarge, and has changed nothing then, where this pool cannot hold its shards.
         """
@@ -347,7 +347,7 @@ class Cache:
         self._give_number(namespace, record.number)
         return self._current[namespace]
 
-    def recovered(self, blocks: BlockIds, quarantined: SlotIds) -> None:
+    def enter_recovered(self, blocks: BlockIds, quarantined: SlotIds) -> None:
         """Take over READY blocks that are in the BlockTable and the allocator, the least recently used first, and slots
         that are not to be used. The namespaces are written down anew; ``announce_recovered`` is to be called."""
         for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
@@ -654,7 +654,7 @@ class Cache:
                 names = _some(part.keys, stored.rejected, size)
                 self.policy.rejected(group, names)
                 self.blocks.note_misses(group.number, names, size, MissReason.REJECTED)
-                group.namespace.counters.declined_keys += len(stored.rejected)
+                group.namespace.counters.rejected_keys += len(stored.rejected)
         finally:  # what was taken is the store's, also where it fails
             stored.copy = list(numbers[0]) if len(numbers) == 1 else [key for some in numbers for key in some]
             stored.blocks = blocks[0] if len(blocks) == 1 else np.concatenate([_NOTHING, *blocks])

@@ -94,7 +94,7 @@ class Counters:
     evicted_blocks: int = 0
     invalidated_blocks: int = 0
     partial_blocks: int = 0
-    declined_keys: int = 0
+    rejected_keys: int = 0
     skipped_loads: int = 0
     paused_stores: int = 0
     late_lookups: int = 0

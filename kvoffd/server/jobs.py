@@ -243,6 +243,11 @@ class Job:
     answered: bool = field(default=False, init=False)
     """It has its results, but its copy hangs and still holds its slots and the client's memory."""
 
+    def withdraw(self) -> bool:
+        """Take its transfer out of the queue. False where there is none, or its copy has begun."""
+        transfer, queues = self.transfer, self.registration.memory.engine.queues
+        return transfer is not None and queues[self.direction].cancel(transfer)
+
 
 @dataclass(eq=False)
 class StoreBatch(Job):
@@ -548,8 +553,7 @@ class Jobs:
     def abandon(self, jobs: Iterable[Job]) -> None:
         """Stop jobs, in this order: those that wait now, those that run at their next step."""
         for job in dict.fromkeys(jobs):
-            queue = job.registration.memory.engine.queues[job.direction]
-            if job.transfer is not None and not queue.cancel(job.transfer):
+            if job.transfer is not None and not job.withdraw():
                 job.transfer.must_end(Outcome.FAILED)
 
 
@@ -640,8 +644,7 @@ def cancel(service: Service, session: Session, message: Cancel) -> CancelReply:
         if job_id in session.jobs:
             wanted.setdefault(session.jobs[job_id], []).append(job_id)
     for job, ids in wanted.items():
-        queue = job.registration.memory.engine.queues[job.direction]
-        if job.transfer is not None and queue.cancel(job.transfer):
+        if job.withdraw():
             cancelled.extend(job.ids)
             if isinstance(job, StoreBatch):
                 service.jobs.cancelled_stores += len(job.ids)

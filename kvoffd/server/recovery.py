@@ -106,7 +106,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
         known[record.number] = [group for group in groups if group.sizes]
     fd = pool.memory_fds[1]
     found = recover(fd, pool.table, pool.slots, cache.blocks, known, snapshot.next_number)
-    cache.recovered(found.blocks, found.quarantined)
+    cache.enter_recovered(found.blocks, found.quarantined)
     logger.info(
         "An earlier daemon's pool is taken over: %d blocks (%s) in %d namespace%s are ready after %.3f s.",
         len(found.blocks),

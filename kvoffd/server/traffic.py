@@ -162,5 +162,4 @@ def figures(counts: Mapping[str, float]) -> dict[str, Any]:
         "asked_keys": loaded + not_needed + sum(misses.values()),
         "no_space_keys": sum(causes.values()),
         "no_space_causes": causes,
-        "rejected_keys": counts.get("declined_keys", 0),
     }

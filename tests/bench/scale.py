@@ -151,7 +151,7 @@ def memory(blocks: int, shards: int, policy: str) -> Result:
     filled = books.block_bytes()
     books.fill(blocks)
     counters = books.namespace.counters
-    left_out = counters.evicted_blocks + counters.declined_keys
+    left_out = counters.evicted_blocks + counters.rejected_keys
     return {"filled": filled, "churned": books.block_bytes(), "left_out": left_out, "allowed": bound_of(shards)}
 
 

@@ -283,7 +283,7 @@ def test_what_the_policy_refuses_is_rejected_and_not_short_of_space() -> None:
     assert rejected(rig.begin(namespace, 0, 0, keys_of(1, 2), starts=None)) == [], "where it has no say"
     namespace.counters.misses.clear()
     rig.cache.lookup(namespace, 8, 1, [(0, keys_of(1))])
-    assert namespace.counters.declined_keys == 2
+    assert namespace.counters.rejected_keys == 2
 
 
 # --- what others are told ------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def test_listeners_hear_of_recovered_blocks_by_and_by_and_never_of_those_that_we
     rig.put(namespace, keys_of(1, 2, 3, 4, 5))
     rig.put(other, keys_of(1))
     blocks = np.concatenate([rig.blocks(namespace, keys_of(5, 4, 3, 2, 1)), rig.blocks(other, keys_of(1))])
-    rig.cache.unannounced[blocks], rig.cache._to_announce = True, blocks  # as ``recovered`` leaves them
+    rig.cache.unannounced[blocks], rig.cache._to_announce = True, blocks  # as ``enter_recovered`` leaves them
     rig.events.index.clear()
     rig.cache.invalidate(namespace, [(0, keys_of(2))])
     rig.put(namespace, keys_of(2))

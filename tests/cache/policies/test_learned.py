@@ -242,12 +242,12 @@ def test_a_model_that_begins_in_a_full_pool_is_not_declined_for_what_another_one
     for number in range(600):
         request(old, kept[number % 8])
         request(old, [100_000 + 5 * number + key for key in range(5)])  # never asked for again
-    assert old.counters.declined_keys > 2000
+    assert old.counters.rejected_keys > 2000
     assert sum(request(new, [100 * number + key for key in range(5)]) for number in range(7)) == 0
-    assert new.counters.declined_keys == 0
+    assert new.counters.rejected_keys == 0
     request(new, [900, 901, 902, 903, 904])
     request(new, [1000, 1001, 1002, 1003, 1004])
-    assert new.counters.declined_keys > 0, "it has asked for as much as the pool holds"
+    assert new.counters.rejected_keys > 0, "it has asked for as much as the pool holds"
     check(rig)
 
 
@@ -294,7 +294,7 @@ def test_what_one_rank_was_rejected_the_others_are_too() -> None:
     assert rig.begin(namespace, 0, 0, keys_of(50, 51)).parts[0].rejected == [0, 1]
     rig.cache.invalidate(namespace, [(0, keys_of(1, 2, 3, 4))])  # there is room now
     assert rig.begin(namespace, 1, 0, keys_of(50, 51)).parts[0].rejected == [0, 1]
-    assert namespace.counters.declined_keys >= 4
+    assert namespace.counters.rejected_keys >= 4
 
 
 def test_what_it_remembers_is_bounded() -> None:
@@ -338,10 +338,10 @@ def test_the_next_daemon_knows_what_to_reject_as_soon_as_a_namespace_has_asked_f
         namespace, once = successor.open("a"), count(10_000, 4)
         for chain in [list(range(4 * number, 4 * number + 4)) for number in range(10)]:
             ask(successor, namespace, chain)
-        assert namespace.counters.declined_keys == 0
+        assert namespace.counters.rejected_keys == 0
         for first in islice(once, 5):
             ask(successor, namespace, list(range(first, first + 4)))
-        rejected.append(namespace.counters.declined_keys)
+        rejected.append(namespace.counters.rejected_keys)
         check(successor)
     assert rejected == [0, 20]
 
@@ -422,7 +422,7 @@ def test_what_is_stored_without_being_asked_for_is_forgotten_too(asked_first: bo
     for first in range(0, 50_000, 500):
         rig.store(namespace, keys_of(*range(first, first + 500)))
     policy = policy_of(rig)
-    assert (namespace.counters.declined_keys > 0) is asked_first
+    assert (namespace.counters.rejected_keys > 0) is asked_first
     assert policy.known.known_keys <= 17 * 160 + 2 * 500
     assert policy.nbytes < MIB
     check(rig)

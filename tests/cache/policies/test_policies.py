@@ -147,6 +147,6 @@ def test_requests_of_benches_teach_nothing_and_leave_nothing() -> None:
     bench = rig.open(f"{BENCH_LABEL}lookup")
     for first in range(0, 400, 4):
         rig.ask(bench, keys_of(*range(first, first + 4)))
-    assert bench.counters.declined_keys == 0
+    assert bench.counters.rejected_keys == 0
     assert rig.policy.describe().requests == 0
     assert rig.policy.ghosts == 0
