@@ -46,7 +46,8 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     level, causes = health_of(service, recent)
     largest, others = traffic.choose_rows()
     on_disk = sum((disk.tier.bytes_by_namespace() for disk in service.tiers if disk.tier is not None), Counter[bytes]())
-    return s.DaemonStats(
+    return filled(
+        s.DaemonStats,
         version=__version__,
         policy=service.config.eviction_policy,
         pid=os.getpid(),
@@ -99,7 +100,9 @@ def _namespace_stats(
     service: Service, on_disk: Counter[bytes], namespace: Namespace, curve: s.HitCurve
 ) -> s.NamespaceStats:
     counters = namespace.counters
-    return s.NamespaceStats(
+    return filled(
+        s.NamespaceStats,
+        counters,
         id=s.namespace_id(namespace.fingerprint),
         model=namespace.label,
         fingerprint=namespace.fingerprint.hex(),
@@ -108,10 +111,7 @@ def _namespace_stats(
         ready_bytes=namespace.ready_bytes,
         disk_bytes=on_disk[namespace.fingerprint],
         pending_keys=pending_keys(namespace),
-        invalidated_blocks=counters.invalidated_blocks,
-        partial_blocks=counters.partial_blocks,
         quota_bytes=service.cache.quotas.get(namespace.fingerprint),
-        prefill_tokens_per_second=counters.prefill_tokens_per_second,
         curve=curve,
         **figures(counts_of(namespace)),
     )
@@ -182,7 +182,8 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
 def _pool_stats(service: Service) -> s.PoolStats:
     cache, pinning = service.cache, service.memory.gpus.pinning
     usage, pool = cache.usage, service.pool
-    return s.PoolStats(
+    return filled(
+        s.PoolStats,
         size_bytes=pool.pool_bytes,
         bytes={
             "free": usage.free,
@@ -219,9 +220,9 @@ def _tiering_stats(service: Service) -> s.TieringStats | None:
     if (tiering := service.tiers.tiering) is None:
         return None
     disks, writer = tiering.disks, tiering.disks.writer
-    return s.TieringStats(
-        promoted_blocks=disks.promoted_blocks,
-        promoted_bytes=disks.promoted_bytes,
+    return filled(
+        s.TieringStats,
+        disks,
         promotions_waiting=disks.waiting_blocks,
         promotions_failed=dict(disks.failures),
         demoted_blocks=writer.written_blocks,
