@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from kvoffd.cache.queues import Queues
 from kvoffd.config import Config
 from kvoffd.server import persistence
 from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile
+from tests.kit.clock import Clock
 from tests.kit.waiting import wait_until
 
 ONE, OTHER = b"1" * 32, b"2" * 32
@@ -80,6 +82,23 @@ def test_damage_of_any_byte_is_seen(
             assert state.file.flush(10.0)
 
 
+def test_generations_only_rise_and_all_are_raised_at_once(next_state: Callable[[], State]) -> None:
+    state = next_state()
+    numbers = [state.generation(ONE)]
+    for change in (
+        lambda: state.raise_generation(ONE),
+        lambda: state.found(ONE, 7),
+        lambda: state.found(ONE, 3),
+        lambda: state.raise_generation(ONE),
+        state.raise_all,
+        lambda: state.raise_generation(ONE),
+    ):
+        change()
+        numbers.append(state.generation(ONE))
+    assert numbers == [0, 1, 7, 7, 8, 9, 10]
+    assert state.generation(OTHER) == 9, "all: also those that nobody has heard of yet"
+
+
 # --- how files are read and written ----------------------------------------------------------------
 
 
@@ -121,74 +140,47 @@ class Remembering(Queues):
         return b"what it knew"
 
     def restore(self, state: bytes) -> None:
-        if state != b"what it knew":
-            raise ValueError("it is something else")
+        assert state == b"what it knew"
 
 
 KNEW = b"lru\nwhat it knew"
-SLOTS = 16
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    seconds = [1000.0]
-    monkeypatch.setattr(persistence.time, "monotonic", lambda: seconds[0])
-    return seconds
-
-
-def policy_file(pool_file: Path, policy: Queues) -> PolicyFile:
-    return PolicyFile(policy, Config(pool_file=str(pool_file), eviction_policy="lru"))
+def policy_file(pool_file: Path, **settings: Any) -> PolicyFile:
+    return PolicyFile(Remembering(16), Config(pool_file=str(pool_file), eviction_policy="lru", **settings))
 
 
 def test_what_another_policy_knew_stays_for_it(pool_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     file = Path(f"{pool_file}.policy")
     file.write_bytes(b"learned\nmuch")
-    policy_file(pool_file, Queues(SLOTS)).restore()
+    policy_file(pool_file).restore()
     assert file.read_bytes() == b"learned\nmuch"
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
-def test_beside_a_pool_of_huge_pages_nothing_can_be_written_so_it_is_kept_in_the_directory(
-    tmp_path: Path, now: list[float]
-) -> None:
+def test_beside_a_pool_of_huge_pages_nothing_can_be_written_so_it_is_kept_in_the_directory(tmp_path: Path) -> None:
     where = tmp_path / "huge"
     where.mkdir()
     mounted = subprocess.run(["mount", "-t", "hugetlbfs", "none", where], capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"no hugetlbfs can be mounted: {mounted.stderr}")
     try:
-        config = Config(pool_file=str(where / "pool"), directory=tmp_path, eviction_policy="lru")
-        PolicyFile(Remembering(SLOTS), config).close()
+        policy_file(where / "pool", directory=tmp_path).close()
         assert (tmp_path / "kvoffd.policy").read_bytes() == KNEW
         assert not list(where.iterdir())
     finally:
         subprocess.run(["umount", where], check=True)
 
 
-def test_generations_only_rise_and_all_are_raised_at_once(next_state: Callable[[], State]) -> None:
-    state = next_state()
-    numbers = [state.generation(ONE)]
-    for change in (
-        lambda: state.raise_generation(ONE),
-        lambda: state.found(ONE, 7),
-        lambda: state.found(ONE, 3),
-        lambda: state.raise_generation(ONE),
-        state.raise_all,
-        lambda: state.raise_generation(ONE),
-    ):
-        change()
-        numbers.append(state.generation(ONE))
-    assert numbers == [0, 1, 7, 7, 8, 9, 10]
-    assert state.generation(OTHER) == 9, "all: also those that nobody has heard of yet"
-
-
 def test_a_policy_is_written_now_and_then_and_at_the_end(
-    pool_file: Path, now: list[float], caplog: pytest.LogCaptureFixture
+    pool_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved, file = policy_file(pool_file, Remembering(SLOTS)), Path(f"{pool_file}.policy")
+    clock = Clock()
+    monkeypatch.setattr(persistence.time, "monotonic", clock)
+    saved, file = policy_file(pool_file), Path(f"{pool_file}.policy")
     saved.tick()
-    now[0] += persistence.POLICY_EVERY_S
+    clock.now += persistence.POLICY_EVERY_S
     saved.tick()
     wait_until(file.exists, 10)
     assert file.read_bytes() == KNEW
@@ -198,5 +190,5 @@ def test_a_policy_is_written_now_and_then_and_at_the_end(
     saved.close()
     assert file.read_bytes() == KNEW
     assert not Path(f"{file}.new").exists()
-    policy_file(pool_file, Remembering(SLOTS)).restore()
+    policy_file(pool_file).restore()
     assert not caplog.text

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,6 +33,7 @@ from kvoffd.system.directory import DaemonDirectory, DirectoryError
 from kvoffd.system.systemd import Notifier
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import HostEngine
+from tests.kit.http import get
 from tests.kit.ports import free_port
 
 
@@ -44,30 +43,17 @@ def directory() -> Iterator[Path]:
         yield Path(made)
 
 
-def http_status(port: int, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def test_probes_are_answered_while_the_pool_is_touched(tmp_path, monkeypatch):
+def test_probes_are_answered_while_the_pool_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a daemon whose memory is refused was alive until then."""
-    told = {}
+    port, told = free_port(), dict[str, tuple[int, str]]()
 
-    def touch_slowly(config, *_):
-        told.update({path: http_status(port, path) for path in ("/healthz", "/readyz", "/metrics")})
+    def touch_slowly(*_: object) -> None:
+        told.update({path: get(port, path) for path in ("/healthz", "/readyz", "/metrics")})
         raise KvoffdError("The memory is refused.")
 
-    monkeypatch.setattr("kvoffd.server.daemon.take_pool", touch_slowly)
-    port = free_port()
-
-    async def serve() -> None:
-        await Daemon(Config(directory=tmp_path, http_address=f"127.0.0.1:{port}")).serve()
-
+    monkeypatch.setattr(module, "take_pool", touch_slowly)
     with pytest.raises(KvoffdError, match="refused"):
-        asyncio.run(serve())
+        asyncio.run(Daemon(Config(directory=tmp_path, http_address=f"127.0.0.1:{port}")).serve())
     sentence = "The daemon is starting.\n"
     assert told == {
         "/healthz": (200, f"ok\n{sentence}"),
@@ -126,12 +112,8 @@ def life(directory: Path, monkeypatch: pytest.MonkeyPatch, **replaced: Callable[
     for one in (*START, *END):
         watch(*one)
 
-    async def serve() -> Daemon:
-        daemon = Daemon(Config(directory=directory, pool_bytes=1 << 20, http_address=f"127.0.0.1:{free_port()}"))
-        await daemon.serve()
-        return daemon
-
-    daemon = uvloop.run(serve())
+    daemon = Daemon(Config(directory=directory, pool_bytes=1 << 20, http_address=f"127.0.0.1:{free_port()}"))
+    uvloop.run(daemon.serve())
     begin = done.index("say ready") + 2
     return daemon, [*dict.fromkeys(done[:begin]), *reversed(dict.fromkeys(reversed(done[begin:])))]
 
@@ -139,12 +121,8 @@ def life(directory: Path, monkeypatch: pytest.MonkeyPatch, **replaced: Callable[
 def test_start_and_end_have_their_order(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is refused has touched nothing; who stops lets go of memory when nothing can use it any more."""
     _, done = life(directory, monkeypatch)
-    end = [what for *_, what in END]
-    # State files are two, and the results are published once more when the last copies have ended.
-    assert done[: len(START)] == [what for *_, what in START]
-    assert [what for what in done[len(START) :] if what != "publish the last results"] == [
-        what for what in end if what != "publish the last results"
-    ]
+    again = "publish the last results"  # once more when the last copies have ended
+    assert [what for what in done if what != again] == [what for *_, what in [*START, *END] if what != again]
 
 
 @pytest.mark.parametrize("hangs", ["close disks", "end copies", "end copies of GPUs", "let go of GPUs"])
@@ -153,6 +131,7 @@ def test_what_hangs_keeps_the_pool_and_the_lock(directory: Path, monkeypatch: py
     daemon, done = life(directory, monkeypatch, **{hangs.replace(" ", "_"): lambda *_: False})
     assert daemon.copy_stuck
     assert "unmap the pool" not in done
+    assert not list(directory.glob("*.sock"))
     with pytest.raises(DirectoryError, match="Another kvoffd"):
         DaemonDirectory(directory).acquire()
     daemon._directory.release()
@@ -191,38 +170,21 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
 
 
 def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptureFixture) -> None:
-    daemon = Daemon(Config())
-    ticked: list[str] = []
-
-    class Failing:
-        def tick(self) -> None:
-            ticked.append("service")
-            raise RuntimeError("a bug")
-
-    class Sound:
-        def tick(self) -> None:
-            ticked.append("sound")
-
-    daemon._service, daemon._lifelines = Failing(), Sound()  # type: ignore[assignment]
-    daemon._policy_file = Sound()  # type: ignore[assignment]
+    daemon: Any = Daemon(Config())
+    daemon._service, daemon._lifelines = MagicMock(**{"tick.side_effect": RuntimeError("a bug")}), MagicMock()
+    daemon._policy_file = MagicMock()
     for _ in range(3):
         daemon._tick()
-    assert ticked == ["service", *["sound"] * 2] * 3
+    assert [one.tick.call_count for one in (daemon._service, daemon._lifelines, daemon._policy_file)] == [3] * 3
     assert len(caplog.records) == 1, "logged once a minute"
 
 
 @pytest.mark.parametrize("works", [True, False])
 def test_the_watchdog_is_fed_after_a_turn_of_the_message_loop_that_worked(works: bool) -> None:
-    async def run() -> MagicMock:
-        daemon = Daemon(Config())
-        daemon._service = service = MagicMock()  # type: ignore[assignment]
-        service.memory.stuck, service.memory.gpus.lost = False, None
-        service.scrubber.has_work = False
-        daemon._lifelines = daemon._policy_file = daemon._state = MagicMock()  # type: ignore[assignment]
-        daemon._directory = MagicMock(**{"lost_sockets.return_value": ""})
-        daemon._sockets, daemon._notifier = MagicMock(), MagicMock()  # type: ignore[assignment]
-        daemon._sockets.serve.side_effect = lambda: daemon._stop.set() or works  # type: ignore[attr-defined]
-        await daemon._main_loop()
-        return daemon._notifier.watchdog  # type: ignore[return-value]
-
-    assert asyncio.run(run()).call_count == works
+    daemon: Any = Daemon(Config())
+    daemon._service = MagicMock(**{"memory.stuck": False, "memory.gpus.lost": None, "scrubber.has_work": False})
+    daemon._lifelines = daemon._policy_file = daemon._notifier = MagicMock()
+    daemon._directory = MagicMock(**{"lost_sockets.return_value": ""})
+    daemon._sockets = MagicMock(**{"serve.side_effect": lambda: daemon._stop.set() or works})
+    asyncio.run(daemon._main_loop())
+    assert daemon._notifier.watchdog.call_count == works

@@ -3,61 +3,45 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from kvoffd.cache.curve import HitRatioCurve
-from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, DiskSize
 from kvoffd.pool.pool import Pool
-from kvoffd.server.admin import clear
 from kvoffd.server.persistence import State, StateFile
-from kvoffd.server.service import Service
-from kvoffd.server.sessions import Session, Sessions
 from kvoffd.server.tiers import Tiers
-from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.tier import TierListener, TierStats
-from kvoffd_proto.admin import Clear
-from kvoffd_proto.messages import GroupSpec
-from kvoffd_proto.stats import DiskState, Lifetime
+from kvoffd_proto.stats import DiskState
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.kit.tiering_harness import FoldedTierEvents
 from tests.kit.waiting import wait_until
-
-SIZE = DiskSize("/somewhere", 2**30)
 
 
 class FakeDisk:
     """As much of a DiskTier as Tiers uses."""
 
-    open_seconds, found_blocks, direct = 0.0, 0, True
-    lifetime_bytes = 0
-    generation = 0
-    """Of what is found in it."""
+    open_seconds, found_blocks, lifetime_bytes, direct, removed = 0.0, 0, 0, True, False
 
-    def __init__(self, hangs: bool = False, busy: int = 0) -> None:
-        self.hangs, self.removed = hangs, False
-        self.busy = busy
+    def __init__(self, hangs: bool = False, generation: int = 0) -> None:
+        self.hangs, self.generation = hangs, generation
         self.closes: list[float] = []
         self.names = {b"one", b"other"}
-        """Namespaces that it has blocks of."""
+        """Namespaces that it has blocks of, all of this generation."""
         self.errors: dict[str, int] = {}
         self.kept = True
-        """Whether that holds after a kill."""
+        """Whether what was removed stays so after a kill."""
 
     @property
     def found_generations(self) -> dict[bytes, int]:
         return dict.fromkeys(self.names, self.generation)
 
     def stats(self) -> TierStats:
-        return TierStats(2**30, running_reads=self.busy, errors=Counter(self.errors))
+        return TierStats(2**30, errors=Counter(self.errors))
 
     def tick(self) -> None:
         pass
@@ -67,15 +51,12 @@ class FakeDisk:
 
     def close(self, deadline_s: float) -> bool:
         self.closes.append(deadline_s)
-        if self.hangs:
-            time.sleep(deadline_s)
         return not self.hangs
 
-    def remove_all(self, fingerprint: bytes | None, *, wiped: bool = False) -> int:
-        count = len(self.names)
-        self.names = set() if fingerprint is None else self.names - {fingerprint}
+    def remove_all(self, fingerprint: bytes, *, wiped: bool = False) -> int:
+        self.names = self.names - {fingerprint}
         self.kept = False
-        return count - len(self.names)
+        return 1
 
     def removals_kept(self) -> Callable[[], bool]:
         return lambda: self.kept
@@ -84,23 +65,16 @@ class FakeDisk:
 class TiersRig:
     """Tiers whose directories a test opens as it likes, in the threads that are made for that."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **settings: Any) -> None:
         self.rig = CacheRig(16, 4)
         self.calls: list[Callable[[], None]] = []
         self.go = threading.Event()
         self.result: FakeDisk | Exception = FakeDisk()
         self.saved = State(StateFile(str(directory / "kvoffd.state"), 1 << 20))
         self.saved.restore()
-        self.tiers = Tiers(
-            Config(),
-            self.rig.cache,
-            cast(Pool, None),
-            FoldedTierEvents(),
-            self.rig.clock,
-            self.calls.append,
-            lambda: False,
-            self.saved,
-        )
+        cache, clock, pool = self.rig.cache, self.rig.clock, cast(Pool, None)
+        host = clock, self.calls.append, lambda: False
+        self.tiers = Tiers(Config(**settings), cache, pool, FoldedTierEvents(), *host, self.saved)
         self.tiers.open_disk = self.open  # type: ignore[assignment,method-assign]
 
     def open(self, size: DiskSize, listener: TierListener) -> FakeDisk:
@@ -111,17 +85,16 @@ class TiersRig:
             raise self.result
         return self.result
 
-    def attach(self) -> None:
-        self.tiers._begin_to_open(SIZE, self.tiers.use())
+    def attach(self, result: FakeDisk | Exception, name: str = "/somewhere") -> None:
+        """Begin to open a directory, of which this is to come."""
+        self.result = result
+        self.tiers._begin_to_open(DiskSize(name, 2**30), self.tiers.use())
 
     def opened(self) -> None:
         """Let the thread do its work, and take in what it posts."""
         self.go.set()
         wait_until(lambda: self.calls)
         self.calls.pop()()
-
-    def state(self) -> list[DiskState]:
-        return [disk.state for disk in self.tiers]
 
 
 @pytest.fixture
@@ -133,10 +106,9 @@ def rig(tmp_path: Path) -> Iterator[TiersRig]:
 
 
 def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: TiersRig) -> None:
-    rig.result = RuntimeError("surprise")
-    rig.attach()
+    rig.attach(RuntimeError("surprise"))
     rig.opened()
-    assert rig.state() == [DiskState.FAILED]
+    assert [disk.state for disk in rig.tiers] == [DiskState.FAILED]
     assert "surprise" in next(rig.tiers.problems)[1]
     assert rig.tiers.unsaved_removals()() == []
     rig.tiers.invalidated(b"one")
@@ -144,46 +116,29 @@ def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: TiersRig
 
 
 def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig) -> None:
-    disk = rig.result = FakeDisk(hangs=True)
-    rig.attach()
+    rig.attach(disk := FakeDisk(hangs=True))
     rig.opened()
     assert "does not return" in next(rig.tiers.problems)[1]
     assert not rig.tiers.close(60.0), "its threads may still be in the pool"
     assert disk.closes == [0.0]
 
 
-def service(rig: TiersRig) -> Service:
-    """As much of a service as a removal needs."""
-    parts = Service.__new__(Service)
-    parts.cache, parts.state, parts.tiers, parts.clock = rig.rig.cache, rig.saved, rig.tiers, time.monotonic
-    parts.traffic = TrafficCounts(rig.rig.cache, time.monotonic, Lifetime())
-    parts.curve = cast(HitRatioCurve, SimpleNamespace(namespace_forgotten=lambda _: None))
-    parts.sessions = cast(Sessions, [])
-    parts.config = Config()
-    return parts
+def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(rig: TiersRig) -> None:
+    """A clear raises the generation of one namespace, or of all."""
+    clears: tuple[tuple[Callable[[], object], set[bytes]], ...] = (
+        (lambda: rig.saved.raise_generation(b"one"), {b"other"}),
+        (rig.saved.raise_all, set()),
+    )
+    for clear, left in clears:
+        rig.go.clear()
+        rig.attach(disk := FakeDisk())
+        clear()
+        rig.opened()
+        assert disk.names == left
 
 
-OPERATOR = cast(Session, SimpleNamespace(id=1, peer="somebody"))
-
-
-@pytest.mark.parametrize(("namespace", "left"), [(b"one", {b"other"}), (None, set())])
-def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(
-    rig: TiersRig, namespace: bytes | None, left: set[bytes]
-) -> None:
-    disk = rig.result = FakeDisk()
-    rig.attach()
-    if namespace is not None:
-        rig.rig.cache.open_namespace(Namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}"))
-    clear(service(rig), OPERATOR, Clear(1, namespace))
-    rig.opened()
-    assert disk.names == left
-
-
-def test_invalidated_blocks_do_not_come_with_a_late_directory(
-    rig: TiersRig,
-) -> None:
-    disk = rig.result = FakeDisk()
-    rig.attach()
+def test_invalidated_blocks_do_not_come_with_a_late_directory(rig: TiersRig) -> None:
+    rig.attach(disk := FakeDisk())
     rig.tiers.invalidated(b"one")
     unsaved = rig.tiers.unsaved_removals()
     assert unsaved() == ["/somewhere"]
@@ -199,15 +154,15 @@ def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_other_disks_are_
     rig: TiersRig, recovered: bool
 ) -> None:
     """As when the machine was started. The pool's blocks are older too if they are an earlier daemon's."""
-    space, other, disk = rig.rig.open("one"), FakeDisk(), FakeDisk()
+    space = rig.rig.open("one")
     space.recovered = recovered
     rig.rig.store(space, keys_of(1, 2))
-    other.names, disk.names = {space.fingerprint}, {space.fingerprint}
-    disk.generation = 5
-    for number, rig.result in enumerate((other, disk)):
-        rig.tiers._begin_to_open(DiskSize(f"/mnt/{number}", 2**30), rig.tiers.use())
+    disks = FakeDisk(), FakeDisk(generation=5)
+    for number, disk in enumerate(disks):
+        disk.names = {space.fingerprint}
+        rig.attach(disk, f"/mnt/{number}")
         rig.opened()
-    assert (other.names, disk.names) == (set(), {space.fingerprint})
+    assert [disk.names for disk in disks] == [set(), {space.fingerprint}]
     assert (rig.saved.generation(space.fingerprint), space.generation) == (5, 5)
     assert space.ready_blocks == (0 if recovered else 2)
     rig.saved.raise_generation(space.fingerprint)
@@ -215,24 +170,20 @@ def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_other_disks_are_
 
 
 def test_what_was_spent_of_the_days_writes_is_known_to_the_next_daemon(tmp_path: Path) -> None:
-    config = Config(disk_write_bytes_per_day=8 << 20)
-    rigs = []
+    left = []
     for _ in range(2):
-        rig = TiersRig(tmp_path)
-        rig.tiers._config = config
+        rig = TiersRig(tmp_path, disk_write_bytes_per_day=8 << 20)
         budget = rig.tiers.use().disks.writer.budget
-        rigs.append(budget.left_bytes)
+        left.append(budget.left_bytes)
         assert budget.take(1 << 18)
         rig.tiers.tick()
         assert rig.tiers.close(1.0)
         rig.saved.file.close(10.0)
-    assert rigs[0] == 1 << 20
-    assert rigs[1] == pytest.approx((1 << 20) - (1 << 18), abs=1 << 12)
+    assert left == [1 << 20, pytest.approx((1 << 20) - (1 << 18), abs=1 << 12)]
 
 
 def test_errors_of_a_disk_are_a_problem_for_an_hour(rig: TiersRig) -> None:
-    disk = rig.result = FakeDisk()
-    rig.attach()
+    rig.attach(disk := FakeDisk())
     rig.opened()
     assert dict(rig.tiers.problems) == {}
     disk.errors = {"torn": 2, "not_direct": 1}

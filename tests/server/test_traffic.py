@@ -11,6 +11,7 @@ from kvoffd.observe.meters import WINDOWS_S
 from kvoffd.server.traffic import TrafficCounts, counts_of
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, MISS_REASONS, Lifetime, Window
+from tests.kit.clock import Clock
 
 
 def namespace(number: int, label: str = "model") -> Namespace:
@@ -21,13 +22,6 @@ def ask(space: Namespace, found: int, missed: int) -> None:
     space.counters.lookups += 1
     space.counters.keys_ready += found
     space.counters.misses[MissReason.EVICTED] += missed
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def counts(clock: Clock, spaces: dict[bytes, Namespace], earlier: Lifetime | None = None) -> TrafficCounts:

@@ -1,9 +1,10 @@
-"""Only memory that cannot shrink under the daemon is mapped."""
+"""Only memory that cannot shrink is mapped, and it is faulted in ahead of the copies, as far as it exists."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,18 +13,22 @@ import pytest
 
 from kvoffd.errors import UnsafeSegment
 from kvoffd.system import mappings
-from kvoffd.system.mappings import MappedSegment, check_descriptor, map_memfd
+from kvoffd.system.mappings import STEP_BYTES, MappedSegment, PageFaulter, check_descriptor, map_memfd
+from tests.kit.waiting import wait_until
 
 SIZE = 1 << 20
 
 
 @contextmanager
-def memfd(size: int = SIZE, seals: int = fcntl.F_SEAL_SHRINK, flags: int = os.MFD_ALLOW_SEALING) -> Iterator[int]:
-    fd = os.memfd_create("engine", flags)
+def memfd(size: int = SIZE, written: int = 0, *, seals: int = fcntl.F_SEAL_SHRINK, flags: int = 0) -> Iterator[int]:
+    """An engine's memory, of which the first ``written`` bytes exist, without a mapping of its own."""
+    fd = os.memfd_create("engine", os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, size)
         if seals:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        for begin in range(0, written, SIZE):
+            os.pwrite(fd, bytes(min(SIZE, written - begin)), begin)
         yield fd
     finally:
         os.close(fd)
@@ -65,9 +70,8 @@ def test_size_is_read_behind_the_seal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_huge_pages_are_refused_since_they_can_run_out() -> None:
     try:
-        with memfd(size=2 << 20, flags=os.MFD_ALLOW_SEALING | os.MFD_HUGETLB) as fd:
-            with pytest.raises(UnsafeSegment, match="MFD_HUGETLB"):
-                map_memfd(fd, SIZE)
+        with memfd(2 << 20, flags=os.MFD_HUGETLB) as fd, pytest.raises(UnsafeSegment, match="MFD_HUGETLB"):
+            map_memfd(fd, SIZE)
     except OSError as error:
         pytest.skip(f"no huge pages here: {error}")
 
@@ -84,3 +88,48 @@ def test_a_device_file_of_the_driver_is_taken(monkeypatch: pytest.MonkeyPatch) -
     with open("/dev/null", "rb") as device:
         monkeypatch.setattr(os, "readlink", lambda _: "/dev/nvidiactl")
         check_descriptor(device.fileno())
+
+
+# --- faulted in ahead of the copies ----------------------------------------------------------------
+
+
+@pytest.fixture
+def faulter() -> Iterator[PageFaulter]:
+    made = PageFaulter()
+    yield made
+    made.close()
+
+
+def mapped_bytes(segment: MappedSegment) -> int:
+    """What of the segment is in the page tables of this process."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith(f"{segment.address:x}-"))
+    return 1024 * next(int(line.split()[1]) for line in lines[begin:] if line.startswith("Rss:"))
+
+
+def test_all_that_the_engine_touched_gets_mapped_without_a_copy(faulter: PageFaulter) -> None:
+    size = 3 * STEP_BYTES + 5 * 4096
+    with memfd(size, written=size) as fd:
+        segment = faulter.map_memfd(fd, size)
+        wait_until(lambda: mapped_bytes(segment) == size)
+
+
+def test_pages_that_do_not_exist_are_not_made() -> None:
+    """They would be charged to the daemon."""
+    with memfd(4 * SIZE, written=SIZE) as fd:
+        segment, before = map_memfd(fd, 4 * SIZE), os.fstat(fd).st_blocks
+        assert mappings._fault_in(segment.address, 4 * SIZE)
+        assert (mapped_bytes(segment), os.fstat(fd).st_blocks) == (SIZE, before)
+        segment.close()
+
+
+def test_a_segment_may_be_closed_while_it_is_worked_at(faulter: PageFaulter) -> None:
+    size = 16 * STEP_BYTES
+    with memfd(size, written=size) as fd:
+        for number in range(20):
+            segments, closed = [faulter.map_memfd(fd, size) for _ in range(2)], threading.Event()
+            if number % 2:
+                wait_until(lambda segments=segments: mapped_bytes(segments[0]) > 0)  # type: ignore[misc]
+            faulter.close_segments(segments, closed.set)
+            assert closed.wait(10.0)
+            assert all(segment.closed for segment in segments)
