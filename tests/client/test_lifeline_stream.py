@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,11 +66,21 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
     peer.end()
 
 
+Connect = Callable[[], LifelineStream]
+
+
 @pytest.fixture
-def lifeline(peer: Peer, tmp_path: Path) -> Iterator[LifelineStream]:
-    lifeline = LifelineStream(SocketPaths(tmp_path))
-    yield lifeline
-    lifeline.close()
+def connect(peer: Peer, tmp_path: Path) -> Iterator[Connect]:
+    """Connects to the peer."""
+    made: list[LifelineStream] = []
+
+    def connect() -> LifelineStream:
+        made.append(LifelineStream(SocketPaths(tmp_path)))
+        return made[-1]
+
+    yield connect
+    for stream in made:
+        stream.close()
 
 
 def read_to_end(lifeline: LifelineStream) -> list[FromDaemon]:
@@ -79,14 +89,16 @@ def read_to_end(lifeline: LifelineStream) -> list[FromDaemon]:
     return messages
 
 
-def test_a_daemon_that_lives_has_released_nothing(peer: Peer, lifeline: LifelineStream) -> None:
+def test_a_daemon_that_lives_has_released_nothing(peer: Peer, connect: Connect) -> None:
+    lifeline = connect()
     assert not lifeline.released(time.monotonic())
     peer.send(encode_frame(MemoryReleased()))
     wait_until(lambda: list(lifeline.read()) == [MemoryReleased()])
     assert not lifeline.released(time.monotonic()), "the end comes after the frame"
 
 
-def test_what_the_daemon_says_before_the_end_counts_at_once(peer: Peer, lifeline: LifelineStream) -> None:
+def test_what_the_daemon_says_before_the_end_counts_at_once(peer: Peer, connect: Connect) -> None:
+    lifeline = connect()
     peer.send(encode_frame(Attached(3)) + encode_frame(MemoryReleased()))
     peer.close_stream()
     assert read_to_end(lifeline) == [Attached(3), MemoryReleased()]
@@ -94,33 +106,25 @@ def test_what_the_daemon_says_before_the_end_counts_at_once(peer: Peer, lifeline
     assert peer.process.poll() is None
 
 
-def test_an_end_without_a_word_waits_for_the_process(peer: Peer, lifeline: LifelineStream) -> None:
+@pytest.mark.parametrize("before_linux_6_5", [False, True])
+def test_an_end_without_a_word_waits_for_the_process(
+    peer: Peer, connect: Connect, before_linux_6_5: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if before_linux_6_5:  # the process is found by its number
+        monkeypatch.setattr(lifeline_stream, "peer_pidfd", lambda stream: -1)
+    lifeline = connect()
     peer.send(encode_frame(MemoryReleased()) + encode_frame(Attached(3)))
     peer.close_stream()
     read_to_end(lifeline)
-    later = time.monotonic() + 100 * GRACE_S
-    assert not lifeline.released(later), "the process lives"
+    assert not lifeline.released(time.monotonic() + 100 * GRACE_S), "the process lives"
     assert lifeline.wake_at() == NEVER, "its end wakes the client, no clock does"
     peer.process.kill()  # a zombie's descriptors are closed
     wait_until(lambda: lifeline.released(time.monotonic()))
     assert os.waitid(os.P_PID, peer.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
-def test_before_linux_6_5_the_process_is_found_by_its_number(
-    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lifeline_stream, "peer_pidfd", lambda stream: -1)
-    lifeline = LifelineStream(SocketPaths(tmp_path))
-    peer.close_stream()
-    read_to_end(lifeline)
-    assert not lifeline.released(time.monotonic() + 100 * GRACE_S)
-    peer.process.kill()
-    wait_until(lambda: lifeline.released(time.monotonic()))
-    lifeline.close()
-
-
 def test_a_number_that_may_be_anothers_by_now_is_not_waited_for(
-    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    peer: Peer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.pidfd_open
 
@@ -132,17 +136,16 @@ def test_a_number_that_may_be_anothers_by_now_is_not_waited_for(
 
     monkeypatch.setattr(lifeline_stream, "peer_pidfd", lambda stream: -1)
     monkeypatch.setattr(os, "pidfd_open", after_its_end)
-    lifeline = LifelineStream(SocketPaths(tmp_path))
+    lifeline = connect()
     read_to_end(lifeline)
     assert lifeline.wake_at() < NEVER
-    lifeline.close()
 
 
 def test_a_process_that_the_kernel_does_not_show_has_a_grace(
-    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    peer: Peer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LifelineStream, "_pidfd_of_peer", lambda stream: -1)
-    lifeline = LifelineStream(SocketPaths(tmp_path))
+    lifeline = connect()
     assert lifeline.wake_at() == NEVER
     peer.close_stream()
     read_to_end(lifeline)
@@ -150,9 +153,3 @@ def test_a_process_that_the_kernel_does_not_show_has_a_grace(
     assert ended < lifeline.wake_at() <= ended + GRACE_S
     assert not lifeline.released(ended)
     assert lifeline.released(lifeline.wake_at())
-    lifeline.close()
-
-
-def test_nobody_who_listens_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No such file"):
-        LifelineStream(SocketPaths(tmp_path))

@@ -22,15 +22,10 @@ def test_memory_is_zeroed_shared_and_cannot_be_resized() -> None:
         assert not memory.view.any()
         memory.view[9_999] = 7
         assert os.pread(memory.fd, 1, 9_999) == b"\7"
-        for size in (9_999, 10_001):
-            with pytest.raises(PermissionError):
-                os.ftruncate(memory.fd, size)
-
-
-def test_memory_is_sealed_against_more_seals_too() -> None:
-    """One against writing would keep the daemon from mapping it for loads."""
-    with SharedMemory(4096) as memory:
+        # Sealed against more seals too: one against writing would keep the daemon from mapping it for loads.
         assert fcntl.fcntl(memory.fd, fcntl.F_GET_SEALS) == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    with pytest.raises(ValueError, match="at least one byte"):
+        SharedMemory(0)
 
 
 @pytest.mark.parametrize("old_kernel", [False, True])
@@ -52,7 +47,7 @@ def test_memory_is_resident_from_the_start_in_huge_pages_where_there_are_any(
     assert advised == [mmap.MADV_HUGEPAGE, memory_module.MADV_POPULATE_WRITE]
 
 
-def test_closing_memory_with_arrays_on_it_is_safe_and_repeatable() -> None:
+def test_memory_is_closed_once_whoever_holds_arrays_on_it_or_forgets_it() -> None:
     memory = SharedMemory(4096)
     fd, part = memory.fd, memory.view[:10]
     memory.close()
@@ -60,14 +55,8 @@ def test_closing_memory_with_arrays_on_it_is_safe_and_repeatable() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     part[0] = 1
-    assert part[0] == 1
     assert np.sum(part) == 1
-
-
-def test_forgotten_memory_gives_its_descriptor_back() -> None:
-    memory = SharedMemory(4096)
-    fd = memory.fd
-    del memory
+    fd = SharedMemory(4096).fd
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
@@ -92,12 +81,7 @@ def test_memory_that_the_kernel_refuses_closes_its_descriptor_once(monkeypatch: 
     assert len(closed) == 1
 
 
-def test_memory_needs_a_size() -> None:
-    with pytest.raises(ValueError, match="at least one byte"):
-        SharedMemory(0)
-
-
-def test_a_named_namespace_depends_on_everything_it_was_named_with() -> None:
+def test_a_named_namespace_depends_on_all_its_arguments_and_an_option_is_refused_by_name() -> None:
     base = NamespaceSpec.named("a")
     assert base == NamespaceSpec.named("a")
     others = [
@@ -111,8 +95,5 @@ def test_a_named_namespace_depends_on_everything_it_was_named_with() -> None:
     ]
     assert len({spec.fingerprint for spec in [base, *others]}) == len(others) + 1
     assert len(base.fingerprint) == 32
-
-
-def test_an_option_that_is_not_positive_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="request_timeout_s"):
         ClientOptions(request_timeout_s=0)

@@ -8,7 +8,6 @@ from kvoffd_client import NamespaceSpec, SchedulerClient, scheduler_client
 from kvoffd_client.scheduler_client import EventStream
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
-from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, EventBatch, KvEvent
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.waiting import wait_until
@@ -20,14 +19,6 @@ OTHER = bytes(32)
 
 def removed(number: int) -> BlockRemoved:
     return BlockRemoved([bytes([number])], "CPU", 0)
-
-
-def test_a_refused_lookup_is_a_miss_and_the_session_goes_on(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
-    fake.answers[m.Lookup] = lambda request, _: m.Error(request.request_id, ErrorCode.TOO_MANY, "Too many.")
-    future = scheduler.lookup(KEYS)
-    assert future.wait(5)
-    assert future.failed
-    assert scheduler.ready
 
 
 def test_keys_of_a_wrong_length_are_an_error_of_the_caller(scheduler: SchedulerClient) -> None:
@@ -76,22 +67,13 @@ def test_after_a_restart_the_index_begins_empty(fake: FakeDaemon, scheduler: Sch
     assert taken(scheduler, 2) == [AllBlocksCleared(), removed(7)]
 
 
-def kv_message(number: int) -> tuple[bytes, bytes]:
-    return number.to_bytes(8, "big"), encode(EventBatch(0.0, [removed(number)]))
-
-
-def test_events_that_nobody_takes_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_nobody_takes_or_that_do_not_decode_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_client, "MAX_BUFFERED_EVENTS", 3)
     events = EventStream(b"kv@mine")
-    for number in range(4):
-        events.message(*kv_message(number))
-    assert events.take() == [AllBlocksCleared(), removed(3)]
-    assert events.lost == 4
-
-
-def test_a_payload_that_does_not_decode_is_counted_as_lost() -> None:
-    events = EventStream(b"kv@mine")
-    events.message(bytes(8), b"\xc1")
-    events.message(*kv_message(1))
-    assert events.take() == [AllBlocksCleared(), removed(1)]
-    assert events.lost == 1
+    messages = [encode(EventBatch(0.0, [removed(number)])) for number in range(4)]
+    for number, message in enumerate(messages):
+        events.message(number.to_bytes(8, "big"), message)
+    assert (events.take(), events.lost) == ([AllBlocksCleared(), removed(3)], 4)
+    events.message((4).to_bytes(8, "big"), b"\xc1")
+    events.message((5).to_bytes(8, "big"), messages[1])
+    assert (events.take(), events.lost) == ([AllBlocksCleared(), removed(1)], 5)

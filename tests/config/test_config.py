@@ -1,4 +1,4 @@
-"""The configuration: flags over variables over a file; what is wrong is refused in one sentence."""
+"""Values of settings, and the memory they need, beyond what tests/daemon/test_config.py asks of the program."""
 
 from __future__ import annotations
 
@@ -6,29 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.config import SETTINGS, ConfigError, Limits, load_config, parse_address
+from kvoffd.config import Config, ConfigError, Limits, load_config, parse_address
+from kvoffd.memory_estimate import memory_estimate, memory_shortage
+from kvoffd.system.limits import MemoryLimit
 
 
-def refusal(
-    flags: dict[str, str | None] | None = None, environ: dict[str, str] | None = None, path: Path | None = None
-) -> str:
+def refusal(flags: dict[str, str | None], environ: dict[str, str] | None = None, path: Path | None = None) -> str:
     """The sentence with which the configuration is refused."""
     with pytest.raises(ConfigError) as error:
-        load_config(flags or {}, environ or {}, path)
+        load_config(flags, environ or {}, path)
     sentence = str(error.value)
     assert "\n" not in sentence.rstrip("\n")
     assert sentence.endswith((".", "?"))
     return sentence
 
 
-def test_every_setting_is_described_in_sentences() -> None:
-    for setting in SETTINGS:
-        assert setting.description[0].isupper(), setting.name
-        assert setting.description.endswith("."), setting.name
-
-
 def test_values_that_each_kind_of_setting_refuses(tmp_path: Path) -> None:
-    """Beyond those of tests/daemon/test_config.py."""
     file = tmp_path / "kvoffd.toml"
     for line in (
         *("pool_size = 1.5", "pool_size = [1]", "pool_size = 9223372036854775808", 'pool_size = ""', "log_level = 3"),
@@ -39,27 +32,27 @@ def test_values_that_each_kind_of_setting_refuses(tmp_path: Path) -> None:
         *('http_address = "localhost"', 'http_address = ":9464"', 'http_address = "my..host:9464"'),
     ):
         file.write_text(line + "\n")
-        sentence = refusal(path=file)
-        assert sentence.startswith(f"{line.split()[0]} (file {file})"), line
-
-
-def test_a_size_without_its_unit_is_told_from_one_that_is_too_small() -> None:
+        assert refusal({}, path=file).startswith(f"{line.split()[0]} (file {file})"), line
     assert refusal({"pool_size": "64"}).endswith("at least 1MiB is needed. A number alone is bytes: write 64GiB.")
     assert refusal({"pool_size": "64KiB"}).endswith("at least 1MiB is needed.")
+    assert "is unknown" in refusal({}, {"KVOFFD_LIMITS": "1"}), "limits are constants that tests may replace"
+    assert load_config({}, {}, limits=Limits(max_leases=7)).limits.max_leases == 7
 
 
-def test_a_relative_path_becomes_absolute_and_nothing_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_become_absolute_and_addresses_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/tmp")
     assert load_config({"directory": "sockets"}, {}).directory == Path("/tmp/sockets")
     assert load_config({"pool_file": "here"}, {}).pool_file == "/tmp/here"
-    assert load_config({"pool_file": ""}, {"KVOFFD_POOL_FILE": "/dev/shm/x"}).pool_file == ""
+    assert load_config({"pool_file": ""}, {"KVOFFD_POOL_FILE": "/dev/shm/x"}).pool_file == "", "no file"
+    assert (parse_address("localhost:0"), parse_address("[::1]:80")) == (("localhost", 0), ("::1", 80))
 
 
-def test_addresses_are_read() -> None:
-    assert parse_address("localhost:0") == ("localhost", 0)
-    assert parse_address("[::1]:80") == ("::1", 80)
-
-
-def test_limits_are_constants_that_tests_may_replace() -> None:
-    assert "is unknown" in refusal(environ={"KVOFFD_LIMITS": "1"})
-    assert load_config({}, {}, limits=Limits(max_leases=7)).limits.max_leases == 7
+def test_a_shortage_beside_what_is_taken_is_reported_with_both_numbers() -> None:
+    config = Config(pool_bytes=64 << 30)
+    parts = memory_estimate(config)
+    taken = ("pool", "slot table and page tables", "process and clients")
+    to_come = sum(parts.values()) - sum(parts[part] for part in taken)
+    assert memory_shortage(config, MemoryLimit(to_come, "the machine")) == ""
+    assert memory_shortage(config, MemoryLimit(to_come - 1, "the machine")).startswith(
+        "Beside what it has the daemon may come to need 2.15 GiB, and 2.15 GiB are left (the machine): "
+    )
