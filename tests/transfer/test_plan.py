@@ -182,11 +182,6 @@ def test_pieces_that_touch_on_both_sides_are_one() -> None:
     assert plan.size.tolist() == [3 * 8192, 8192]
 
 
-def test_pieces_fill_their_slots_from_the_first_byte_on() -> None:
-    plan = plan_of(evenly_spaced(16, 16, 4096, 2), [9, 1, 3, 5], [2**20, 0])
-    assert plan.destination.tolist() == [POOL + at + add for at in (2**20, 0) for add in range(0, 2**17, 4096)]
-
-
 def test_where_layers_lie_in_several_allocations_of_a_gpu_pieces_are_ordered_by_layer() -> None:
     segments = [(2**40 + at, 16 * 4096) for at in (2**30, 0, 2**20)]
     tensors = [TensorLayout(layer, 0, 4096, 16) for layer in range(3)]

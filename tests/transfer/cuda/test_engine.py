@@ -46,7 +46,7 @@ class Machine:
 
     def pin(self) -> None:
         self.pins.acquire(0)
-        wait_until(lambda: self.pins.progress.pinned_bytes == POOL)
+        wait_until(lambda: sum(self.pins.progress[:2]) == POOL)
 
     @property
     def engine(self) -> GpuEngine:
@@ -133,8 +133,7 @@ def test_pieces_of_every_size_arrive_whole(machine: Machine, setting: tuple[str,
 def test_what_the_driver_would_not_pin_is_in_no_batch(machine: Machine) -> None:
     """The double refuses a batch with such memory, and any copy that lies in two registrations."""
     machine.stub.fail("cuMemHostRegister_v2", 2, UNKNOWN)
-    machine.pins.acquire(0)
-    wait_until(lambda: sum(machine.pins.progress[:2]) == POOL)
+    machine.pin()
     for direction in Direction:
         before = machine.stub.calls("cuMemcpyAsync")
         assert Job(machine, [4 * KIB] * 8000, direction).is_done()
@@ -150,14 +149,6 @@ def test_a_wait_that_is_missing_shows_in_the_bytes(machine: Machine, direction: 
     job = Job(machine, SIZES, direction)
     assert job.wait() is Outcome.DONE
     assert not job.is_copied()
-
-
-def test_pieces_arrive_whole_in_whatever_order_the_gpu_runs_copies(machine: Machine) -> None:
-    machine.pin()
-    for seed in (1, 2):
-        machine.stub.set("seed", seed)
-        for direction in Direction:
-            assert Job(machine, [4 * KIB] * 600 + SIZES, direction).is_done()
 
 
 def test_batches_are_bounded_and_few_steps_are_with_the_gpu_at_a_time(machine: Machine) -> None:
@@ -199,17 +190,6 @@ def test_what_a_call_is_refused_for_is_copied_one_by_one(
     assert refused == [1, 0]
 
 
-def test_each_refusal_of_a_copy_is_counted_and_logged(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    machine.pin()
-    machine.stub.fail("cuMemcpy2DAsync_v2", 1, 1)
-    machine.stub.fail("cuMemcpyBatchAsync", 1, 2)
-    with caplog.at_level(logging.WARNING):
-        assert Job(machine, [4 * KIB] * 40 + [64 * KIB] * 40, Direction.LOAD).is_done()
-    logged = [record.message.partition(" from now on: ")[2].partition(" failed")[0] for record in caplog.records]
-    assert sorted(logged) == ["cuMemcpy2DAsync_v2", "cuMemcpyBatchAsync"]
-    assert machine.engine.stats(Direction.LOAD).refused_batches == 2
-
-
 def rows(machine: Machine) -> list[str]:
     """The copies in rows that were made: their number and length in bytes."""
     return [line.removeprefix("rows ") for line in machine.stub.log() if line.startswith("rows ")]
@@ -245,8 +225,7 @@ def test_small_pieces_at_equal_distances_are_rows_of_one_copy(machine: Machine, 
 def test_pieces_of_any_size_at_any_distance_arrive_whole(machine: Machine) -> None:
     """Blocks of some layers each, as plans have them, with one chunk of the pool that the driver does not pin."""
     machine.stub.fail("cuMemHostRegister_v2", 2, UNKNOWN)
-    machine.pins.acquire(0)
-    wait_until(lambda: sum(machine.pins.progress[:2]) == POOL)
+    machine.pin()
     made: Counter[str] = Counter()
     for seed in range(8):
         chance, sizes, gaps = random.Random(seed), list[int](), list[int]()
@@ -281,25 +260,17 @@ def test_where_single_copies_fail_too_the_batch_is_not_blamed(machine: Machine) 
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize"])
-def test_an_error_fails_the_transfer_after_its_copies_have_ended(machine: Machine, call: str) -> None:
-    machine.stub.fail(call, 2, UNKNOWN)
+@pytest.mark.parametrize("nth", [1, 2])
+def test_an_error_fails_the_transfer_after_its_copies_have_ended(machine: Machine, call: str, nth: int) -> None:
+    machine.stub.fail(call, nth, UNKNOWN)
     bad = Job(machine, [2 << 20] * 12)
     assert bad.wait() is Outcome.FAILED
-    launched = next(int(line.split()[1]) for line in machine.stub.log() if line.startswith("copy "))
-    first = slice(machine.first_chunk + 24, machine.first_chunk + 24 + launched)
+    launched = sum(int(line.split()[1]) for line in machine.stub.log() if line.startswith("copy "))
+    assert (launched > 0) == ((call, nth) != ("cuMemcpyAsync", 1))
+    first = slice(machine.first_chunk + 24, machine.first_chunk + 24 + min(launched, 2 << 20))
     assert np.array_equal(machine.pool[first], bad.expected_to[first]), "a copy was left in the stream"
-    assert Job(machine, [4 * KIB] * 10, Direction.LOAD).is_done()
-
-
-@pytest.mark.parametrize("call", ["cuEventSynchronize", "cuEventRecord"])
-def test_after_an_error_the_stream_itself_is_waited_for(machine: Machine, call: str) -> None:
-    machine.pin()
-    machine.stub.fail(call, 1, UNKNOWN)
-    bad = Job(machine, [4 * KIB] * 8)
-    assert bad.wait() is Outcome.FAILED
-    assert bad.is_copied(), "a copy was left in the stream"
     assert machine.driver.lost is None
-    assert Job(machine, [4 * KIB] * 8).is_done()
+    assert Job(machine, [4 * KIB] * 10, Direction.LOAD).is_done()
 
 
 def test_a_lost_context_is_told_from_a_copy_that_failed(machine: Machine) -> None:

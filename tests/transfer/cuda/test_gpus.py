@@ -10,7 +10,7 @@ import pytest
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.transfer.cuda.gpus import HANGING_S, MAX_WAITING_TASKS, GpuMemory, Gpus, NoSuchGpu, SerialThread
+from kvoffd.transfer.cuda.gpus import HANGING_S, MAX_WAITING_TASKS, GpuMemory, Gpus, NoSuchGpu
 from kvoffd.transfer.cuda.mappings import IpcExport, UnmappableHandle
 from kvoffd.transfer.engine import CopyStats, Transfer
 from kvoffd.transfer.plan import Direction, Outcome, Plan
@@ -264,12 +264,3 @@ def test_stopping_abandons_what_runs_and_closing_lets_the_pool_go(engines: Engin
     assert engines.gpus.close(10)
     assert engines.stub.ranges(Ranges.HOST) == 0
     assert engines.stub.contexts(0) == 0
-
-
-def test_a_task_that_raises_does_not_end_its_thread() -> None:
-    control = SerialThread("test", "The test")
-    done = threading.Event()
-    control.submit(lambda: [][0])
-    control.submit(done.set)
-    assert done.wait(10)
-    assert control.close(10)

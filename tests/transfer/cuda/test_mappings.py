@@ -6,7 +6,6 @@ import os
 import resource
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from kvoffd.errors import KvoffdError, OutOfBounds
@@ -38,17 +37,6 @@ def chunks() -> Iterator[list[int]]:
     yield fds
     for fd in fds:
         os.close(fd)
-
-
-def test_ordinary_memory_is_mapped_and_let_go(stub: StubCuda, handles: HandleCache) -> None:
-    buffer = stub.allocate(SIZE)
-    (segment,) = handles.open([IpcExport(buffer.handle, SIZE)])
-    assert segment.size_bytes == SIZE
-    DeviceBuffer(segment.address, SIZE).view[:] = 7
-    assert np.all(buffer.view == 7)
-    segment.close()
-    segment.close()
-    assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
 
 
 def test_a_handle_is_not_taken_for_the_memory_of_another_registration(stub: StubCuda, handles: HandleCache) -> None:

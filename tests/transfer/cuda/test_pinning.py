@@ -156,22 +156,6 @@ def test_giving_up_in_the_middle_unpins_what_was_pinned(stub: StubCuda, pool: Pi
     assert stub.calls("cuMemHostRegister_v2") == 3
 
 
-def test_the_next_gpu_finds_a_pool_that_lingers_pinned(
-    stub: StubCuda, make_pool: Callable[[float], PinnedPool]
-) -> None:
-    pool = make_pool(600.0)
-    stub.set("devices", 2)
-    pool.acquire(0)
-    wait_pinned(pool)
-    pool.release()
-    assert pool.progress.pinned_bytes == POOL
-    chunks = len(pins(stub))
-    pool.acquire(1)
-    assert pool.chunks.flags.all(), "the first load must be fast"
-    assert (len(pins(stub)), stub.made_contexts()) == (chunks, 1)
-    pool.release()
-
-
 def test_after_its_linger_the_pool_is_unpinned_by_itself(
     stub: StubCuda, make_pool: Callable[[float], PinnedPool]
 ) -> None:
