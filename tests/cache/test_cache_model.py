@@ -144,6 +144,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(self.peek(name) == self.state(name) for name in present), "a store evicted its own keys"
         assert sorted(part.copy + part.no_space + part.rejected) == expected
         assert part.no_space == sorted(part.no_space)
+        assert part.again == [number for number, name in enumerate(names) if name in seen and number not in expected]
         fresh = [number for number in part.copy if names[number] not in self.index]
         assert not fresh or not part.no_space or max(fresh) < min(part.no_space), "a tail was stored without its head"
         if part.no_space:

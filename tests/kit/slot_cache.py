@@ -161,19 +161,6 @@ class CacheRig:
         self.store(namespace, keys, group)
         return states
 
-    def put(self, namespace: Namespace, keys: bytes, group: int = 0, first_block: int = 0) -> int:
-        """Store keys from all ranks. Returns how many found no space for the last rank."""
-        for rank in range(namespace.world_size):
-            ticket = self.begin(namespace, rank, group, keys, {0: first_block} if first_block else {})
-            self.commit(ticket)
-        return len(ticket.parts[0].no_space)
-
-    def use(self, namespace: Namespace, keys: bytes) -> None:
-        """A request for keys that is over."""
-        self.cache.lookup(namespace, 7, 2**61, [(0, keys)])
-        self.cache.note_requests()
-        self.cache.release(7, [2**61])
-
     def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
         """What a lookup would find in the pool."""
         return list(self.cache.blocks.find(self.cache.group(namespace, group).number, keys, 8)[0])
