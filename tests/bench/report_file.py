@@ -22,18 +22,23 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", type=Path, help="write the results to this file too: .json, or Markdown")
 
 
-def run_facts(command: str, **more: object) -> dict[str, object]:
-    """Return when, from which commit, with which command and on which machine, of which is ``more``, it is measured."""
+def run_facts(command: str) -> dict[str, object]:
+    """When, from which commit, with which command, on which machine and under which load it is measured."""
+    try:
+        git = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        commit = "unknown, as there is no git"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _commit() or "unknown",
+        "commit": commit,
         "command": command,
-        "machine": machine() | more,
+        "machine": machine() | {"load_before": os.getloadavg()[0]},
     }
 
 
 def machine() -> dict[str, object]:
-    """Return facts about this machine that make results comparable."""
+    """Facts about this machine that make results comparable."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
@@ -45,14 +50,6 @@ def machine() -> dict[str, object]:
         "pyzmq": version("pyzmq"),
         "kvoffd": version("kvoffd"),
     }
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except OSError:  # there is no git
-        return ""
 
 
 def publish_report(

@@ -310,7 +310,7 @@ def main() -> int:
         print(json.dumps(PARTS[given.inside](blocks, shards, given.policy)))
         return 0
     found = {part: [child(part, case, given.policy) for case in given.cases.split(",")] for part in PARTS}
-    facts = run_facts(f"python -m tests.bench.scale {' '.join(sys.argv[1:])}", load_average=os.getloadavg()[0])
+    facts = run_facts(f"python -m tests.bench.scale {' '.join(sys.argv[1:])}")
     publish_report(given, "What blocks cost by their number", facts, dict(found), page(found))
     return 0
 

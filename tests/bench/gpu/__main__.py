@@ -15,13 +15,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvoffd_proto.cuda import LIBRARY_VARIABLE
 from tests.bench.gpu.page import write_page
-from tests.bench.gpu.parts import PARTS, Setup, is_wrong
+from tests.bench.gpu.parts import PARTS, Setup
 from tests.bench.report_file import run_facts
 
 ROOT = Path(__file__).parents[3]
@@ -38,27 +39,21 @@ def run_part(name: str, setup: Setup) -> dict[str, Any]:
         command += ["--double"] if setup.double else []
         with said.open("wb") as output:
             process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(PARTS[name].most_s)
-            except subprocess.TimeoutExpired:
-                pass
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and the daemons and engines that it has left
-            except ProcessLookupError:
-                pass
-            try:
+            with suppress(subprocess.TimeoutExpired):  # in a call of a driver that hangs it does not end
                 process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                pass  # it is in a call of a driver that hangs, and does not end
         seconds = time.monotonic() - began
         tail = said.read_text(errors="replace")[-TAIL_CHARACTERS:]
-        if answer.exists():
-            found = json.loads(answer.read_text())
-            if not is_wrong(name, found):
-                return {"outcome": "done", "seconds": seconds, "found": found}
-            return {"outcome": "wrong", "seconds": seconds, "found": {**found, "said": tail.splitlines()}}
-        late = seconds >= PARTS[name].most_s
-        return {"outcome": "not done in time" if late else "failed", "seconds": seconds, "found": tail}
+        if not answer.exists():
+            late = seconds >= PARTS[name].most_s
+            return {"outcome": "not done in time" if late else "failed", "seconds": seconds, "found": tail}
+        found = json.loads(answer.read_text())
+    if PARTS[name].is_wrong(found):
+        return {"outcome": "wrong", "seconds": seconds, "found": {**found, "said": tail.splitlines()}}
+    return {"outcome": "done", "seconds": seconds, "found": found}
 
 
 def inside(name: str, setup: Setup, to: Path) -> None:

@@ -1,8 +1,8 @@
 """Takes ``make gpu`` to a machine without internet: what it needs is fetched and built here, and unpacked there.
 
 ``carry.py fetch [--python 3.12]`` puts wheels into .gpu: kvoffd's own, which has its library compiled, and those of its
-dependencies and pytest. ``carry.py run ARGUMENT...`` starts ``tests.bench.gpu`` with them, or with .venv where that is
-there: by the first Python of the machine that has torch for CUDA. Imports the standard library only.
+dependencies and pytest. ``carry.py run ARGUMENT...`` starts ``tests.bench.gpu`` by this Python with them, or by .venv's
+where none of them is for this Python. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -24,12 +24,6 @@ SITES = ROOT / ".gpu-site"
 VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
 LIBRARY = Path("kvoffd") / "libkvoffd.so"
 MOST_BYTES = 64 << 20
-ABOUT = (
-    "import importlib.util as u, sys; v = sys.version_info; assert (3, 11) <= v; "
-    "print(f'cp{v[0]}{v[1]}', bool(u.find_spec('torch') and __import__('torch').version.cuda))"
-)
-ABOUT_S = 60.0
-"""The first import of torch on a machine reads some GB."""
 TESTS_NEED = ("pytest", "pytest-timeout")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
@@ -53,59 +47,27 @@ def fetch(python: str) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Become ``python -m tests.bench.gpu`` with these arguments, by the first Python that fits and has torch.
-
-    Where none has torch for CUDA, torch's tests are skipped. The double needs none.
-    """
+    """Become ``python -m tests.bench.gpu`` with these arguments."""
+    python, environ = sys.executable, dict(os.environ)
     wheels = sorted(CARRIED.glob("*.whl"))
-    if not VENV_PYTHON.exists() and not wheels:
-        sys.exit("Neither .venv nor .gpu is here: run `make venv`, or `make gpu-files` where there is internet.")
-    fitting = [VENV_PYTHON] if VENV_PYTHON.exists() else []
-    others = [Path(sys.executable), *_other_pythons()] if wheels and not (fitting and "--double" in arguments) else []
-    tags, about = _tags(wheels), {python: _about(python) for python in (*fitting, *others)}
-    fitting += [python for python in others if (tag := about[python][0]) and (not tags or tag in tags)]
-    if not fitting:
-        ours = f"{sys.version_info.major}.{sys.version_info.minor}"
-        theirs = ", ".join(f"{tag[2]}.{tag[3:]}" for tag in sorted(tags))
-        sys.exit(
-            f"{CARRIED} is for Python {theirs}, which is not here; this is {ours}. Run `make gpu PYTHON=/path/to/one`, "
-            f'or where there is internet `make gpu-files ARGS="--python {ours}"`.'
-        )
-    python = next((one for one in fitting if about[one][1]), fitting[0])
-    print(f"{python}, {'with' if about[python][1] else 'without'} torch for CUDA", flush=True)
-    environ = dict(os.environ)
-    if python != VENV_PYTHON:
+    tags = {
+        tag for *_, tag, abi, _ in (wheel.stem.split("-") for wheel in wheels) if abi == tag
+    }  # for one Python alone
+    if wheels and tags <= {f"cp{sys.version_info.major}{sys.version_info.minor}"}:
         environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "client", ROOT / "proto", _unpacked(wheels))))
+    elif VENV_PYTHON.exists():
+        python = str(VENV_PYTHON)
+    elif wheels:
+        versions = " and ".join(f"{tag[2]}.{tag[3:]}" for tag in sorted(tags))
+        sys.exit(
+            f"{CARRIED} is for Python {versions}, and this is {sys.version.split()[0]}: run `make gpu "
+            'PYTHON=/path/to/one`, or where there is internet `make gpu-files ARGS="--python VERSION"`.'
+        )
+    else:
+        sys.exit("Neither .venv nor .gpu is here: run `make venv`, or `make gpu-files` where there is internet.")
     _renew_library()
     os.chdir(ROOT)
-    os.execve(python, [str(python), "-m", "tests.bench.gpu", *arguments], environ)
-
-
-def _tags(wheels: list[Path]) -> set[str]:
-    """The Pythons (``cp312``) that wheels are for which are for one alone."""
-    parts = [wheel.stem.split("-") for wheel in wheels]
-    return {python for *_, python, abi, _ in parts if abi == python and python.startswith("cp")}
-
-
-def _other_pythons() -> list[Path]:
-    """All of this machine's, as a vLLM may have been installed for any of them."""
-    path = os.environ.get("PATH", "").split(os.pathsep)
-    places = dict.fromkeys([*map(Path, path), *Path("/opt").glob("*/bin"), *Path("/usr/local").glob("*/bin")])
-    names = [
-        place / f"python3{minor}" for place in places for minor in ("", *(f".{number}" for number in range(11, 15)))
-    ]
-    return [name for name in names if os.access(name, os.X_OK)]
-
-
-def _about(python: Path) -> tuple[str, bool]:
-    """A Python's tag, and whether it has torch for CUDA; no tag for one that does not run or is too old."""
-    command = [str(python), "-c", ABOUT]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ABOUT_S, check=True)
-        tag, has_torch = done.stdout.split()[-2:]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return "", False
-    return tag, has_torch == "True"
+    os.execve(python, [python, "-m", "tests.bench.gpu", *arguments], environ)
 
 
 def _unpacked(wheels: list[Path]) -> Path:

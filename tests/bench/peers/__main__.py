@@ -188,7 +188,7 @@ def main() -> int:
     if not (options.lmcache_python.parent / "lmcache").exists():
         parser.error(f"there is no LMCache in {options.lmcache_python.parent}; `make bench-peers` builds it")
     rows: list[Row] = []
-    facts = run_facts(f"python -m tests.bench.peers {' '.join(sys.argv[1:])}", load_before=os.getloadavg()[0])
+    facts = run_facts(f"python -m tests.bench.peers {' '.join(sys.argv[1:])}")
     for chunk_tokens, layout in CASES:
         chunks = f"{chunk_tokens}-token chunks" + ", heads before tokens" * (layout == "HND")
         print(f"{chunks} ...", file=sys.stderr)
