@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,10 +30,3 @@ def cli(module_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> Cli
         return Done(status, *capsys.readouterr())
 
     return run
-
-
-@pytest.fixture
-def short_directory() -> Iterator[Path]:
-    """Paths of sockets are limited to 107 bytes, which pytest's own directories may exceed."""
-    with tempfile.TemporaryDirectory(prefix="kvoffd-", dir="/tmp") as name:
-        yield Path(name)

@@ -117,9 +117,7 @@ def test_a_namespace_moves_to_another_daemon(engine: FakeEngine, cli: Cli, tmp_p
         assert books(fresh.directory).ready_blocks <= 7, "nothing that is damaged is put"
 
 
-def test_an_import_beside_a_namespace_of_the_same_label_is_asked_for(
-    engine: FakeEngine, cli: Cli, tmp_path: Path
-) -> None:
+def test_an_import_beside_the_same_label_is_asked_for(engine: FakeEngine, cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "all.safetensors"
     assert cli(*EXPORT, str(file), *NAMED).status == 0
     with DaemonProcess("32MiB") as fresh, FakeEngine(fresh.directory, LABEL, page_bytes=4096) as other:

@@ -34,14 +34,6 @@ COMMANDS = (
 """What needs a daemon."""
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    page = capsys.readouterr().out
-    for command in {command[0] for command in COMMANDS}:
-        assert f"\n  {command} " in page
-    assert "..." not in page.partition("Commands:")[2], "each is said in whole"
-
-
 def test_without_a_daemon_each_command_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in COMMANDS:
         for more in ((), ("--json",)) if command in READING else ((),):

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-from kvoffd_client.cli import main
 from tests.kit.command import DEADLINE_S, Cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
@@ -45,49 +37,6 @@ def test_a_degraded_daemon_is_alive_and_ready(cli: Cli, tmp_path: Path) -> None:
         assert "missing" in out
         found = json.loads(cli("health", "--json", on=daemon).out)
         assert [cause["reason"] for cause in found["causes"]] == ["disk_failed"]
-
-
-@contextmanager
-def impostor(directory: Path, serve: Callable[[socket.socket], None]) -> Iterator[None]:
-    """Somebody else has bound the daemon's sockets, and serves one connection of each."""
-    threads = []
-    for name in ("jobs.sock", "lifeline.sock"):
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(directory / name))
-        listener.listen()
-        listener.settimeout(5.0)
-
-        def accept(listener: socket.socket = listener) -> None:
-            with listener:
-                try:
-                    there, _ = listener.accept()
-                except TimeoutError:
-                    return
-                with there:
-                    serve(there)
-
-        threads.append(threading.Thread(target=accept))
-        threads[-1].start()
-    yield
-    for thread in threads:
-        thread.join()
-
-
-def flood(there: socket.socket) -> None:
-    until = time.monotonic() + 5.0
-    try:
-        while time.monotonic() < until:
-            there.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100)
-    except OSError:
-        pass  # it was not read to the end
-
-
-def test_somebody_else_at_the_socket_is_no_health(short_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with impostor(short_directory, flood):
-        started = time.monotonic()
-        assert main(["health", "--live", "--directory", str(short_directory)]) == 2
-        assert time.monotonic() - started < 50.0, "an operator waits 10 s at most"
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_probe_imports_nothing_heavy(shared_daemon: DaemonProcess) -> None:

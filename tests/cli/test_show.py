@@ -74,7 +74,11 @@ GROUPS = {"namespaces": ("diff", "quota"), "trace": ("record", "replay"), "bench
 GROUPS["blocks"] = ("ls", "show", "export", "import")
 
 
-def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command_and_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"\n  {command} " in page for command in (*COMMANDS[1:], *GROUPS))
+    assert "..." not in page.partition("Commands:")[2], "each is said in whole"
     for command in (*COMMANDS, *GROUPS, *(f"{group} {name}" for group, names in GROUPS.items() for name in names)):
         assert main([*command.split(), "--help"]) == 0
         lines = capsys.readouterr().out.splitlines()

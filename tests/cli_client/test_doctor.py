@@ -212,6 +212,6 @@ def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_as_a_command() -> None:
     with DaemonProcess(POOL) as daemon:
         done = run_cli("doctor", "--directory", str(daemon.directory))
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "1. info no_engine" in done.stdout
-        assert max(len(line) for line in done.stdout.splitlines() if not line.startswith("   > ")) <= 80
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1. info no_engine" in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines() if not line.startswith("   > ")) <= 80

@@ -119,18 +119,25 @@ def test_the_screen(screen: Screen) -> None:
     assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy")
 
 
-def test_quotas_leave_room_for_names(screen: Screen) -> None:
-    assert screen.reading is not None
-    now = screen.reading.stats
-    limited = [structs.replace(one, quota_bytes=GIB, model=f"org/{one.model}-instruct") for one in now.namespaces]
+def test_quotas_leave_room_for_names_and_blocks_may_have_no_count_of_tokens(screen: Screen) -> None:
     few = CopyStats(jobs=100, failed_jobs=19)
-    screen.reading = Reading(structs.replace(now, namespaces=limited, store=few))
+    for at in range(2):
+        shown = stats(at)
+        untold = {"quota_bytes": 4 * GIB, "loaded_tokens": 0, "saved_seconds": 0.0}
+        limited = [structs.replace(one, model=f"org/{one.model}-instruct", **untold) for one in shown.namespaces]
+        total = structs.replace(shown.since_start, loaded_tokens=0, saved_seconds=0.0)
+        screen.reading = Reading(structs.replace(shown, namespaces=limited, since_start=total, store=few))
+        screen.history.add(screen.reading.stats)
     lines = drawn(screen, height=40)
-    rows = [line for line in lines if limited[0].id in line or limited[1].id in line]
-    assert sorted(row.split()[0] for row in rows) == ["llama-inst", "qwen-instr"]
-    assert all("/1.00G " in row for row in rows)
+    rows = [line.split() for line in lines if "00000000000" in line]
+    assert sorted(row[:5] for row in rows) == [
+        ["llama-inst", "000000000001", "1.00G/4.00G", "-", "100"],
+        ["qwen-instr", "000000000002", "2.00G/4.00G", "-", "200"],
+    ]
+    assert "Saved   prefill -, - tokens loaded" in lines
+    assert next(line for line in lines if line.startswith("now")).split()[1] == "-"
     assert not [line for line in lines if "copy jobs failed" in line], "doctor does not mind so few"
-    screen.reading = Reading(structs.replace(now, store=CopyStats(jobs=100, failed_jobs=20)))
+    screen.reading = Reading(structs.replace(stats(1), store=CopyStats(jobs=100, failed_jobs=20)))
     assert "! 20 copy jobs failed since the start: see `kvoffd-cli doctor --all`" in drawn(screen, height=40)
 
 
@@ -165,22 +172,6 @@ def test_every_view_fits_every_screen(screen: Screen) -> None:
         for width, height in ((80, 24), (120, 40), (40, 10), (20, 4), (8, 2), (1, 1), (200, 60)):
             marks = {mark for line in drawn(screen, width, height) for mark in line if not mark.isascii()}
             assert marks <= PLAIN.keys(), "each has a plain form for a locale without it"
-
-
-def test_a_quota_and_blocks_without_a_count_of_tokens(screen: Screen) -> None:
-    for at in range(2):
-        shown = stats(at)
-        limited = [
-            structs.replace(one, quota_bytes=4 * GIB, loaded_tokens=0, saved_seconds=0.0) for one in shown.namespaces
-        ]
-        total = structs.replace(shown.since_start, loaded_tokens=0, saved_seconds=0.0)
-        screen.reading = Reading(structs.replace(shown, namespaces=limited, since_start=total))
-        screen.history.add(screen.reading.stats)
-    lines = drawn(screen, 100)
-    row = next(line for line in lines if "000000000001" in line)
-    assert row.split()[:5] == ["llama", "000000000001", "1.00G/4.00G", "-", "100"]
-    assert "Saved   prefill -, - tokens loaded" in lines
-    assert next(line for line in lines if line.startswith("now")).split()[1] == "-"
 
 
 def test_names_cannot_move_the_cursor_and_their_ids_stay_whole(screen: Screen) -> None:

@@ -75,9 +75,7 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
     assert "not for this user (uid " in why_unreachable(PermissionError(13, "Permission denied"), "/run/kvoffd")
 
 
-def test_removed_sockets_are_told_however_the_directory_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removed_sockets_are_told_whatever_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("link").symlink_to(tmp_path)
     with socket.socket(socket.AF_UNIX) as listener, Path("kvoffd.lock").open("w") as lock:

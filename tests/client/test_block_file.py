@@ -118,7 +118,7 @@ def test_a_file_of_kvoffd_0_1_is_read() -> None:
         assert [layer.dtype for layer in file.read(0).shards[1].layers] == ["bfloat16", "bfloat16", "uint8"]
 
 
-def test_an_export_that_ends_early_leaves_nothing_and_another_one_is_not_mixed_in(tmp_path: Path) -> None:
+def test_an_export_that_ends_early_leaves_nothing(tmp_path: Path) -> None:
     page = PageSpec(64)
     geometry = Geometry(bytes(32), "x", 1, 16, (GroupSpec("full", 2),), "{}", ((ShardSpec(1, [page]),),))
     path, wanted = tmp_path / "x.safetensors", [(0, bytes(16)), (0, bytes([1]) * 16)]

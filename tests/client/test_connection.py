@@ -40,7 +40,7 @@ KEYS = [m.GroupKeys(0, bytes(64))]
 TRANSFER = [GroupTransfer(0, bytes(32), bytes(4))]
 
 
-def test_without_a_daemon_everything_is_a_miss_and_it_connects_when_one_comes(registration: Registration) -> None:
+def test_without_a_daemon_everything_is_a_miss_until_one_comes(registration: Registration) -> None:
     fake = FakeDaemon()
     with (
         SchedulerClient(fake.directory, SPEC, options=QUICK) as scheduler,
@@ -59,9 +59,7 @@ def test_without_a_daemon_everything_is_a_miss_and_it_connects_when_one_comes(re
             assert scheduler.lookup(KEYS).wait(5)
 
 
-def test_eof_fails_requests_and_jobs_at_once(
-    fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
-) -> None:
+def test_eof_fails_requests_and_jobs(fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient) -> None:
     fake.hold_jobs = True
     fake.answers[m.Lookup] = lambda *_: None
     future = scheduler.lookup(KEYS)
@@ -98,9 +96,7 @@ def test_garbage_replies_end_the_connection_and_a_new_one_works(fake: FakeDaemon
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xffgarbage", b"\x01\x00\x00\x00\xc1"])
-def test_garbage_on_the_lifeline_ends_the_connection_and_a_new_one_works(
-    fake: FakeDaemon, scheduler: SchedulerClient, data: bytes
-) -> None:
+def test_garbage_on_the_lifeline_ends_the_connection(fake: FakeDaemon, scheduler: SchedulerClient, data: bytes) -> None:
     fake.send_lifeline(m.Role.SCHEDULER, data)
     wait_until(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.ready)
 
@@ -124,9 +120,7 @@ def test_a_refusal_forges_no_line_of_a_log_and_says_nothing_to_a_terminal(
     assert all(text.isprintable() for text in caplog.messages)
 
 
-def test_a_hanging_daemon_costs_misses_and_no_call_waits_for_it(
-    fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
-) -> None:
+def test_no_call_waits_for_a_hanging_daemon(fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient) -> None:
     fake.freeze()
     took: list[float] = []
     futures = []
@@ -145,9 +139,7 @@ def test_a_hanging_daemon_costs_misses_and_no_call_waits_for_it(
 
 
 @pytest.mark.parametrize("state", ["alive", "hanging", "dead"])
-def test_close_is_quick_and_repeatable_and_leaks_neither_descriptors_nor_threads(
-    fake: FakeDaemon, registration: Registration, state: str
-) -> None:
+def test_close_is_quick_repeatable_and_leaks_nothing(fake: FakeDaemon, registration: Registration, state: str) -> None:
     gc.collect()
     fds, threads = open_descriptors(), threading.active_count()
     with warnings.catch_warnings():
@@ -229,9 +221,7 @@ def _in_child(scheduler: SchedulerClient, pipe: multiprocessing.connection.Conne
     pipe.recv()
 
 
-def test_a_forked_child_is_told_and_does_not_keep_its_parents_session_alive(
-    fake: FakeDaemon, scheduler: SchedulerClient
-) -> None:
+def test_a_forked_child_does_not_keep_its_parents_session(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=_in_child, args=(scheduler, theirs))
@@ -258,7 +248,7 @@ def test_each_client_connects_at_once_while_a_thread_waits_for_it(fake: FakeDaem
             assert client.wait_ready(2.0)
 
 
-def test_what_was_sent_to_a_daemon_that_ended_does_not_reach_the_next_one(
+def test_unsent_messages_die_with_their_daemon(
     fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
 ) -> None:
     fake.freeze()
@@ -275,9 +265,7 @@ def test_what_was_sent_to_a_daemon_that_ended_does_not_reach_the_next_one(
     assert not fake.strangers
 
 
-def test_a_thread_that_waits_long_does_not_keep_others_from_what_is_due(
-    fake: FakeDaemon, scheduler: SchedulerClient
-) -> None:
+def test_a_thread_that_waits_does_not_delay_what_is_due(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
     """It reads the sockets alone, but what is due in time is the I/O thread's."""
     fake.answers[m.Lookup] = lambda *_: None
     early = scheduler.lookup(KEYS)
@@ -292,7 +280,7 @@ def test_a_thread_that_waits_long_does_not_keep_others_from_what_is_due(
     late.join(5)
 
 
-def test_a_client_whose_routing_id_another_one_took_opens_another_session(shared_daemon: DaemonProcess) -> None:
+def test_a_client_whose_routing_id_is_taken_opens_another_session(shared_daemon: DaemonProcess) -> None:
     options = ClientOptions(request_timeout_s=0.1, unresponsive_after_s=0.2)
     with SchedulerClient(shared_daemon.directory, SPEC, options=options) as scheduler:
         assert scheduler.wait_ready(5)

@@ -29,9 +29,7 @@ def test_memory_is_zeroed_shared_and_cannot_be_resized() -> None:
 
 
 @pytest.mark.parametrize("old_kernel", [False, True])
-def test_memory_is_resident_from_the_start_in_huge_pages_where_there_are_any(
-    monkeypatch: pytest.MonkeyPatch, old_kernel: bool
-) -> None:
+def test_memory_is_resident_in_huge_pages_if_possible(monkeypatch: pytest.MonkeyPatch, old_kernel: bool) -> None:
     advised: list[int] = []
 
     class Mapping(mmap.mmap):

@@ -203,9 +203,7 @@ def test_pauses_between_attempts_double_up_to_the_bound(scheduler: SchedulerClie
     assert "/paper" in (scheduler.problem or "")
 
 
-def test_pauses_after_connections_that_failed_grow_longer_and_absences_between_them_do_not_count(
-    scheduler: SchedulerClient, link: PaperLink
-) -> None:
+def test_pauses_grow_with_failed_connections_but_not_absences(scheduler: SchedulerClient, link: PaperLink) -> None:
     now = 0.0
     for index in range(8):
         scheduler.tick(now)
@@ -222,9 +220,7 @@ def test_pauses_after_connections_that_failed_grow_longer_and_absences_between_t
         now = scheduler.wake_at()
 
 
-def test_after_a_refusal_the_pause_is_the_longest_and_no_two_clients_are_in_step(
-    scheduler: SchedulerClient, link: PaperLink
-) -> None:
+def test_after_a_refusal_the_pause_is_the_longest(scheduler: SchedulerClient, link: PaperLink) -> None:
     now, pauses = 0.0, []
     for _ in range(5):
         scheduler.tick(now)
@@ -254,9 +250,7 @@ def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerCl
 
 
 @pytest.mark.parametrize("step", ["hello", "namespace"])
-def test_a_wrong_answer_in_the_handshake_ends_the_attempt(
-    scheduler: SchedulerClient, link: PaperLink, step: str
-) -> None:
+def test_a_wrong_answer_in_the_handshake_ends_it(scheduler: SchedulerClient, link: PaperLink, step: str) -> None:
     scheduler.tick(0.0)
     greet(scheduler, 0.0)
     if step == "namespace":
@@ -267,7 +261,7 @@ def test_a_wrong_answer_in_the_handshake_ends_the_attempt(
     assert "Done" in (scheduler.problem or "")
 
 
-def test_messages_that_the_daemon_refuses_are_a_line_of_the_log_a_minute_whatever_it_says(
+def test_refused_messages_are_logged_once_a_minute(
     scheduler: SchedulerClient, link: PaperLink, caplog: pytest.LogCaptureFixture
 ) -> None:
     connect(scheduler, link, 0.0)
@@ -276,7 +270,7 @@ def test_messages_that_the_daemon_refuses_are_a_line_of_the_log_a_minute_whateve
     assert [text.split(": ")[1] for text in caplog.messages] == ["Not 0."] * 3
 
 
-def test_a_registration_of_gpu_memory_may_take_longer_than_a_daemon_may_be_silent(
+def test_a_registration_of_gpu_memory_may_take_long(
     worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "memory_on_gpu", True)
@@ -294,9 +288,7 @@ def test_a_registration_of_gpu_memory_may_take_longer_than_a_daemon_may_be_silen
 # --- silence -------------------------------------------------------------------------------------
 
 
-def test_a_daemon_that_owes_a_reply_for_long_counts_as_away_until_it_answers(
-    scheduler: SchedulerClient, link: PaperLink
-) -> None:
+def test_a_silent_daemon_counts_as_away_until_it_answers(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     look_up(scheduler, link, 0.0)
     now = 0.0
@@ -312,9 +304,7 @@ def test_a_daemon_that_owes_a_reply_for_long_counts_as_away_until_it_answers(
     assert scheduler.problem is None
 
 
-def test_a_daemon_is_asked_again_whose_queue_was_full_when_the_last_reply_was_overdue(
-    scheduler: SchedulerClient, link: PaperLink
-) -> None:
+def test_a_silent_daemon_is_asked_again_after_a_full_queue(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     look_up(scheduler, link, 0.0)
     link.full = True
@@ -332,7 +322,7 @@ def test_a_daemon_is_asked_again_whose_queue_was_full_when_the_last_reply_was_ov
 
 
 @pytest.mark.parametrize("loads", [[], [Job(2, TRANSFER, 1 << 32)]], ids=["stores-only", "beside-a-load"])
-def test_stores_are_abandoned_where_a_daemon_owes_a_reply_for_long_unless_a_load_would_be_lost(
+def test_a_silent_daemon_loses_stores_unless_a_load_runs(
     worker: WorkerClient, link: PaperLink, loads: list[Job]
 ) -> None:
     connect(worker, link, 0.0)
@@ -366,9 +356,7 @@ def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerC
     assert not scheduler._leases
 
 
-def test_a_lookup_released_before_its_answer_holds_nothing_even_if_the_release_did_not_go_out(
-    scheduler: SchedulerClient, link: PaperLink
-) -> None:
+def test_a_lookup_released_before_its_answer_holds_nothing(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     future = look_up(scheduler, link, 0.0, KEYS)
     link.full = True
@@ -415,9 +403,7 @@ def test_a_lookup_is_done_after_all_that_is_read_of_it(
 
 
 @pytest.mark.parametrize("states", [[], [b"\2"], [b"\2\2", b"\2"], [b"\2\2\2"]])
-def test_an_answer_of_the_wrong_shape_is_a_miss(
-    scheduler: SchedulerClient, link: PaperLink, states: list[bytes]
-) -> None:
+def test_an_answer_of_a_wrong_shape_is_a_miss(scheduler: SchedulerClient, link: PaperLink, states: list[bytes]) -> None:
     connect(scheduler, link, 0.0)
     future = look_up(scheduler, link, 0.0, KEYS)
     answer_lookup(scheduler, link, 0.1, states, 1)
@@ -435,9 +421,7 @@ def test_a_reply_that_was_lost_does_not_make_a_daemon_silent(scheduler: Schedule
     assert link.count(m.Hello) == 2
 
 
-def test_a_lease_is_stale_after_half_of_its_life_counted_from_the_question(
-    scheduler: SchedulerClient, link: PaperLink
-) -> None:
+def test_a_lease_is_stale_after_half_of_its_life(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     found = look_up(scheduler, link, 1.0)
     answer_lookup(scheduler, link, 1.5, [b"\2\1"], 1)
@@ -510,9 +494,7 @@ def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link
     assert link.last(m.Cancel).acknowledged == 2
 
 
-def test_each_job_is_asked_after_when_it_is_old_even_where_the_question_did_not_go_out(
-    worker: WorkerClient, link: PaperLink
-) -> None:
+def test_old_jobs_are_asked_after_until_the_question_goes_out(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     submit(worker, link, 0.0, Job(1, TRANSFER))
     submit(worker, link, 0.6, Job(2, TRANSFER))
@@ -526,9 +508,7 @@ def test_each_job_is_asked_after_when_it_is_old_even_where_the_question_did_not_
     assert link.count(m.Results) == 1
 
 
-def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_question(
-    worker: WorkerClient, link: PaperLink
-) -> None:
+def test_a_job_that_the_daemon_does_not_know_fails(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     submit(worker, link, 0.0, Job(1, TRANSFER))
     worker.tick(JOB_PATIENCE_S)
@@ -545,7 +525,7 @@ def test_jobs_in_flight_are_bounded_by_the_daemons_limit(worker: WorkerClient, l
     assert [result.error for result in worker._results] == [ErrorCode.TOO_MANY]
 
 
-def test_loads_into_gpu_memory_outlive_the_lifeline_until_the_daemon_is_gone(
+def test_loads_into_gpu_memory_outlive_the_lifeline(
     worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect(worker, link, 0.0)
@@ -565,9 +545,7 @@ def test_loads_into_gpu_memory_outlive_the_lifeline_until_the_daemon_is_gone(
     assert not worker._jobs
 
 
-def test_unregister_does_not_confirm_while_an_abandoned_store_may_still_run(
-    worker: WorkerClient, link: PaperLink
-) -> None:
+def test_unregister_waits_for_abandoned_stores(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     submit(worker, link, 0.0, Job(1, TRANSFER))
     worker._abandon_stores(worker._jobs, 0.1)
@@ -579,7 +557,7 @@ def test_unregister_does_not_confirm_while_an_abandoned_store_may_still_run(
     assert outcome == [False, True]
 
 
-def test_a_fence_waits_cancels_waits_drops_the_session_and_then_waits_for_loads(
+def test_a_fence_waits_cancels_drops_the_session_waits_for_loads(
     worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     connect(worker, link, 0.0)
@@ -680,9 +658,7 @@ def test_jobs_that_one_message_has_no_room_for_go_out_in_several(worker: WorkerC
     assert [[job.job_id for job in jobs] for jobs in messages] == [[0, 1], [2, 3], [4]]
 
 
-def test_stores_of_a_group_that_tell_tokens_and_others_go_out_in_messages_of_their_own(
-    worker: WorkerClient, link: PaperLink
-) -> None:
+def test_stores_with_tokens_go_out_in_messages_of_their_own(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     tells = [one._replace(parents=bytes(64), tokens=bytes(64)) for one in TRANSFER]
     jobs = Job(0, TRANSFER), Job(1, TRANSFER), Job(2, tells), Job(3, TRANSFER, 2**32), Job(4, tells), Job(5, TRANSFER)
@@ -733,9 +709,7 @@ def covered(part: GroupTransfer) -> list[tuple[bytes, int, bytes]]:
     return found
 
 
-def test_a_lookup_of_very_many_keys_is_asked_in_parts_under_one_lease(
-    scheduler: SchedulerClient, link: PaperLink
-) -> None:
+def test_a_large_lookup_is_asked_in_parts_under_one_lease(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=3)
     groups = [m.GroupKeys(0, bytes(range(160))), m.GroupKeys(1, bytes(range(64)))]
@@ -758,9 +732,7 @@ def test_a_lookup_of_very_many_keys_is_asked_in_parts_under_one_lease(
     assert future.alive
 
 
-def test_a_lookup_of_which_a_part_was_refused_is_a_miss_and_holds_nothing(
-    scheduler: SchedulerClient, link: PaperLink
-) -> None:
+def test_a_lookup_with_a_refused_part_holds_nothing(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=1)
     future = look_up(scheduler, link, 0.0, KEYS)

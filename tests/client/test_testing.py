@@ -36,7 +36,7 @@ def test_blocks_go_out_and_come_back_elsewhere(shared_daemon: DaemonProcess, wor
         assert engine.checksums(range(20)) != before
 
 
-def test_a_restart_of_the_daemon_is_failures_and_misses_and_then_it_works_again(daemon: DaemonProcess) -> None:
+def test_a_restart_of_the_daemon_is_misses_for_a_while(daemon: DaemonProcess) -> None:
     with FakeEngine(daemon.directory) as engine:
         assert engine.store(keys(0), [0]).ok
         daemon.kill()
@@ -65,7 +65,7 @@ def test_nonsense_is_an_error_of_the_caller(shared_daemon: DaemonProcess) -> Non
         FakeEngine(shared_daemon.directory, layers=0)
 
 
-def test_without_a_daemon_the_constructor_says_where_it_looked_and_for_how_long(tmp_path: Path) -> None:
+def test_without_a_daemon_the_constructor_says_where_it_looked(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(DaemonUnavailable, match=str(tmp_path)):
         FakeEngine(tmp_path, connect_timeout_s=0.2)

@@ -56,9 +56,7 @@ def test_an_id_in_use_is_an_error_of_the_caller(fake: FakeDaemon, worker: Worker
         worker.load(1, 2**32, TRANSFER)
 
 
-def test_a_fence_gives_up_running_stores_at_its_deadline_by_closing_the_lifeline(
-    fake: FakeDaemon, worker: WorkerClient
-) -> None:
+def test_a_fence_drops_running_stores_at_its_deadline(fake: FakeDaemon, worker: WorkerClient) -> None:
     fake.hold_jobs = True
     worker.store(1, TRANSFER)
     wait_until(lambda: fake.seen_jobs(loads=False))
@@ -93,9 +91,7 @@ def test_a_fence_waits_for_loads_beyond_its_deadline(fake: FakeDaemon, worker: W
     assert worker.take_results()[0].ok
 
 
-def test_a_fence_over_a_load_and_a_store_ends_the_store_and_waits_until_the_daemon_lets_go_of_the_load(
-    fake: FakeDaemon, worker: WorkerClient
-) -> None:
+def test_fence_ends_stores_and_waits_for_loads(fake: FakeDaemon, worker: WorkerClient) -> None:
     fake.hold_jobs = True
     fake.close_on_eof = False
     worker.store(1, TRANSFER)
@@ -115,9 +111,7 @@ def test_a_fence_over_a_load_and_a_store_ends_the_store_and_waits_until_the_daem
     wait_until(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
 
 
-def test_after_unregister_no_job_is_taken_and_no_memory_is_handed_out_again(
-    fake: FakeDaemon, worker: WorkerClient
-) -> None:
+def test_after_unregister_no_job_is_taken(fake: FakeDaemon, worker: WorkerClient) -> None:
     assert worker.unregister(5)
     assert not worker.ready
     worker.store(1, TRANSFER)

@@ -142,7 +142,7 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_what_is_removed_and_stored_again_is_published_so_and_nothing_twice(rig: Rig) -> None:
+def test_nothing_is_published_twice(rig: Rig) -> None:
     rig.stored(0, 1, 2)
     rig.stored(1)
     rig.removed(1)
@@ -166,7 +166,7 @@ def test_a_disk_has_the_tokens_of_the_blocks_that_were_stored(rig: Rig) -> None:
     assert rig.published[STORAGE] == {1}
 
 
-def test_without_its_tokens_or_its_parent_a_block_is_published_when_a_request_finds_it(rig: Rig) -> None:
+def test_a_block_without_tokens_is_published_once_it_is_found(rig: Rig) -> None:
     rig.stored(0, 1, tells=False)
     rig.stored(2, 3)
     assert rig.take() == []

@@ -78,7 +78,7 @@ def test_a_change_of_what_is_needed_is_refused_by_its_name(monkeypatch: pytest.M
             assert f"changed: {name}. This" in str(refused.value)
 
 
-def test_a_method_that_vllm_asks_for_and_the_connector_lacks_is_refused_by_its_class() -> None:
+def test_a_method_that_the_connector_lacks_is_refused() -> None:
     class Half(base.OffloadingWorker):
         """Lacks all methods."""
 
@@ -113,7 +113,7 @@ def start(config: Any, *, strict: bool, role: KVConnectorRole = KVConnectorRole.
     KvoffdConnector(config, role, cache_config()).shutdown()
 
 
-def test_a_release_that_nobody_tried_starts_with_one_warning(
+def test_an_untested_release_starts_with_a_warning(
     config: Any, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
@@ -124,9 +124,7 @@ def test_a_release_that_nobody_tried_starts_with_one_warning(
     assert "tested with vLLM 0.32 and 0.33" in line
 
 
-def test_a_release_that_nobody_tried_is_refused_where_that_is_asked_for(
-    config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_untested_release_is_refused_on_request(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     start(config, strict=True)
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     with pytest.raises(ValueError, match=r"since strict_version is set\. .* this is vLLM 0\.99\.0"):

@@ -133,9 +133,7 @@ def test_engines_that_are_nearly_refused_are_served(config: Any, monkeypatch: py
 
 
 @pytest.mark.parametrize(("task", "stored"), [("embed", KEYS), ("token_embed", [])])
-def test_prompts_of_which_each_token_is_pooled_are_not_stored_as_they_are_never_loaded(
-    config: Any, task: Any, stored: list[OffloadKey]
-) -> None:
+def test_prompts_that_are_pooled_by_token_are_not_stored(config: Any, task: Any, stored: list[OffloadKey]) -> None:
     config.model_config.pooler_config = PoolerConfig(seq_pooling_type="LAST", tok_pooling_type="ALL")
     params = PoolingParams(task=task)
     params.verify(config.model_config)

@@ -75,7 +75,7 @@ def empty_step(tokens: int) -> Any:
     return output
 
 
-def test_weights_are_named_when_an_engine_starts_and_in_the_first_step_that_computes_after_a_reset(
+def test_weights_are_named_at_start_and_after_a_reset(
     config: Any, scheduler: KvoffdConnector, worker: tuple[KvoffdConnector, FakeWorkerClient]
 ) -> None:
     """vLLM resets, as for a pause, before the weights change."""
@@ -113,7 +113,7 @@ def test_weights_are_named_when_an_engine_starts_and_in_the_first_step_that_comp
     assert step() == (2, first)
 
 
-def test_a_step_s_loads_and_the_last_one_s_stores_begin_in_one_message_before_the_model_runs(
+def test_loads_and_stores_begin_in_one_message(
     worker: tuple[KvoffdConnector, FakeWorkerClient],
 ) -> None:
     """Stores are noted by start_load_kv(), which vLLM's first runner calls in every pipeline stage."""
@@ -129,9 +129,7 @@ def test_a_step_s_loads_and_the_last_one_s_stores_begin_in_one_message_before_th
     assert client.messages == [[3, 5], [4, 6]]
 
 
-def test_a_runner_that_writes_into_blocks_in_an_unknown_place_is_refused(
-    config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runner_that_zeroes_blocks_elsewhere_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[object] = []
     monkeypatch.setattr(OffloadingConnector, "register_kv_caches", lambda _, caches: registered.append(caches))
     for second_runner, zeroes, refused in ((True, True, True), (True, False, False), (False, True, False)):
@@ -155,9 +153,7 @@ def test_vllm_says_nothing_of_stores_that_are_put_off(scheduler: KvoffdConnector
 
 
 @pytest.mark.parametrize(("events", "steps"), [(False, [True, False]), (True, [True, True])])
-def test_an_engine_makes_no_empty_steps_for_stores_that_run_unless_routers_wait_for_them(
-    config: Any, events: bool, steps: list[bool]
-) -> None:
+def test_stores_cause_empty_steps_only_for_routers(config: Any, events: bool, steps: list[bool]) -> None:
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=events)
     connector = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
     scheduler: Any = connector.connector_scheduler

@@ -59,9 +59,7 @@ def test_wrong_answers(
     wait_until(asked, 60)  # a client that gets nonsense is at times not connected
 
 
-def test_loads_that_never_end_end_with_the_daemon(
-    home: EngineHome, daemon: HostileDaemon, expected: list[list[int]]
-) -> None:
+def test_endless_loads_end_with_the_daemon(home: EngineHome, daemon: HostileDaemon, expected: list[list[int]]) -> None:
     daemon.begin(ways.endless_loads)
     daemon.wait_engine()
     home.engine.forget()

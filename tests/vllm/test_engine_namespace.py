@@ -49,7 +49,7 @@ def test_a_client_is_made_once_for_each_namespace() -> None:
     assert not client.closed
 
 
-def test_workers_that_do_not_report_are_waited_for_for_a_while_and_asked_again_after_a_reset() -> None:
+def test_silent_workers_are_asked_again_after_a_reset() -> None:
     harness = Harness()
     namespace, clock = harness.namespace, harness.clock
     assert namespace.begin_step() == (0, None)

@@ -133,7 +133,7 @@ CHANGES: dict[str, tuple[str, object]] = {
 }
 
 
-def test_the_layers_that_are_left_out_of_the_kv_caches_dtype_count_where_the_groups_are_alike(
+def test_layers_left_out_of_the_kv_cache_dtype_count(
     engine_config: Any,
 ) -> None:
     """vLLM puts layer 1, or 2, into a group of its own, and that is all that the groups' specs tell."""
@@ -191,9 +191,7 @@ def test_of_a_multimodal_model_what_makes_its_embeddings_counts(engine_config: A
     assert digests[0] != digests[1]
 
 
-def test_only_a_draft_model_with_a_kv_cache_of_its_own_counts_and_not_how_many_tokens_it_drafts(
-    model: Path, tmp_path: Path
-) -> None:
+def test_only_a_draft_model_with_a_kv_cache_counts(model: Path, tmp_path: Path) -> None:
     drafts = {eagle: str(make_draft(tmp_path / f"draft-{eagle}", eagle)) for eagle in (False, True)}
     drafter = {"method": "draft_model", "model": drafts[False]}
 
@@ -218,9 +216,7 @@ def test_only_a_draft_model_with_a_kv_cache_of_its_own_counts_and_not_how_many_t
     assert speculative(4, method="eagle", model=drafts[True]) == found[1]
 
 
-def test_a_copy_of_a_model_elsewhere_has_the_same_factors_and_another_models_have_not(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_copy_of_a_model_has_the_same_factors(model: Path, tmp_path: Path) -> None:
     copied = tmp_path / "elsewhere"
     shutil.copytree(model, copied, copy_function=shutil.copyfile)
     os.utime(copied / "model.safetensors", (1, 1))
@@ -239,9 +235,7 @@ def test_a_random_hash_seed_makes_the_namespace_private(engine_config: Any, monk
     assert factors_of(config)["private"] == ""
 
 
-def test_hashes_that_can_be_made_to_collide_are_warned_of(
-    engine_config: Any, monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
+def test_weak_hashes_are_warned_of(engine_config: Any, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     for algorithm, warned in (("sha256", 0), ("xxhash_cbor", 1)):
         config = copy.deepcopy(engine_config)

@@ -72,7 +72,7 @@ def test_what_a_kernel_packed_beside_an_empty_parameter_counts() -> None:
     assert len(digests) == 2
 
 
-def test_of_parameters_that_are_made_of_several_tensors_each_counts() -> None:
+def test_each_tensor_of_a_composed_parameter_counts() -> None:
     """TorchAO's, which have no memory of their own, and those that vLLM shares between layers."""
 
     def model(first: float, second: float, shared: float) -> torch.nn.Module:
@@ -105,7 +105,7 @@ class WithExperts(Model):
         self.experts.register_buffer("_expert_map", torch.arange(2) + first_expert)
 
 
-def test_experts_that_are_spread_over_ranks_make_no_other_digest_wherever_they_are() -> None:
+def test_experts_that_move_between_ranks_change_no_digest() -> None:
     """EPLB moves them, and calls no method that vLLM has for changes of weights."""
     found: dict[bool, set[str | None]] = {True: set(), False: set()}
     for first_expert in (0, 2):
@@ -151,7 +151,7 @@ class Worker(WorkerBase):
 
 
 @pytest.mark.parametrize("draft", [None, Model()])
-def test_the_models_are_found_among_the_callers_and_changes_by_vllms_methods_are_noticed(draft: Any) -> None:
+def test_models_are_found_and_their_changes_noticed(draft: Any) -> None:
     worker = Worker(Runner(draft))
     weights = worker.initialize()
     assert weights is not None
@@ -171,7 +171,7 @@ def test_the_models_are_found_among_the_callers_and_changes_by_vllms_methods_are
     assert weights.changed
 
 
-def test_an_adapter_that_is_loaded_in_place_changes_weights_and_another_one_does_not() -> None:
+def test_an_adapter_loaded_in_place_changes_weights() -> None:
     runner: Any = Runner(None)
     loaded: list[LoRARequest] = []
     runner.add_lora = loaded.append

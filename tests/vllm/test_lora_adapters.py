@@ -44,9 +44,7 @@ def test_an_adapter_that_an_engine_applies_in_part_is_another_one(tmp_path: Path
     assert len({whole, *parts, content(lora_dtype="bfloat16"), content(enable_tower_connector_lora=True)}) == 5
 
 
-def test_an_adapter_that_is_loaded_anew_with_another_content_is_unknown_until_a_reset(
-    tmp_path: Path, said: list[str]
-) -> None:
+def test_an_adapter_with_new_content_is_unknown_until_a_reset(tmp_path: Path, said: list[str]) -> None:
     path = write_lora_adapter(tmp_path / "one", seed=1)
     adapters = LoraAdapters()
     first = adapters.content_of(request(path))
@@ -65,7 +63,7 @@ def test_an_adapter_that_is_loaded_anew_with_another_content_is_unknown_until_a_
     assert adapters.content_of(request(path, int_id=4)) == first, "of which no cache has another's blocks"
 
 
-def test_an_adapter_that_is_loaded_in_place_is_read_again_though_its_id_and_path_are_the_same(tmp_path: Path) -> None:
+def test_an_adapter_loaded_in_place_is_read_again(tmp_path: Path) -> None:
     path = write_lora_adapter(tmp_path / "one", seed=1)
     adapters = LoraAdapters()
     first = adapters.content_of(request(path))

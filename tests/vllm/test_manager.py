@@ -35,7 +35,7 @@ WINDOWS = ChunkGroup(7, 1, CHUNK_TOKENS)
 # --- lookups ---------------------------------------------------------------------------------------
 
 
-def test_an_answer_is_awaited_no_longer_than_computing_takes_and_late_it_is_a_miss_that_counts_once() -> None:
+def test_an_answer_is_awaited_no_longer_than_computing_takes() -> None:
     harness = ManagerHarness()
     context = harness.request()
     harness.prefill.tokens_per_second = 1000.0
@@ -80,7 +80,7 @@ def test_a_failed_lookup_is_a_miss_and_not_repeated_at_once() -> None:
     assert harness.scan()
 
 
-def test_an_answer_with_misses_is_refreshed_when_it_is_old_and_the_lease_is_kept_until_then() -> None:
+def test_an_old_answer_with_misses_is_refreshed_under_its_lease() -> None:
     harness = ManagerHarness()
     context = harness.request(ready={block_hash(1)})
     harness.clock.now += 1.5
@@ -103,9 +103,7 @@ def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from() -> None:
     assert harness.results(context) == [RETRY] * 3
 
 
-def test_a_request_that_runs_without_a_load_gives_its_leases_back_and_its_last_answer_still_tells_what_is_stored() -> (
-    None
-):
+def test_a_request_without_a_load_releases_its_leases_and_still_stores() -> None:
     harness = ManagerHarness()
     context = harness.request(ready={block_hash(1)})
     harness.clock.now += 2
@@ -140,7 +138,7 @@ class DiskHarness(ManagerHarness):
         return self.results(self.context)
 
 
-def test_blocks_on_their_way_from_disk_are_waited_for_and_asked_for_again_and_count_as_hits_of_the_disk() -> None:
+def test_blocks_from_disk_are_waited_for_and_count_as_disk_hits() -> None:
     harness = DiskHarness()
     assert harness.ask(coming=2) == [HIT, PENDING, PENDING]
     assert not harness.manager.has_pending_work(), "a pause would wait for it, and the request for the pause's end"
@@ -251,7 +249,7 @@ def test_a_load_without_an_answer_fails_in_the_worker_and_not_in_vllms_scheduler
         assert (spec.lease_id, spec.request_id) == (NO_LEASE, context.req_id)
 
 
-def test_after_a_failed_load_a_request_is_computed_and_stored_and_the_daemon_forgets_unusable_blocks() -> None:
+def test_after_a_failed_load_a_request_is_computed_and_stored() -> None:
     unusable = {ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM}
     for code in (*ErrorCode, None):
         harness = ManagerHarness()
@@ -369,7 +367,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
     assert consumer.offer(context, [key(9)]) == []
 
 
-def test_requests_of_an_adapter_that_is_not_known_use_nothing_nor_do_others_with_its_id() -> None:
+def test_requests_of_an_unknown_adapter_use_nothing() -> None:
     """vLLM may compute them with either."""
     harness = ManagerHarness()
     first, second, other, plain = (harness.request(name, set()) for name in ("first", "second", "other", "plain"))
@@ -383,7 +381,7 @@ def test_requests_of_an_adapter_that_is_not_known_use_nothing_nor_do_others_with
         harness.manager.complete_store(KEYS, context)
 
 
-def test_requests_with_an_adapter_that_began_before_weights_changed_use_nothing_after_it() -> None:
+def test_requests_of_an_adapter_of_old_weights_use_nothing() -> None:
     harness = ManagerHarness()
     before, plain = harness.request("before", set()), harness.request("plain", set())
     harness.manager.begin_adapter("before", b"one", 1)
@@ -422,7 +420,7 @@ def test_a_miss_names_its_first_key_whatever_is_behind_it() -> None:
     assert (report.outcome, found(report), report.missing_key) == (Outcome.MISSED, (3, 1, 0, 0), block_hash(1))
 
 
-def test_a_prompt_that_is_shorter_than_a_block_says_so() -> None:
+def test_a_prompt_shorter_than_a_block_says_so() -> None:
     harness = ManagerHarness()
     harness.new(hashes=0)
     report = report_of(harness)
@@ -439,7 +437,7 @@ def test_what_a_tier_does_not_bring_in_time_is_late() -> None:
     assert (report.missing_key, report.reason) == (block_hash(2), "tier_late")
 
 
-def test_an_answer_that_nobody_waits_for_since_the_engine_has_all_is_not_late() -> None:
+def test_an_answer_that_nobody_needs_is_not_late() -> None:
     harness = ManagerHarness()
     harness.request()
     harness.manager.prepare_scan(harness.requests["r"], 3 * CHUNK_TOKENS, has_all=True)
@@ -490,7 +488,7 @@ def test_the_end_of_a_steps_output_ends_the_step() -> None:
     assert harness.prefill.tokens_per_second == 2048
 
 
-def test_every_metric_is_declared_and_on_the_page_and_the_gauge_follows_the_connection() -> None:
+def test_every_metric_is_declared_and_on_the_page() -> None:
     harness = ManagerHarness()
     harness.request(ready=HASHES)
     first = harness.counted()

@@ -67,9 +67,7 @@ def test_server_follows_what_requests_say_of_their_cache(requests: Requests) -> 
     assert requests.loaded(kvoffd={"priority": "high"}) == BLOCKS, "a parameter that nobody reads"
 
 
-def test_what_the_engine_counts_is_what_the_daemon_counts(
-    requests: Requests, home: EngineHome, server: EngineServer
-) -> None:
+def test_engine_and_daemon_count_the_same(requests: Requests, home: EngineHome, server: EngineServer) -> None:
     """``kvoffd-cli doctor --engine`` compares them: tokens that were brought, and who is connected."""
     assert requests.loaded() == BLOCKS
     url = f"http://127.0.0.1:{server.port}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,22 +12,19 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.clock import Clock
-from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config
+from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config, make_scheduler
 from tests.vllm.vllm_fakes import FakeSchedulerClient, block_hash
 
 BLOCK_TOKENS = 32
@@ -137,9 +133,7 @@ def load(connector: KvoffdConnector, client: Any) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_blocks_are_stored_that_are_recomputed_since_their_load_failed_and_none_that_were_loaded(
-    connector: KvoffdConnector, client: Any, fails: bool
-) -> None:
+def test_what_is_recomputed_after_a_failed_load_is_stored(connector: KvoffdConnector, client: Any, fails: bool) -> None:
     request, job = load(connector, client)
     meta = connector.build_connector_meta(SchedulerOutput.make_empty())
     assert list(meta.load_jobs) == [job]
@@ -159,14 +153,14 @@ def test_an_engine_that_has_all_of_a_prompt_loads_no_last_block(connector: Kvoff
     connector._manager.loads = True
     request = new_request(connector, [])
     request._all_token_ids = request._all_token_ids[:96]
+    assert connector.get_num_new_matched_tokens(request, 64) == (0, False), "it waits for no answer"
+    assert connector.get_num_new_matched_tokens(request, 32) == (None, False)
     client.answer(set(request.block_hashes))
     assert connector.get_num_new_matched_tokens(request, 32) == (64, True)
     assert connector.get_num_new_matched_tokens(request, 64) == (0, False), "it computes a token anyway"
 
 
-def test_a_request_that_a_reset_preempted_may_be_loaded_in_the_next_step(
-    connector: KvoffdConnector, client: Any
-) -> None:
+def test_a_request_preempted_by_a_reset_may_be_loaded_next(connector: KvoffdConnector, client: Any) -> None:
     load(connector, client)
     output = SchedulerOutput.make_empty()
     output.preempted_req_ids = {"r", "other"}
@@ -241,11 +235,7 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         arguments["mamba_cache_mode"] = "align"
     config = make_config(model, {"directory": str(tmp_path)}, **arguments)
     blocks = BLOCKS + (len(groups) - 1) * (drafts + 1 if "state" in kind else 0)
-    config.cache_config.num_gpu_blocks = blocks
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-    cache = replace(cache_config(*groups), num_blocks=blocks)
-    scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK_TOKENS, BLOCK_TOKENS)
+    scheduler, hasher = make_scheduler(config, blocks, *groups)
     connector: Any = scheduler.connector
     for call in (
         "on_new_request",

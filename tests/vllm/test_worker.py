@@ -211,7 +211,7 @@ def test_blocks_and_keys_that_do_not_fit_are_refused(size: int, keys: int, is_st
         convert(blocks, (hashes(*range(keys)),), is_store=is_store)
 
 
-def test_reports_of_ranks_are_merged_with_every_failure_and_the_least_credit() -> None:
+def test_reports_of_ranks_are_merged() -> None:
     first, second = WorkerReport(credit_bytes=500, waited_s=0.1), WorkerReport(credit_bytes=300)
     for meta in (first, second):
         meta.mark_completed(1)
@@ -262,7 +262,7 @@ def test_jobs_that_fail_say_why_and_with_which_keys() -> None:
     assert worker.failed_requests == set()
 
 
-def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_on() -> None:
+def test_a_worker_without_shareable_memory_fails_every_job() -> None:
     worker = make_worker(lambda _: None)
     assert worker.usable
     worker.join(ONE)
@@ -289,7 +289,7 @@ def test_a_worker_is_registered_in_one_namespace_at_a_time() -> None:
     assert (second.unregistered, worker.registered, worker.usable) == (1, None, True)
 
 
-def test_a_load_of_a_namespace_that_is_left_fails_when_the_daemon_has_let_go_of_the_memory(
+def test_a_load_of_a_left_namespace_fails_once_memory_is_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_module, "UNREGISTER_TIMEOUT_S", 0.1)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.structured_output import StructuredOutputManager
 
 HEADS = {"num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
 
@@ -33,3 +38,12 @@ def cache_config(*groups: KVCacheGroupSpec) -> KVCacheConfig:
     """A KV cache of these groups, else of one with two layers of full attention."""
     found = groups or (KVCacheGroupSpec(layer_names=["layer.0", "layer.1"], kv_cache_spec=full_attention()),)
     return KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=list(found), kv_cache_layout="LBHNC")
+
+
+def make_scheduler(config: Any, blocks: int, *groups: KVCacheGroupSpec) -> tuple[Any, Any]:
+    """vLLM's own scheduler with the connector in it, of an engine with so many blocks; and what hashes its requests."""
+    config.cache_config.num_gpu_blocks = blocks
+    init_none_hash(sha256)
+    cache = replace(cache_config(*groups), num_blocks=blocks)
+    scheduler = Scheduler(config, cache, StructuredOutputManager(config), 32, 32)
+    return scheduler, get_request_block_hasher(32, sha256)
