@@ -118,29 +118,6 @@ def test_of_very_much_that_is_asked_for_a_part_is_begun_at_once_and_more_with_ea
     assert rig.states(space, keys_of(*range(most))) == [READY] * most
 
 
-def test_a_store_of_what_comes_up_joins_and_copies_nothing(rig: TieringHarness) -> None:
-    space = rig.open(world_size=2)
-    rig.put_in_tier(space, keys_of(1))
-    rig.states(space, keys_of(1))
-    rig.tiering.pump()
-    ticket = rig.begin(space, 1, 0, keys_of(1))
-    assert [part.copy for part in ticket.parts] == [[]]
-    rig.commit(ticket)
-    rig.tier.end_all()
-    assert rig.states(space, keys_of(1)) == [READY]
-    rig.check()
-
-
-def test_what_is_stored_while_it_waits_to_come_up_is_ready(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1))
-    assert rig.states(space, keys_of(1)) == [PENDING]
-    rig.put(space, keys_of(1))
-    assert rig.states(space, keys_of(1)) == [READY]
-    rig.finish_promotions()
-    assert (space.counters.keys_asked, space.counters.keys_ready, space.counters.found_disk) == (2, 1, 1)
-
-
 def test_blocks_come_up_on_the_numa_nodes_of_their_ranks(rig: TieringHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     space = rig.open(world_size=2)
     for rank in range(2):
@@ -220,14 +197,3 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
         rig.check()
     assert rig.states(space, keys_of(*range(4, 12))) == [READY] * 8
     assert rig.tiering.disks.wait_s == 0.0
-    # However often reads are given up, they hold no more than as much again.
-    rig.states(space, keys_of(12, 13, 14, 15))
-    rig.tiering.pump()
-    rig.clock.now += QUIET.deadline_s
-    rig.tiering.tick()
-    rig.states(space, keys_of(*range(4)))
-    rig.tiering.pump()
-    assert rig.tiering.disks.under_way_bytes == 8 * UNIT
-    rig.tier.end_all(rig.clock())
-    assert rig.tiering.disks.under_way_bytes == 0
-    rig.check()

@@ -87,22 +87,6 @@ def test_what_is_asked_for_is_a_hit_or_a_miss_once_it_is_answered(rig: TieringHa
     assert (counters.found_shared, pending_keys(space)) == (4, 0)
 
 
-@pytest.mark.parametrize("result", [Result.FAILED, Result.DEADLINE])
-def test_what_does_not_come_up_is_a_miss_for_each_that_asked(
-    rig: TieringHarness, shared: FakeTier, result: Result
-) -> None:
-    space = rig.open()
-    give(rig, shared, space, 1)
-    rig.states(space, keys_of(1))
-    rig.states(space, keys_of(1))
-    shared.answer()
-    rig.cache.lookup(space, 999, 1, [(0, keys_of(1))], again=True)
-    rig.tiering.pump()
-    shared.end_all(fault=result)
-    reason = {Result.FAILED: MissReason.TIER_FAILED, Result.DEADLINE: MissReason.TIER_LATE}[result]
-    assert (space.counters.found_shared, +space.counters.misses, pending_keys(space)) == (0, {reason: 2}, 0)
-
-
 @pytest.mark.parametrize("given_up", ["before the answer", "before it is up", "when it is up"])
 def test_what_comes_after_a_request_was_given_up_is_late(rig: TieringHarness, shared: FakeTier, given_up: str) -> None:
     space = rig.open()

@@ -10,6 +10,7 @@ import pytest
 from tests.kit.redis_server import Authority, Certificate, RedisCluster
 from tests.kit.require import require
 from tests.tiers.faulty_store import FaultyStore
+from tests.tiers.shared_rig import SharedRig
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +23,13 @@ def sign(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Certificat
 @pytest.fixture(scope="session")
 def certificate(sign: Callable[[str], Certificate]) -> Certificate:
     return sign("localhost")
+
+
+@pytest.fixture(autouse=True)
+def every_node_closes() -> Iterator[None]:
+    yield
+    while SharedRig.opened:
+        assert SharedRig.opened.pop().close()
 
 
 @pytest.fixture

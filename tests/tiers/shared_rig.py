@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from random import Random
+from typing import ClassVar
 
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.shared import SharedTier
@@ -19,6 +20,8 @@ from tests.kit.waiting import wait_until
 ONE, OTHER = b"1" * 32, b"2" * 32
 SLOT_BYTES = 1 << 20
 SLOTS = 24
+SHARDS: dict[tuple[int, ...], list[bytes]] = {}
+"""The bytes of blocks, by their checksums."""
 
 
 def key_of(number: int) -> bytes:
@@ -41,7 +44,10 @@ class SharedRig:
     """A node: a pool of ``SLOTS`` slots, and its tier. What the threads post is delivered by ``until``.
 
     Asking may take long, since a busy machine is no fault; for tests of that deadline ``ask_deadline_s`` is another.
+    The fixture ``every_node_closes`` closes it.
     """
+
+    opened: ClassVar[list[SharedRig]] = []
 
     def __init__(
         self,
@@ -51,6 +57,7 @@ class SharedRig:
         generations: Mapping[bytes, int] | None = None,
         user: str = "",
     ) -> None:
+        self.opened.append(self)
         self.pool = memoryview(bytearray(SLOTS * SLOT_BYTES))
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.kinds: Counter[str] = Counter()
@@ -91,23 +98,20 @@ class SharedRig:
         self.until(lambda: self.tier.available())
         return self
 
-    def fill(self, slot: int, length: int, seed: int) -> int:
-        """Fill a slot; returns its checksum."""
-        view = self.pool[slot * SLOT_BYTES : slot * SLOT_BYTES + length]
-        view[:] = Random(seed).randbytes(length)
-        return digest(view)
-
     def block(
         self, number: int, lengths: Sequence[int] = (5000,), fingerprint: bytes = ONE, group: int = 0, first: int = 0
     ) -> Block:
-        """A block whose bytes are put into the first slots."""
-        sums = [self.fill(slot, length, 100 * number + slot) for slot, length in enumerate(lengths)]
-        space = make_space(fingerprint, 0, group, lengths)
-        return Block(space, key_of(number), (first,) * len(lengths), tuple(sums))
+        """A block whose bytes are a function of its number."""
+        shards = [Random(100 * number + rank).randbytes(length) for rank, length in enumerate(lengths)]
+        sums = tuple(digest(memoryview(shard)) for shard in shards)
+        SHARDS[sums] = shards
+        return Block(make_space(fingerprint, 0, group, lengths), key_of(number), (first,) * len(lengths), sums)
 
     def write(self, block: Block) -> Result | None:
-        """Write a block from the first slots, and wait for the end; None where it is not taken."""
+        """Put a block into the first slots and write it, and wait for the end; None where it is not taken."""
         ended: list[Result] = []
+        for slot, shard in enumerate(SHARDS[block.checksums]):
+            self.pool[slot * SLOT_BYTES :][: len(shard)] = shard
         if not self.tier.write(block, [slot * SLOT_BYTES for slot in range(len(block.checksums))], ended.append):
             return None
         self.until(lambda: bool(ended))
@@ -117,11 +121,9 @@ class SharedRig:
         assert {self.write(block) for block in blocks} <= {Result.DONE, Result.PRESENT}
 
     def store_some(self, count: int) -> list[Block]:
-        """Write the first so many blocks, one after another from the same slots."""
-        blocks = []
-        for number in range(count):
-            blocks.append(self.block(number))
-            self.store(blocks[-1])
+        """Write the first so many blocks."""
+        blocks = [self.block(number) for number in range(count)]
+        self.store(*blocks)
         return blocks
 
     def remove(self, block: Block) -> None:

@@ -41,10 +41,8 @@ class TestRedis(SharedConformance):
 
 
 @pytest.fixture
-def rig(store: FaultyStore) -> Iterator[SharedRig]:
-    rig = SharedRig(store.url).reachable()
-    yield rig
-    assert rig.close()
+def rig(store: FaultyStore) -> SharedRig:
+    return SharedRig(store.url).reachable()
 
 
 class TestDouble(FaultConformance, SharedConformance):
@@ -60,10 +58,7 @@ WRONG_TYPE = b"-WRONGTYPE Operation against a key holding the wrong kind of valu
 
 
 def test_a_key_of_another_type_is_a_miss_and_is_removed(store: FaultyStore, rig: SharedRig) -> None:
-    blocks = [rig.block(1), rig.block(2)]
-    rig.store(blocks[0])
-    rig.block(2)
-    rig.store(blocks[1])
+    blocks = rig.store_some(2)
     store.forced_values = {name_of(blocks[0], 0): WRONG_TYPE}
     assert rig.load(blocks[0]) is Result.CORRUPT
     assert rig.tier.counters.mismatches == 1
@@ -167,7 +162,6 @@ def test_what_a_server_says_of_its_errors_tells_no_password_and_fills_no_log(
     assert "s3cret" not in rig.tier.problem
     assert rig.tier.problem.isprintable()
     assert len(rig.tier.problem) < 400
-    assert rig.close()
 
 
 @pytest.mark.parametrize("hang_after", [3, 100_000])
@@ -204,7 +198,6 @@ def test_a_store_that_nobody_asks_is_known_to_be_gone_and_back(
     assert rig.kinds["credentials"]
     store.error = ""
     rig.until(lambda: rig.tier.available())
-    assert rig.close()
 
 
 def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig: SharedRig) -> None:
@@ -215,7 +208,6 @@ def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig:
     assert rig.write(rig.block(3)) is None
     assert rig.tier.counters.dropped_writes == 2
     assert rig.kinds == {"full": 1}
-    rig.block(1)
     assert rig.load(block) is DONE, "reading goes on"
     assert "maxmemory" in rig.tier.refusal
     store.full, rig.tier._write_at = False, 0.0
@@ -247,7 +239,6 @@ def test_a_server_that_refuses_writes_is_still_read(
         assert rig.write(rig.block(number)) is Result.FAILED
         assert rig.tier.available()
     assert rig.tier.breaker.opened == 0
-    rig.block(1)
     assert rig.load(block) is DONE
 
 
@@ -317,7 +308,6 @@ def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStor
     del store.values[own_key]
     rig.ask(rig.block(2))
     assert store.values[own_key] == b"7"
-    rig.block(1)
     assert rig.load(block) is DONE
 
 
@@ -330,8 +320,6 @@ def test_who_may_not_write_reads_from_a_store_that_forgot_the_generation(store: 
     assert reader.load(block) is DONE
     assert reader.tier.breaker.opened == 0
     assert "+set" in reader.tier.refusal
-    assert writer.close()
-    assert reader.close()
 
 
 def test_of_two_that_raise_a_generation_at_a_time_neither_undoes_the_other_s(store: FaultyStore) -> None:
@@ -352,7 +340,6 @@ def test_a_node_that_followed_no_generation_follows_the_first_that_it_sees(store
     rig.ask(rig.block(1))
     rig.ask(rig.block(1, fingerprint=OTHER))
     assert list(rig.tier.take_voided()) == [ONE]
-    assert rig.close()
 
 
 @pytest.mark.parametrize("value", [b"x", b"-1", b"9" * 18, b"9" * 19, b"9" * 600])
@@ -424,17 +411,13 @@ def test_what_nobody_uses_expires_and_a_use_begins_its_time_anew(of: str, reques
         one.command("FLUSHALL")
     rig, other = SharedRig(f"{running.url}?ttl=1h").reachable(), SharedRig(f"{running.url}?ttl=2h").reachable()
     block = next(block for block in map(rig.block, range(99)) if slot_of(name_of(block, 0)) < 5000)
-    rig.block(int.from_bytes(block.key, "big"))
     rig.store(block)
     name = name_of(block, 0)
     assert 3590 <= int(server.command("TTL", name)[1:]) <= 3600
-    other.block(int.from_bytes(block.key, "big"))
     other.store(block)
     assert other.tier.counters.already_stored == 1
     assert 7190 <= int(server.command("TTL", name)[1:]) <= 7200
     assert other.load(block) is DONE
-    assert rig.close()
-    assert other.close()
 
 
 RIGHTS = re.findall(r"\+([a-z|]+)", NEEDED_COMMANDS)
@@ -474,8 +457,6 @@ def test_each_right_that_is_named_is_needed_and_they_suffice(lacking: str) -> No
             assert rig.tier.breaker.opened == 0, "it is read all the same"
         if lacking:
             assert f"+{lacking}" in rig.tier.problem
-        assert rig.close()
-        assert owner.close()
 
 
 # --- a real server that goes away -------------------------------------------------------------------
@@ -487,11 +468,9 @@ def test_a_wrong_password_is_named_and_the_right_one_serves() -> None:
             rig = SharedRig(server.url, password)
             rig.until(lambda rig=rig: rig.kinds["credentials"] > 0)
             assert not rig.tier.available()
-            assert rig.close()
         rig = SharedRig(server.url, "s3cret").reachable()
         rig.store(block := rig.block(1))
         assert rig.load(block) is DONE
-        assert rig.close()
 
 
 def test_over_tls_the_server_is_verified(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,23 +479,19 @@ def test_over_tls_the_server_is_verified(certificate: Certificate, monkeypatch: 
         rig = SharedRig(url)
         rig.until(lambda: rig.kinds["tls"] > 0)
         assert not rig.tier.available()
-        assert rig.close()
         for mistaken in (f"redis://localhost:{server.tls_port}", f"rediss://localhost:{server.port}"):
             rig = SharedRig(mistaken)
             rig.until(lambda rig=rig: bool(rig.tier.problem))
             assert "name it redis" in rig.tier.problem
-            assert rig.close()
         monkeypatch.setenv("SSL_CERT_FILE", certificate.authority)
         server.command("CONFIG", "SET", "tls-auth-clients", "yes")
         rig = SharedRig(url)
         rig.until(lambda: bool(rig.tier.problem))
         assert "set tls-auth-clients no" in rig.tier.problem
         assert "rediss://" not in rig.tier.problem
-        assert rig.close()
         server.command("CONFIG", "SET", "tls-auth-clients", "no")
         rig = SharedRig(f"rediss://127.0.0.1:{server.tls_port}")
         rig.until(lambda: rig.kinds["tls"] > 0)
-        assert rig.close()
         rig, other = SharedRig(url).reachable(), SharedRig(url).reachable()
         block = rig.block(1, (1 << 20, 5000))
         for _ in range(3):
@@ -526,5 +501,3 @@ def test_over_tls_the_server_is_verified(certificate: Certificate, monkeypatch: 
             rig.remove(block)
             rig.until(lambda: server.objects == 0)
             rig.tier.remove_all(ONE)
-        assert rig.close()
-        assert other.close()

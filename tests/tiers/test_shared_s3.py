@@ -102,10 +102,8 @@ def bucket() -> Iterator[FaultyBucket]:
 
 
 @pytest.fixture
-def rig(bucket: FaultyBucket) -> Iterator[SharedRig]:
-    rig = SharedRig(bucket.url).reachable()
-    yield rig
-    assert rig.close()
+def rig(bucket: FaultyBucket) -> SharedRig:
+    return SharedRig(bucket.url).reachable()
 
 
 class TestDouble(FaultConformance, SharedConformance):
@@ -208,7 +206,6 @@ def test_errors_are_misses_with_a_sentence_that_says_why(
     rig.until(lambda: rig.kinds[kind] > 0 and error[1] in rig.tier.problem, 5.0)
     bucket.error = None
     rig.until(lambda: rig.tier.available(), 6.0)
-    rig.block(1)
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
 
 
@@ -236,7 +233,6 @@ def test_a_quota_stops_writes_and_is_no_matter_of_credentials(
     bucket.errors["PUT"] = error
     assert rig.write(rig.block(2)) is Result.FAILED
     assert rig.kinds == {"full": 1}
-    rig.block(1)
     assert rig.load(block) is DONE, "reading goes on"
 
 
@@ -252,7 +248,6 @@ def test_a_bucket_that_refuses_writes_is_still_read(
         assert rig.tier.available()
     assert error[1] in rig.tier.problem
     assert rig.tier.breaker.opened == 0
-    rig.block(1)
     assert rig.load(block) is DONE
 
 
@@ -321,7 +316,6 @@ def test_why_a_bucket_cannot_be_reached_is_reported(bucket: FaultyBucket, change
     rig = SharedRig(bucket.url.replace(*change))
     rig.until(lambda: rig.kinds["unreachable"] > 0)
     assert told in rig.tier.problem
-    assert rig.close()
 
 
 # --- a real server ----------------------------------------------------------------------------------
@@ -333,11 +327,9 @@ def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monk
         wait_until(server.listens, 20.0)
         rig = SharedRig(server.url)
         rig.until(lambda: rig.kinds["tls"] > 0)
-        assert rig.close()
         monkeypatch.setenv("SSL_CERT_FILE", authority)
         rig = SharedRig(server.url)
         rig.until(lambda: rig.kinds["bucket"] > 0, 10.0)
-        assert rig.close()
 
 
 class Arriving(NamedTuple):
