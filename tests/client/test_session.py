@@ -130,17 +130,31 @@ def link() -> PaperLink:
 
 
 @pytest.fixture
-def scheduler(link: PaperLink) -> SchedulerClient:
+def new_scheduler(link: PaperLink) -> SchedulerClient:
     return SchedulerClient(
         "/paper", SPEC, name="paper", subscribe_events=True, options=OPTIONS, transport=link, rng=random.Random(1)
     )
 
 
 @pytest.fixture
-def worker(link: PaperLink) -> WorkerClient:
+def new_worker(link: PaperLink) -> WorkerClient:
     with SharedMemory(4096) as first, SharedMemory(4096) as second:
         registration = Registration(0, 1, (first, second), (TensorLayout(0, 0, 64, 4),), ((PageRef(0, 64),),))
         return WorkerClient("/paper", SPEC, registration, options=OPTIONS, transport=link, rng=random.Random(1))
+
+
+@pytest.fixture
+def scheduler(new_scheduler: SchedulerClient, link: PaperLink) -> SchedulerClient:
+    """Connected at time 0."""
+    connect(new_scheduler, link, 0.0)
+    return new_scheduler
+
+
+@pytest.fixture
+def worker(new_worker: WorkerClient, link: PaperLink) -> WorkerClient:
+    """Connected at time 0."""
+    connect(new_worker, link, 0.0)
+    return new_worker
 
 
 def look_up(scheduler: SchedulerClient, link: PaperLink, now: float, groups: list[m.GroupKeys] = KEYS) -> Lookup:
@@ -165,83 +179,78 @@ def publish(worker: WorkerClient, batch: m.Completions, now: float) -> None:
 # --- connecting ----------------------------------------------------------------------------------
 
 
-def test_a_worker_attaches_all_segments_before_it_registers(worker: WorkerClient, link: PaperLink) -> None:
-    worker.tick(0.0)
-    greet(worker, 0.0)
+def test_a_worker_attaches_all_segments_before_it_registers(new_worker: WorkerClient, link: PaperLink) -> None:
+    new_worker.tick(0.0)
+    greet(new_worker, 0.0)
     assert link.topics == [session_topic(EPOCH, SESSION_ID)]
-    welcome(worker, link, 0.0)
+    welcome(new_worker, link, 0.0)
     assert link.attached == [0]
-    worker.on_lifeline_message(lifeline.Attached(0), 0.0)
+    new_worker.on_lifeline_message(lifeline.Attached(0), 0.0)
     assert link.attached == [0, 1]
     assert link.count(m.Register) == 0
-    worker.on_lifeline_message(lifeline.Attached(1), 0.0)
+    new_worker.on_lifeline_message(lifeline.Attached(1), 0.0)
     assert link.count(m.Register) == 1
-    assert not worker.ready
+    assert not new_worker.ready
 
 
-def test_a_refused_segment_is_a_refusal_with_the_daemons_sentence(worker: WorkerClient, link: PaperLink) -> None:
-    worker.tick(0.0)
-    greet(worker, 0.0)
-    welcome(worker, link, 0.0)
-    worker.on_lifeline_message(lifeline.AttachRefused(0, ErrorCode.UNSAFE_SEGMENT, "Seal it."), 0.0)
-    assert worker.refusal.code is ErrorCode.UNSAFE_SEGMENT
-    assert "Seal it." in (worker.problem or "")
+def test_a_refused_segment_is_a_refusal_with_the_daemons_sentence(new_worker: WorkerClient, link: PaperLink) -> None:
+    new_worker.tick(0.0)
+    greet(new_worker, 0.0)
+    welcome(new_worker, link, 0.0)
+    new_worker.on_lifeline_message(lifeline.AttachRefused(0, ErrorCode.UNSAFE_SEGMENT, "Seal it."), 0.0)
+    assert new_worker.refusal.code is ErrorCode.UNSAFE_SEGMENT
+    assert "Seal it." in (new_worker.problem or "")
     assert not link.is_open
 
 
-def test_pauses_between_attempts_double_up_to_the_bound(scheduler: SchedulerClient, link: PaperLink) -> None:
+def test_pauses_between_attempts_double_up_to_the_bound(new_scheduler: SchedulerClient, link: PaperLink) -> None:
     link.refuse_to_open = True
     now, pauses = 0.0, []
     for _ in range(12):
-        scheduler.tick(now)
-        pauses.append(scheduler.wake_at() - now)
-        now = scheduler.wake_at()
+        new_scheduler.tick(now)
+        pauses.append(new_scheduler.wake_at() - now)
+        now = new_scheduler.wake_at()
     for index, pause in enumerate(pauses):
         full = min(BACKOFF_ABSENT_S, BACKOFF_MIN_S * 2**index)
         assert full / 2 <= pause <= full
     assert link.opens == 12
-    assert "/paper" in (scheduler.problem or "")
+    assert "/paper" in (new_scheduler.problem or "")
 
 
-def test_pauses_grow_with_failed_connections_but_not_absences(scheduler: SchedulerClient, link: PaperLink) -> None:
-    now = 0.0
+def test_pauses_grow_with_failed_connections_and_refusals(new_scheduler: SchedulerClient, link: PaperLink) -> None:
+    now, pauses = 0.0, []
     for index in range(8):
-        scheduler.tick(now)
+        new_scheduler.tick(now)
         assert link.is_open
-        scheduler.on_lifeline_end(now)
-        pause = scheduler.wake_at() - now
+        new_scheduler.on_lifeline_end(now)
+        pause = new_scheduler.wake_at() - now
         full = min(OPTIONS.backoff_max_s, BACKOFF_MIN_S * 2**index)
         assert full / 2 <= pause <= full
-        now = scheduler.wake_at()
+        now = new_scheduler.wake_at()
         link.refuse_to_open = True
-        scheduler.tick(now)
-        assert scheduler.wake_at() - now <= BACKOFF_MIN_S
+        new_scheduler.tick(now)
+        assert new_scheduler.wake_at() - now <= BACKOFF_MIN_S
         link.refuse_to_open = False
-        now = scheduler.wake_at()
-
-
-def test_after_a_refusal_the_pause_is_the_longest(scheduler: SchedulerClient, link: PaperLink) -> None:
-    now, pauses = 0.0, []
+        now = new_scheduler.wake_at()
     for _ in range(5):
-        scheduler.tick(now)
-        scheduler.on_lifeline_message(lifeline.Refused(ErrorCode.TOO_MANY, "Full."), now)
-        pauses.append(scheduler.wake_at() - now)
-        now = scheduler.wake_at()
+        new_scheduler.tick(now)
+        new_scheduler.on_lifeline_message(lifeline.Refused(ErrorCode.TOO_MANY, "Full."), now)
+        pauses.append(new_scheduler.wake_at() - now)
+        now = new_scheduler.wake_at()
     assert all(OPTIONS.backoff_max_s / 2 <= pause <= OPTIONS.backoff_max_s for pause in pauses)
-    assert len(set(pauses)) == len(pauses)
+    assert len(set(pauses)) == len(pauses), "no two clients are in step"
 
 
-def test_a_handshake_that_does_not_go_on_is_given_up(scheduler: SchedulerClient, link: PaperLink) -> None:
-    scheduler.tick(0.0)
+def test_a_handshake_that_does_not_go_on_is_given_up(new_scheduler: SchedulerClient, link: PaperLink) -> None:
+    new_scheduler.tick(0.0)
     assert link.is_open
-    scheduler.tick(OPTIONS.handshake_timeout_s - 0.01)
+    new_scheduler.tick(OPTIONS.handshake_timeout_s - 0.01)
     assert link.is_open
-    scheduler.tick(OPTIONS.handshake_timeout_s)
+    new_scheduler.tick(OPTIONS.handshake_timeout_s)
     assert not link.is_open
 
 
 def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
     look_up(scheduler, link, 0.0)
     scheduler.on_reply(m.Error(link.last(m.Lookup).request_id, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
     assert not scheduler.ready
@@ -250,46 +259,44 @@ def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerCl
 
 
 @pytest.mark.parametrize("step", ["hello", "namespace"])
-def test_a_wrong_answer_in_the_handshake_ends_it(scheduler: SchedulerClient, link: PaperLink, step: str) -> None:
-    scheduler.tick(0.0)
-    greet(scheduler, 0.0)
+def test_a_wrong_answer_in_the_handshake_ends_it(new_scheduler: SchedulerClient, link: PaperLink, step: str) -> None:
+    new_scheduler.tick(0.0)
+    greet(new_scheduler, 0.0)
     if step == "namespace":
         hello = link.last(m.Hello)
-        scheduler.on_reply(m.Welcome(hello.request_id, SESSION_ID, "1", [], LIMITS, 0, 1000, 1000), 0.0)
-    scheduler.on_reply(m.Done(link.sent[-1].request_id), 0.0)
+        new_scheduler.on_reply(m.Welcome(hello.request_id, SESSION_ID, "1", [], LIMITS, 0, 1000, 1000), 0.0)
+    new_scheduler.on_reply(m.Done(link.sent[-1].request_id), 0.0)
     assert not link.is_open
-    assert "Done" in (scheduler.problem or "")
+    assert "Done" in (new_scheduler.problem or "")
 
 
 def test_refused_messages_are_logged_once_a_minute(
     scheduler: SchedulerClient, link: PaperLink, caplog: pytest.LogCaptureFixture
 ) -> None:
-    connect(scheduler, link, 0.0)
     for number in range(130):
         scheduler.on_reply(m.Error(2**40, ErrorCode.BAD_KEYS, f"Not {number % 2}."), float(number))
     assert [text.split(": ")[1] for text in caplog.messages] == ["Not 0."] * 3
 
 
 def test_a_registration_of_gpu_memory_may_take_long(
-    worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
+    new_worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "memory_on_gpu", True)
-    worker.tick(0.0)
-    greet(worker, 0.0)
-    welcome(worker, link, 0.0)
+    monkeypatch.setattr(new_worker, "memory_on_gpu", True)
+    new_worker.tick(0.0)
+    greet(new_worker, 0.0)
+    welcome(new_worker, link, 0.0)
     for segment in range(2):
-        worker.on_lifeline_message(lifeline.Attached(segment), 0.0)
-    worker.tick(GPU_REGISTER_S - 0.1)
+        new_worker.on_lifeline_message(lifeline.Attached(segment), 0.0)
+    new_worker.tick(GPU_REGISTER_S - 0.1)
     register = link.last(m.Register)
-    worker.on_reply(m.Registered(register.request_id, register.registration_id, [64]), GPU_REGISTER_S - 0.1)
-    assert worker.ready
+    new_worker.on_reply(m.Registered(register.request_id, register.registration_id, [64]), GPU_REGISTER_S - 0.1)
+    assert new_worker.ready
 
 
 # --- silence -------------------------------------------------------------------------------------
 
 
 def test_a_silent_daemon_counts_as_away_until_it_answers(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
     look_up(scheduler, link, 0.0)
     now = 0.0
     while now < OPTIONS.unresponsive_after_s + 0.1:
@@ -305,7 +312,6 @@ def test_a_silent_daemon_counts_as_away_until_it_answers(scheduler: SchedulerCli
 
 
 def test_a_silent_daemon_is_asked_again_after_a_full_queue(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
     look_up(scheduler, link, 0.0)
     link.full = True
     asked, now = link.count(m.Hello), 0.0
@@ -325,7 +331,6 @@ def test_a_silent_daemon_is_asked_again_after_a_full_queue(scheduler: SchedulerC
 def test_a_silent_daemon_loses_stores_unless_a_load_runs(
     worker: WorkerClient, link: PaperLink, loads: list[Job]
 ) -> None:
-    connect(worker, link, 0.0)
     submit(worker, link, 0.0, Job(1, TRANSFER), *loads)
     now = 0.0
     while now < JOB_PATIENCE_S + OPTIONS.unresponsive_after_s + 0.1:
@@ -345,7 +350,6 @@ def answer_lookup(scheduler: SchedulerClient, link: PaperLink, now: float, state
 
 
 def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
     future = look_up(scheduler, link, 0.0, KEYS)
     scheduler.tick(OPTIONS.request_timeout_s)
     assert future.failed
@@ -357,24 +361,18 @@ def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerC
 
 
 def test_a_lookup_released_before_its_answer_holds_nothing(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
+    """Even if the release did not go out; else it goes behind its lookup, so that there is a lease that it ends."""
+    scheduler.release(look_up(scheduler, link, 0.0).lease_id)
+    assert [type(message) for message in link.sent[-2:]] == [m.Lookup, m.Release]
     future = look_up(scheduler, link, 0.0, KEYS)
     link.full = True
     scheduler.release(future.lease_id)
-    assert link.count(m.Release) == 0
+    assert link.count(m.Release) == 1
     link.full = False
     answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
     assert (future.done, future.pinned, future.alive) == (True, 0, False)
-    release = link.last(m.Release)
-    assert release.lease_ids == [future.lease_id]
+    assert link.last(m.Release).lease_ids == [future.lease_id]
     assert not scheduler._leases
-
-
-def test_a_release_goes_out_behind_its_lookup(scheduler: SchedulerClient, link: PaperLink) -> None:
-    """The daemon takes requests in their order, so the lease is there when it is to end."""
-    connect(scheduler, link, 0.0)
-    scheduler.release(look_up(scheduler, link, 0.0).lease_id)
-    assert [type(message) for message in link.sent[-2:]] == [m.Lookup, m.Release]
 
 
 def test_a_lookup_is_done_after_all_that_is_read_of_it(
@@ -390,7 +388,6 @@ def test_a_lookup_is_done_after_all_that_is_read_of_it(
             super().__setattr__(name, value)
 
     monkeypatch.setattr(scheduler_client, "Lookup", Watched)
-    connect(scheduler, link, 0.0)
     for released in (False, True):
         found = look_up(scheduler, link, 0.0)
         if released:
@@ -404,7 +401,6 @@ def test_a_lookup_is_done_after_all_that_is_read_of_it(
 
 @pytest.mark.parametrize("states", [[], [b"\2"], [b"\2\2", b"\2"], [b"\2\2\2"]])
 def test_an_answer_of_a_wrong_shape_is_a_miss(scheduler: SchedulerClient, link: PaperLink, states: list[bytes]) -> None:
-    connect(scheduler, link, 0.0)
     future = look_up(scheduler, link, 0.0, KEYS)
     answer_lookup(scheduler, link, 0.1, states, 1)
     assert future.failed
@@ -412,7 +408,6 @@ def test_an_answer_of_a_wrong_shape_is_a_miss(scheduler: SchedulerClient, link: 
 
 
 def test_a_reply_that_was_lost_does_not_make_a_daemon_silent(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
     look_up(scheduler, link, 0.0)
     scheduler.tick(OPTIONS.request_timeout_s)
     scheduler.on_reply(m.Done(link.last(m.Hello).request_id), OPTIONS.request_timeout_s)
@@ -422,7 +417,6 @@ def test_a_reply_that_was_lost_does_not_make_a_daemon_silent(scheduler: Schedule
 
 
 def test_a_lease_is_stale_after_half_of_its_life(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
     found = look_up(scheduler, link, 1.0)
     answer_lookup(scheduler, link, 1.5, [b"\2\1"], 1)
     assert (found.done, found.failed, found.pinned, found.alive, found.leading_ready()) == (True, False, 1, True, 1)
@@ -435,7 +429,6 @@ def test_a_lease_is_stale_after_half_of_its_life(scheduler: SchedulerClient, lin
 
 
 def test_leases_die_with_their_connection(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
     future = look_up(scheduler, link, 0.1, KEYS)
     answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
     scheduler.on_lifeline_end(0.2)
@@ -444,22 +437,17 @@ def test_leases_die_with_their_connection(scheduler: SchedulerClient, link: Pape
 
 
 def test_the_limits_of_a_daemon_end_with_its_session(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
     scheduler._limits = msgspec.structs.replace(LIMITS, max_frame_bytes=1)
     scheduler.on_lifeline_end(0.2)
     connect(scheduler, link, 3.0, EPOCH + 1)
     assert scheduler._phase is Phase.READY
 
 
-def test_a_full_queue_or_a_frame_too_large_is_a_miss_at_once(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
+def test_full_queues_and_frames_too_large_are_misses_at_once(scheduler: SchedulerClient, link: PaperLink) -> None:
     assert look_up(scheduler, link, 0.0, [m.GroupKeys(0, bytes(LIMITS.max_frame_bytes))]).failed
     link.full = True
     assert look_up(scheduler, link, 0.0, KEYS).failed
-
-
-def test_pending_requests_are_bounded(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
+    link.full = False
     futures = [look_up(scheduler, link, 0.0, KEYS) for _ in range(MAX_PENDING_REQUESTS + 5)]
     assert [future.failed for future in futures[-6:]] == [False] + [True] * 5
 
@@ -468,7 +456,6 @@ def test_pending_requests_are_bounded(scheduler: SchedulerClient, link: PaperLin
 
 
 def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
     submit(worker, link, 0.0, Job(1, TRANSFER))
     publish(worker, completions(1, 1), 0.1)
     submit(worker, link, 0.2, Job(1, TRANSFER))  # the id is free again
@@ -479,7 +466,6 @@ def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: Worke
 
 
 def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
     for job_id in (1, 2, 3):
         submit(worker, link, 0.0, Job(job_id, TRANSFER))
     publish(worker, completions(2, 2), 0.1)
@@ -495,7 +481,6 @@ def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link
 
 
 def test_old_jobs_are_asked_after_until_the_question_goes_out(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
     submit(worker, link, 0.0, Job(1, TRANSFER))
     submit(worker, link, 0.6, Job(2, TRANSFER))
     publish(worker, completions(1, 1), 0.7)
@@ -509,7 +494,6 @@ def test_old_jobs_are_asked_after_until_the_question_goes_out(worker: WorkerClie
 
 
 def test_a_job_that_the_daemon_does_not_know_fails(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
     submit(worker, link, 0.0, Job(1, TRANSFER))
     worker.tick(JOB_PATIENCE_S)
     submit(worker, link, 1.0, Job(2, TRANSFER))
@@ -519,34 +503,12 @@ def test_a_job_that_the_daemon_does_not_know_fails(worker: WorkerClient, link: P
 
 
 def test_jobs_in_flight_are_bounded_by_the_daemons_limit(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
     for job_id in range(LIMITS.max_jobs_in_flight + 1):
         submit(worker, link, 0.0, Job(job_id, TRANSFER))
     assert [result.error for result in worker._results] == [ErrorCode.TOO_MANY]
 
 
-def test_loads_into_gpu_memory_outlive_the_lifeline(
-    worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connect(worker, link, 0.0)
-    submit(worker, link, 0.0, Job(1, TRANSFER))
-    submit(worker, link, 0.0, Job(2, TRANSFER, 2**32))
-    monkeypatch.setattr(type(worker._registration), "on_gpu", True)
-    worker.on_lifeline_end(0.1, released=False)
-    assert [result.job_id for result in worker._results] == [1], "a store only reads"
-    assert link.drains == 1
-    worker.tick(3.0)
-    assert list(worker._jobs) == [2]
-    worker.on_released(4.0)
-    assert [result.error for result in worker._results] == [ErrorCode.SESSION_ENDED] * 2
-    connect(worker, link, 4.0)
-    submit(worker, link, 4.0, Job(3, TRANSFER, 2**32))
-    worker.on_lifeline_end(4.1, released=True)
-    assert not worker._jobs
-
-
 def test_unregister_waits_for_abandoned_stores(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
     submit(worker, link, 0.0, Job(1, TRANSFER))
     worker._abandon_stores(worker._jobs, 0.1)
     outcome = list[bool]()
@@ -560,7 +522,6 @@ def test_unregister_waits_for_abandoned_stores(worker: WorkerClient, link: Paper
 def test_a_fence_waits_cancels_drops_the_session_waits_for_loads(
     worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    connect(worker, link, 0.0)
     submit(worker, link, 0.0, Job(1, TRANSFER), Job(2, TRANSFER, 2**32))
     waits: list[tuple[float, int, bool]] = []
 
@@ -578,25 +539,7 @@ def test_a_fence_waits_cancels_drops_the_session_waits_for_loads(
     assert sum("Still waiting for loads" in line for line in caplog.messages) == 2
 
 
-def test_a_fence_cancels_nothing_that_ends_by_itself(
-    worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connect(worker, link, 0.0)
-    submit(worker, link, 0.0, Job(1, TRANSFER), Job(2, TRANSFER))
-
-    def wait(ready: Callable[[], bool], timeout_s: float) -> bool:
-        publish(worker, completions(1, 1), timeout_s)
-        return ready()
-
-    monkeypatch.setattr(link, "wait", wait)
-    worker.fence([1, 77], 2.0)
-    assert link.count(m.Cancel) == 0
-    assert link.is_open
-    assert list(worker._jobs) == [2]
-
-
 def test_garbage_on_the_events_socket_is_asked_for_again(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
     worker.on_publication(session_topic(EPOCH, SESSION_ID), bytes(8), b"\xc1", 0.1)
     assert link.count(m.Results) == 1
 
@@ -605,11 +548,6 @@ def test_garbage_on_the_events_socket_is_asked_for_again(worker: WorkerClient, l
 
 
 SMALL = msgspec.structs.replace(LIMITS, max_keys_per_request=4)
-
-
-def connect_small(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
-    worker._limits = SMALL
 
 
 def stores_in(link: PaperLink) -> list[Job]:
@@ -630,7 +568,7 @@ MANY = [GroupTransfer(0, bytes(32 * 10), bytes(4 * 10))]
 
 
 def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerClient, link: PaperLink) -> None:
-    connect_small(worker, link)
+    worker._limits = SMALL
     submit(worker, link, 0.0, Job(1, MANY))
     for sequence, part in enumerate(stores_in(link), 1):
         assert not worker._results
@@ -638,28 +576,23 @@ def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerClient, 
         error = ErrorCode.NO_ROOM if failed else None
         complete(worker, sequence, m.JobResult(part.job_id, not failed, 10, 0.5, error, failed))
     assert worker._results == [m.JobResult(1, False, 30, 0.5, ErrorCode.NO_ROOM, [m.GroupKeys(0, b"k" * 32)])]
+    submit(worker, link, 0.0, Job(2, MANY, 2**32))
+    parts = loads_in(link)
+    assert [load.keep_lease for load in parts] == [True, True, False], "the last part ends the lease"
+    for sequence, part in enumerate(parts, 4):
+        complete(worker, sequence, m.JobResult(part.job_id, True, 10, 0.5))
+    assert [(result.ok, result.bytes) for result in worker._results[1:]] == [(True, 30)]
     assert not worker._jobs
 
 
-def test_a_load_in_parts_ends_its_lease_with_the_last_part(worker: WorkerClient, link: PaperLink) -> None:
-    connect_small(worker, link)
-    submit(worker, link, 0.0, Job(1, MANY, 2**32))
-    parts = loads_in(link)
-    assert [load.keep_lease for load in parts] == [True, True, False]
-    for sequence, part in enumerate(parts, 1):
-        complete(worker, sequence, m.JobResult(part.job_id, True, 10, 0.5))
-    assert [(result.ok, result.bytes) for result in worker._results] == [(True, 30)]
-
-
 def test_jobs_that_one_message_has_no_room_for_go_out_in_several(worker: WorkerClient, link: PaperLink) -> None:
-    connect_small(worker, link)
+    worker._limits = SMALL
     submit(worker, link, 0.0, *(Job(number, TRANSFER) for number in range(5)))
     messages = [submitted.stores_in(message) for message in link.sent if isinstance(message, m.Submit)]
     assert [[job.job_id for job in jobs] for jobs in messages] == [[0, 1], [2, 3], [4]]
 
 
 def test_stores_with_tokens_go_out_in_messages_of_their_own(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
     tells = [one._replace(parents=bytes(64), tokens=bytes(64)) for one in TRANSFER]
     jobs = Job(0, TRANSFER), Job(1, TRANSFER), Job(2, tells), Job(3, TRANSFER, 2**32), Job(4, tells), Job(5, TRANSFER)
     submit(worker, link, 0.0, *jobs)
@@ -710,7 +643,6 @@ def covered(part: GroupTransfer) -> list[tuple[bytes, int, bytes]]:
 
 
 def test_a_large_lookup_is_asked_in_parts_under_one_lease(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
     scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=3)
     groups = [m.GroupKeys(0, bytes(range(160))), m.GroupKeys(1, bytes(range(64)))]
     future = look_up(scheduler, link, 0.0, groups)
@@ -733,7 +665,6 @@ def test_a_large_lookup_is_asked_in_parts_under_one_lease(scheduler: SchedulerCl
 
 
 def test_a_lookup_with_a_refused_part_holds_nothing(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
     scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=1)
     future = look_up(scheduler, link, 0.0, KEYS)
     first, second = (message for message in link.sent if isinstance(message, m.Lookup))

@@ -98,10 +98,27 @@ SHAPES = {
 }
 
 
+REPEATING = [list(range(10, 60)) * 12, list(range(100, 133)) * 10]
+"""Tokens that repeat, so that some are proposed and accepted."""
+
+
+def patient_daemon() -> DaemonProcess:
+    """For ranks that starve each other."""
+    return DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200})
+
+
+def stored_by(model: Path, ranks: int, *, varies: bool = False) -> int:
+    """Bytes that an engine of so many ranks stores, which it gets back."""
+    shape = Shape(settings={"tensor_parallel": ranks}, varies=varies, workers=ranks)
+    with patient_daemon() as daemon:
+        check_runs(shape, run_shape(shape, model, daemon))
+        return books(daemon.directory).store.bytes
+
+
 @pytest.mark.usefixtures("early_server")
 def test_tensor_parallel(tmp_path: Path) -> None:
     shape = Shape(settings={"tensor_parallel": 2}, workers=2)
-    with DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon:
+    with patient_daemon() as daemon:
         check_runs(shape, run_shape(shape, shape.make(tmp_path / "model"), daemon, restart=False))
 
 
@@ -109,7 +126,7 @@ def test_tensor_parallel(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_shape(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]
-    with DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon:
+    with patient_daemon() as daemon:
         check_runs(shape, run_shape(shape, shape.make(tmp_path / name), daemon))
 
 
@@ -123,7 +140,7 @@ def test_images(tmp_path: Path) -> None:
         environ={"PYTHONPATH": str(TORCHVISION)},
         prompts=[with_images(seeds) for seeds in ([1], [2], [3, 1], [4, 1])],
     )
-    with DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon:
+    with patient_daemon() as daemon:
         check_runs(shape, run_shape(shape, shape.make(tmp_path / "llava"), daemon))
 
 
@@ -131,34 +148,20 @@ def test_images(tmp_path: Path) -> None:
 def test_latent_attention_is_stored_once_however_many_ranks_have_it(tmp_path: Path) -> None:
     """vLLM's replicated layout: one rank stores, and all ranks load its shard."""
     model = make_tiny_deepseek(tmp_path / "model")
-    stored = []
-    for ranks in (1, 2):
-        shape = Shape(settings={"tensor_parallel": ranks}, varies=True, workers=ranks)
-        with DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon:
-            check_runs(shape, run_shape(shape, model, daemon))
-            stored.append(books(daemon.directory).store.bytes)
-    assert stored[0] == stored[1] > 0
+    assert stored_by(model, 1, varies=True) == stored_by(model, 2, varies=True) > 0
 
 
 @pytest.mark.shapes
 def test_heads_that_several_ranks_have_are_stored_by_each_of_them(tmp_path: Path) -> None:
     """One KV head at TP 2: vLLM gives each rank a copy, and only for latent attention says that they are equal."""
     model = make_transformers_model(tmp_path / "model", "LlamaConfig", num_key_value_heads=1)
-    stored = []
-    for ranks in (1, 2):
-        shape = Shape(settings={"tensor_parallel": ranks}, workers=ranks)
-        with DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon:
-            check_runs(shape, run_shape(shape, model, daemon))
-            stored.append(books(daemon.directory).store.bytes)
-    assert stored[1] == 2 * stored[0] > 0
+    assert stored_by(model, 2) == 2 * stored_by(model, 1) > 0
 
 
 @pytest.mark.shapes
 def test_speculation_without_a_draft_models_kv_cache_shares_with_none(tmp_path: Path) -> None:
     """Blocks hold accepted tokens: with n-grams, however many are proposed, they are those of plain decoding."""
     model = make_tiny_llama(tmp_path / "model")
-    # Tokens that repeat, so that n-grams are proposed and accepted; what is generated is stored too.
-    prompts = [list(range(10, 60)) * 12, list(range(100, 133)) * 10]
     ngram = {"method": "ngram", "prompt_lookup_max": 4}
     kinds = [None, {**ngram, "num_speculative_tokens": 3}, {**ngram, "num_speculative_tokens": 4}]
     with DaemonProcess("256MiB") as daemon:
@@ -168,13 +171,13 @@ def test_speculation_without_a_draft_models_kv_cache_shares_with_none(tmp_path: 
                 model, daemon.directory, extra_config={"offload_prompt_only": False}, speculative_config=kind
             ) as engine:
                 wait_connected(daemon.directory)
-                answers.append(engine.generate(prompts, max_tokens=80))
+                answers.append(engine.generate(REPEATING, max_tokens=80))
                 wait_stored(daemon.directory)
         first, *others = answers
         assert [answer.cached for answer in first] == [0, 0]
         for answer in others:
             assert [one.tokens for one in answer] == [one.tokens for one in first]
-            assert [one.cached for one in answer] == [full_blocks(len(each)) for each in prompts]
+            assert [one.cached for one in answer] == [full_blocks(len(each)) for each in REPEATING]
         assert len(books(daemon.directory).namespaces) == 1
 
 
@@ -183,7 +186,6 @@ def test_speculation_without_a_draft_models_kv_cache_shares_with_none(tmp_path: 
 def test_a_draft_models_blocks_do_not_depend_on_draft_tokens(method: str, layers: int, tmp_path: Path) -> None:
     """One engine loads what another stored that drafts fewer tokens, and both would have stored the same bytes."""
     model, draft = make_tiny_llama(tmp_path / "model"), make_draft(tmp_path / "draft", eagle=method == "eagle")
-    prompts = [list(range(10, 60)) * 12, list(range(100, 133)) * 10]
     with DaemonProcess("256MiB") as daemon:
 
         def answers(tokens: int, salt: str) -> list[Completion]:
@@ -191,10 +193,10 @@ def test_a_draft_models_blocks_do_not_depend_on_draft_tokens(method: str, layers
             options = {"offload_prompt_only": False, "salt": salt}
             with EngineProcess(model, daemon.directory, extra_config=options, speculative_config=drafting) as engine:
                 wait_connected(daemon.directory)
-                found = engine.generate(prompts, max_tokens=80)
+                found = engine.generate(REPEATING, max_tokens=80)
                 wait_stored(daemon.directory)
                 engine.forget()
-                again = engine.generate(prompts, max_tokens=80)
+                again = engine.generate(REPEATING, max_tokens=80)
                 counted = engine.metrics()
             accepted = counted["vllm:spec_decode_num_accepted_tokens"]
             assert 0 < accepted < counted["vllm:spec_decode_num_draft_tokens"]
@@ -212,7 +214,7 @@ def test_a_draft_models_blocks_do_not_depend_on_draft_tokens(method: str, layers
         one, two = books(daemon.directory).namespaces
         with BlockClient(daemon.directory) as client:
             keys = {block.key for block in client.list_blocks(one)} & {block.key for block in client.list_blocks(two)}
-            assert len(keys) > sum(full_blocks(len(each)) for each in prompts) // 32
+            assert len(keys) > sum(full_blocks(len(each)) for each in REPEATING) // 32
             for key in keys:
                 mine, others = client.get_block(one, key), client.get_block(two, key)
                 pairs = list(zip(mine.shards[0].layers, others.shards[0].layers, strict=True))
