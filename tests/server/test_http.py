@@ -13,7 +13,7 @@ import pytest
 
 from kvoffd.server.http import LOOP_S, HttpServer
 from kvoffd_proto.admin import HealthLevel, HealthReply
-from tests.kit.http import get
+from tests.kit.http_get import get
 from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
 

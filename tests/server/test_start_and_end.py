@@ -33,7 +33,7 @@ from kvoffd.system.directory import DaemonDirectory, DirectoryError
 from kvoffd.system.systemd import Notifier
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import HostEngine
-from tests.kit.http import get
+from tests.kit.http_get import get
 from tests.kit.ports import free_port
 
 
