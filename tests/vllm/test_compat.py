@@ -86,15 +86,12 @@ def test_a_method_that_the_connector_lacks_is_refused() -> None:
         compat.require_methods(KvoffdConnector, Half)
 
 
-def test_an_old_vllm_is_refused_with_those_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_vllm_is_refused_and_a_tested_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     why = r"needs vLLM 0\.32 or newer, and this is vLLM .*tested with vLLM 0\.32 and"
     for version in ("0.31.9", "0.1.dev1+g0123456", "dev"):
         monkeypatch.setattr(vllm, "__version__", version)
         with case(version), pytest.raises(ImportError, match=why):
             compat.require_vllm()
-
-
-def test_of_a_tested_release_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("0.32.0", "0.32.1.dev3+cpu", "0.33.2"):
         monkeypatch.setattr(vllm, "__version__", version)
         with case(version):
@@ -103,32 +100,24 @@ def test_of_a_tested_release_nothing_is_said(monkeypatch: pytest.MonkeyPatch) ->
             assert not compat.untested()
 
 
-@pytest.fixture(scope="module")
-def config(model: Path) -> Any:
-    return make_config(model, {"directory": "/nowhere"})
-
-
-def start(config: Any, *, strict: bool, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> None:
-    config.kv_transfer_config.kv_connector_extra_config["strict_version"] = strict
-    KvoffdConnector(config, role, cache_config()).shutdown()
-
-
-def test_an_untested_release_starts_with_a_warning(
-    config: Any, monkeypatch: pytest.MonkeyPatch, said: list[str]
+def test_an_untested_release_starts_with_one_warning_or_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
+    config = make_config(model, {"directory": "/nowhere"})
+
+    def start(*, strict: bool, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> None:
+        config.kv_transfer_config.kv_connector_extra_config["strict_version"] = strict
+        KvoffdConnector(config, role, cache_config()).shutdown()
+
+    start(strict=True)
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     compat.require_vllm()
-    start(config, strict=False)
-    start(config, strict=False, role=KVConnectorRole.WORKER)
+    start(strict=False)
+    start(strict=False, role=KVConnectorRole.WORKER)
     [line] = [line for line in said if "0.99.0" in line]
     assert "tested with vLLM 0.32 and 0.33" in line
-
-
-def test_an_untested_release_is_refused_on_request(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    start(config, strict=True)
-    monkeypatch.setattr(vllm, "__version__", "0.99.0")
     with pytest.raises(ValueError, match=r"since strict_version is set\. .* this is vLLM 0\.99\.0"):
-        start(config, strict=True)
+        start(strict=True)
     with pytest.raises(ValueError, match="strict_version"):  # before vLLM loads the model
         KvoffdConnector.requires_piecewise_for_cudagraph({"strict_version": True})
 
