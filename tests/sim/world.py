@@ -212,7 +212,11 @@ class World:
         if self.daemon.tiers is not None and self.daemon.tiers.busy:
             return "the disk or the shared store is busy"
         sessions = self.daemon.service.sessions
-        return f"{len(sessions)} sessions are open" if sessions or self.daemon.lifelines else None
+        if sessions or self.daemon.lifelines:
+            return f"{len(sessions)} sessions are open"
+        if dropped := self.daemon.service.cache.usage.dropped:  # of a clear just now: they are freed in the background
+            return f"{dropped} bytes are still to be freed"
+        return None
 
     def _run_until_idle(self, reason: object) -> None:
         assert callable(reason)
