@@ -34,3 +34,9 @@ def memory() -> Iterator[SharedMemory]:
     with SharedMemory(BLOCKS * PAGE_BYTES, "test") as shared:
         shared.view[:] = np.random.default_rng(1).integers(0, 256, shared.size_bytes, dtype=np.uint8)
         yield shared
+
+
+@pytest.fixture
+def cache(worker: WireClient, memory: SharedMemory) -> bytes:
+    """The worker's registration of the memory."""
+    return worker.register(memory)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import ErrorCode
-from kvoffd_client.testing import FakeEngine
+from tests.kit.checked import CheckedEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books, keys
@@ -27,9 +27,8 @@ def daemon(pool_file: Path) -> Iterator[DaemonProcess]:
 
 
 def test_hang_of_a_load_ends_the_daemon_and_the_next_serves(daemon: DaemonProcess) -> None:
-    with FakeEngine(daemon.directory, blocks=16) as engine:
-        engine.fill(range(8), seed=1)
-        assert engine.store(KEYS, range(8)).ok
+    with CheckedEngine(daemon) as engine:
+        engine.put(range(8))
         with daemon.fault(f"load {FOR_EVER}"):
             assert engine.lookup(KEYS) == 8
             # Not before the process is gone: bytes may land in the blocks until then.
@@ -38,23 +37,19 @@ def test_hang_of_a_load_ends_the_daemon_and_the_next_serves(daemon: DaemonProces
         assert "A copy in host memory does not end" in daemon.log
         daemon.start()
         assert engine.wait_ready(30)
-        assert engine.lookup(KEYS) == 8
-        assert engine.load(KEYS, range(8, 16)).ok
-        assert engine.checksums(range(8)) == engine.checksums(range(8, 16))
+        assert engine.has(range(8))
 
 
 def test_hang_of_a_store_is_answered_and_holds_its_memory(daemon: DaemonProcess) -> None:
     """Its engine learns at the deadline that it failed, others are served; the memory is not released to anybody."""
-    with FakeEngine(daemon.directory, blocks=16) as engine, FakeEngine(daemon.directory, blocks=16) as other:
-        engine.fill(range(8), seed=1)
-        assert engine.store(KEYS[:4], range(4)).ok
+    with CheckedEngine(daemon) as engine, CheckedEngine(daemon, engine.truth) as other:
+        engine.put(range(4))
         with daemon.fault(f"store {FOR_EVER}"):
             assert engine.store(KEYS[4:], range(4, 8), timeout_s=60).error is ErrorCode.DEADLINE
             with suppress(OSError):  # it ends soon
                 wait_until(lambda: not any(client.jobs for client in books(daemon.directory).clients))
             assert daemon.running, "it ends for that only after it has answered"
-            assert other.lookup(KEYS) == 4
-            assert other.load(KEYS[:4], range(8, 12)).ok
+            assert other.get(range(8)) == [*range(4)]
             confirmed = engine.workers[0].unregister(1.0)
             assert not (confirmed and daemon.running)
             assert daemon.process.wait(60) == EXIT_STUCK

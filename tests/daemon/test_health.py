@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import urllib.request
 
 import pytest
 
@@ -13,7 +12,7 @@ from kvoffd_client import AdminClient, ErrorCode
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
-from tests.kit.ports import free_port
+from tests.kit.ports import free_port, http_get
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books, keys, request_streams
 
@@ -72,23 +71,27 @@ def test_health_a_pool_that_one_lease_pins_is_degraded() -> None:
 
 def test_health_without_its_sockets_is_down_wherever_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
     with DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon:
         socket_file = daemon.directory / "jobs.sock"
 
-        def answers() -> tuple[str, int, int]:
-            """Level, exit status of a probe, and ``kvoffd_ready``."""
-            status = main(["health", "--ready", "--json", "--url", url])
+        def answers() -> tuple[str, int, int, bool]:
+            """Level, exit status of a probe, status of another, and ``kvoffd_ready``."""
+            status = main(["health", "--ready", "--json", "--url", f"http://127.0.0.1:{port}"])
             level = json.loads(capsys.readouterr().out)["level"]
-            page = urllib.request.urlopen(f"{url}/metrics", timeout=30).read().decode()
-            return level, status, int("\nkvoffd_ready 1.0\n" in page)
+            return (
+                level,
+                status,
+                http_get(port, "/healthz")[0],
+                int("\nkvoffd_ready 1.0\n" in http_get(port, "/metrics")[1]),
+            )
 
         daemon.wait_log("Serving ")
-        assert answers() == ("ok", 0, 1)
+        assert answers() == ("ok", 0, 200, True)
         socket_file.rename(daemon.directory / "elsewhere")
-        wait_until(lambda: answers() == ("down", 2, 0), explain=answers)
+        wait_until(lambda: answers() == ("down", 2, 503, False), explain=answers)
+        assert "jobs.sock" in http_get(port, "/healthz")[1]
         (daemon.directory / "elsewhere").rename(socket_file)
-        wait_until(lambda: answers() == ("ok", 0, 1), explain=answers)
+        wait_until(lambda: answers() == ("ok", 0, 200, True), explain=answers)
 
 
 def test_health_many_late_lookups_are_degraded_until_they_are_few() -> None:

@@ -2,69 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
+import pytest
 
-from kvoffd_client import AdminClient, SharedMemory
+from kvoffd_client import AdminClient, ErrorCode
+from tests.kit.checked import SCRIBBLE, STEP, CheckedEngine, flip
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.kit.wire import PAGE_BYTES as PAGE
-from tests.kit.wire import Books, Result, WireClient, books, key, keys
+from tests.kit.wire import Books, books, key, keys
 
+PAGE = 65536
 KEYS = 24
 
 
-class Engine:
-    """A worker and a scheduler over the wire; blocks 0.. hold random bytes, blocks KEYS.. are loaded into."""
-
-    def __init__(self, daemon: DaemonProcess, stack: ExitStack, seed: int = 1) -> None:
-        self.memory = stack.enter_context(SharedMemory(2 * KEYS * PAGE, "test"))
-        self.content = np.random.default_rng(seed).integers(0, 256, (KEYS, PAGE), dtype=np.uint8)
-        self.memory.view[: KEYS * PAGE] = self.content.reshape(-1)
-        self.worker = stack.enter_context(WireClient(daemon.directory))
-        self.scheduler = stack.enter_context(WireClient(daemon.directory, "scheduler"))
-        self.worker.open_namespace()
-        self.scheduler.open_namespace()
-        self.registration = self.worker.register(self.memory)
-        self._lease = 0
-
-    def store(self, *numbers: int) -> Result:
-        return self.worker.store(self.registration, keys(*numbers), numbers)
-
-    def lookup(self, *numbers: int) -> str:
-        """States; what is ready is under a lease for the next load."""
-        self._lease += 1
-        return self.scheduler.lookup(self._lease, keys(*numbers)).states
-
-    def release(self) -> None:
-        """End the last lookup's lease."""
-        self.scheduler.release(self._lease)
-
-    def load(self, *numbers: int) -> Result:
-        """Load what the last lookup found into blocks of its own, which are cleared before."""
-        self.memory.view[KEYS * PAGE :] = 0
-        into = [KEYS + number for number in numbers]
-        return self.worker.load(self.registration, self.scheduler.lease(self._lease), keys(*numbers), into)
-
-    def loaded(self, number: int) -> npt.NDArray[np.uint8]:
-        start = (KEYS + number) * PAGE
-        return np.array(self.memory.view[start : start + PAGE])
-
-    def came(self, number: int) -> bool:
-        return np.array_equal(self.loaded(number), self.content[number])
-
-
-def flip(pool_file: Path, page: npt.NDArray[np.uint8], at: int = 5000) -> None:
-    """Change one byte of the one place in the pool that holds ``page``."""
-    held = pool_file.read_bytes()
-    position = held.index(page.tobytes())
-    with pool_file.open("r+b") as file:
-        file.seek(position + at)
-        file.write(bytes([held[position + at] ^ 1]))
+@pytest.fixture
+def daemon_that(pool_file: Path) -> Callable[..., DaemonProcess]:
+    """Makes a daemon with its pool in a file. ``verify_share``: of the loads that it compares."""
+    return partial(DaemonProcess, "32MiB", pool_file=str(pool_file))
 
 
 def balanced(daemon: DaemonProcess) -> Books:
@@ -73,23 +31,24 @@ def balanced(daemon: DaemonProcess) -> Books:
     return found
 
 
-def test_integrity_load_of_a_flipped_byte_fails_before_a_byte_moves(pool_file: Path) -> None:
+def test_integrity_load_of_a_flipped_byte_fails_before_a_byte_moves(
+    daemon_that: Callable[..., DaemonProcess], pool_file: Path
+) -> None:
     """The block is dropped, its slot is not used again, and health and the log say so."""
-    with ExitStack() as stack:
-        daemon = stack.enter_context(DaemonProcess("32MiB", pool_file=str(pool_file), verify_share="1"))
-        engine = Engine(daemon, stack)
-        assert engine.store(0, 1, 2).ok
-        flip(pool_file, engine.content[1])
-        assert engine.lookup(0, 1, 2) == "RRR"
-        result = engine.load(0, 1, 2)
-        assert (result.ok, result.error, result.nbytes, result.failed) == (False, "checksum", 0, [key(1)])
-        assert not any(engine.loaded(number).any() for number in (0, 1, 2)), "bytes moved before they were compared"
-        assert balanced(daemon).leaving_bytes == PAGE, "the lease holds it"
-        engine.release()
-        assert engine.lookup(0, 1, 2) == "R-R"
-        assert engine.load(0, 2).ok
-        assert engine.came(0)
-        assert engine.came(2)
+    with daemon_that(verify_share="1") as daemon, CheckedEngine(daemon) as engine, CheckedEngine(daemon) as other:
+        engine.put(range(3))
+        flip(pool_file, engine.truth[1])
+        assert other.lookup(keys(1)) == 1
+        assert engine.lookup(keys(0, 1, 2)) == 3
+        into = range(STEP, STEP + 3)
+        engine.fill(into, SCRIBBLE)
+        before = engine.checksums(into)
+        result = engine.load(keys(0, 1, 2), into)
+        assert (result.ok, result.error, result.bytes, result.failed_keys) == (False, ErrorCode.CHECKSUM, 0, keys(1))
+        assert engine.checksums(into) == before, "bytes moved before they were compared"
+        assert balanced(daemon).leaving_bytes == PAGE, "a lease holds it"
+        other.release()
+        assert engine.get(range(3)) == [0, 2]
         found = balanced(daemon)
         assert found.quarantined_bytes == PAGE
         assert found.pool.usable_bytes == found.pool.size_bytes - PAGE
@@ -100,22 +59,19 @@ def test_integrity_load_of_a_flipped_byte_fails_before_a_byte_moves(pool_file: P
         assert not health.healthy
         assert "1 slot of the pool did not match the checksum" in health.problems[0]
         assert key(1).hex() in daemon.log
-        assert engine.store(1).ok
-        assert engine.lookup(1) == "R"
-        assert engine.load(1).ok
-        assert engine.came(1)
+        engine.put([1])
+        assert engine.has([1])
 
 
-def test_integrity_scrub_finds_what_loads_do_not_compare(pool_file: Path) -> None:
-    with ExitStack() as stack:
-        daemon = stack.enter_context(DaemonProcess("32MiB", pool_file=str(pool_file), verify_share="0"))
-        engine = Engine(daemon, stack)
-        engine.store(*range(KEYS))
-        engine.lookup(3)
-        assert engine.load(3).ok
+def test_integrity_scrub_finds_what_loads_do_not_compare(
+    daemon_that: Callable[..., DaemonProcess], pool_file: Path
+) -> None:
+    with daemon_that(verify_share="0") as daemon, CheckedEngine(daemon) as engine:
+        engine.put(range(KEYS))
+        assert engine.has([3])
         assert balanced(daemon).integrity.checked_slots == 0
         for number in (4, 9):
-            flip(pool_file, engine.content[number])
+            flip(pool_file, engine.truth[number])
         with AdminClient(daemon.directory) as admin:
             assert admin.scrub(start=False).slots == 0
             admin.scrub()
@@ -124,72 +80,61 @@ def test_integrity_scrub_finds_what_loads_do_not_compare(pool_file: Path) -> Non
             assert (reply.slots, reply.done_slots, reply.checked_slots, reply.mismatches) == (KEYS, KEYS, KEYS, 2)
             assert reply.checked_bytes == KEYS * PAGE
             assert reply.seconds > 0
-            admin.scrub()
-            wait_until(lambda: not admin.scrub(start=False).running)
-            assert admin.scrub(start=False).mismatches == 0
-            flip(pool_file, engine.content[10])
-            for status, said in ((1, "1 does not match"), (0, "all match")):
-                done = run_cli("scrub", "--directory", str(daemon.directory))
-                assert (done.returncode, said in done.stdout, done.stderr) == (status, True, "")
-        assert engine.lookup(3, 4, 8, 9, 10) == "R-R--"
+        flip(pool_file, engine.truth[10])
+        for status, said in ((1, "1 does not match"), (0, "all match")):
+            done = run_cli("scrub", "--directory", str(daemon.directory))
+            assert (done.returncode, said in done.stdout, done.stderr) == (status, True, "")
+        assert engine.get([3, 4, 8, 9, 10]) == [3, 8]
         assert balanced(daemon).quarantined_bytes == 3 * PAGE
 
 
 def test_integrity_a_share_of_the_loads_is_compared() -> None:
-    with ExitStack() as stack:
-        daemon = stack.enter_context(DaemonProcess("32MiB", verify_share="0.25"))
-        engine = Engine(daemon, stack)
-        engine.store(0)
+    with DaemonProcess("32MiB", verify_share="0.25") as daemon, CheckedEngine(daemon) as engine:
+        engine.put([0])
         for _ in range(8):
-            engine.lookup(0)
-            assert engine.load(0).ok
-            assert engine.came(0)
+            assert engine.has([0])
         assert balanced(daemon).integrity.checked_slots == 2
 
 
-def test_integrity_no_flipped_byte_is_served_after_a_restart(pool_file: Path) -> None:
-    """Although no share of the loads is compared: blocks from before a restart always are."""
-    bad = (0, 7, KEYS - 1)
-    with ExitStack() as stack:
-        daemon = stack.enter_context(DaemonProcess("32MiB", pool_file=str(pool_file), verify_share="0"))
-        with ExitStack() as first:
-            engine = Engine(daemon, first)
-            assert engine.store(*range(KEYS)).ok
+def test_integrity_no_flipped_byte_is_served_after_a_restart(
+    daemon_that: Callable[..., DaemonProcess], pool_file: Path
+) -> None:
+    """Although no share of the loads is compared: blocks from before a restart always are. The log sums them up."""
+    bad = range(0, KEYS, 2)
+    with daemon_that(verify_share="0") as daemon:
+        with CheckedEngine(daemon) as engine:
+            engine.put(range(KEYS))
             daemon.kill()
         for number in bad:
-            flip(pool_file, engine.content[number], at=PAGE - 1)
+            flip(pool_file, engine.truth[number], at=PAGE - 1)
         daemon.start()
-        again = Engine(daemon, stack)
-        # Whether the background or the load finds it first, nobody gets it.
-        for number in range(KEYS):
-            ok = again.lookup(number) == "R" and again.load(number).ok
-            assert ok is (number not in bad)
-            assert again.came(number) is ok
-            assert ok or not again.loaded(number).any()
+        with CheckedEngine(daemon, engine.truth) as engine:
+            # Whether the background or the load finds it first, nobody gets it.
+            assert [number for number in range(KEYS) if engine.get([number])] == [*range(1, KEYS, 2)]
         found = balanced(daemon)
         assert found.integrity.mismatches == found.integrity.quarantined_slots == len(bad)
         assert found.quarantined_bytes == len(bad) * PAGE
         assert found.ready_bytes == (KEYS - len(bad)) * PAGE
+        assert daemon.log.count(" ERROR ") == 1
 
 
-def test_integrity_recovered_blocks_are_compared_in_the_background(pool_file: Path) -> None:
-    with ExitStack() as stack:
-        daemon = stack.enter_context(DaemonProcess("32MiB", pool_file=str(pool_file), verify_share="0"))
-        with ExitStack() as first:
-            engine = Engine(daemon, first)
-            engine.store(*range(KEYS))
+def test_integrity_recovered_blocks_are_compared_in_the_background(
+    daemon_that: Callable[..., DaemonProcess], pool_file: Path
+) -> None:
+    """The slot is not used in the next life either, and what was in it stays away."""
+    with daemon_that(verify_share="0") as daemon:
+        with CheckedEngine(daemon) as engine:
+            engine.put(range(KEYS))
         daemon.stop()
-        flip(pool_file, engine.content[5])
+        flip(pool_file, engine.truth[5])
         daemon.start()
         wait_until(lambda: balanced(daemon).integrity.unverified_slots == 0)
-        found = balanced(daemon)
-        checks = found.integrity
+        checks = balanced(daemon).integrity
         assert (checks.checked_slots, checks.mismatches, checks.quarantined_slots) == (KEYS, 1, 1)
-        # The slot is not used in the next life either, and what was in it stays away.
         daemon.stop()
         daemon.start()
         assert balanced(daemon).quarantined_bytes == PAGE
         assert daemon.log.count("1 slot not used: wrong bytes were found there") == 1
-        again = Engine(daemon, stack)
-        assert again.lookup(*range(KEYS)) == "".join("-" if number == 5 else "R" for number in range(KEYS))
-        assert again.store(5).ok
+        with CheckedEngine(daemon, engine.truth) as engine:
+            assert engine.get(range(KEYS)) == [number for number in range(KEYS) if number != 5]
+            engine.put([5])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -69,9 +67,8 @@ def engine(daemon: DaemonProcess, namespace: bytes = NAMESPACE) -> Iterator[tupl
 
 
 def test_stored_bytes_come_back_into_other_blocks(
-    worker: WireClient, scheduler: WireClient, memory: SharedMemory
+    worker: WireClient, scheduler: WireClient, memory: SharedMemory, cache: bytes
 ) -> None:
-    cache = worker.register(memory)
     wanted = [page(memory, block) for block in (3, 1, 7)]
     stored = worker.store(cache, keys(1, 2, 3), [3, 1, 7])
     assert (stored.ok, stored.nbytes, stored.failed) == (True, 3 * PAGE_BYTES, [])
@@ -85,9 +82,8 @@ def test_stored_bytes_come_back_into_other_blocks(
 
 
 def test_a_key_in_two_stores_of_a_step_is_copied_once(
-    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
+    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, cache: bytes
 ) -> None:
-    cache = worker.register(memory)
     stores = [store_of(1, keys(1, 2), [1, 2]), store_of(2, keys(2, 3), [2, 3]), store_of(3, keys(1), [1])]
     results = worker.step(cache, stores)
     assert all(result.ok for result in results.values())
@@ -116,20 +112,16 @@ def test_a_block_stored_in_part_is_stored_again_in_full(
     assert page(memory, 30) + page(memory, 31) == whole
 
 
-def test_invalidated_blocks_are_not_found_again(
-    worker: WireClient, scheduler: WireClient, memory: SharedMemory
-) -> None:
-    cache = worker.register(memory)
+def test_invalidated_blocks_are_not_found_again(worker: WireClient, scheduler: WireClient, cache: bytes) -> None:
     worker.store(cache, keys(1, 2), [0, 1])
     assert scheduler.invalidate(keys(1, 9)) == 1
     assert scheduler.lookup(1, keys(1, 2)).states == "-R"
 
 
 def test_a_reset_drops_the_namespace(
-    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
+    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory, cache: bytes
 ) -> None:
     """Nobody finds its blocks again, or loads what was leased before: who resets has other weights."""
-    cache = worker.register(memory)
     worker.store(cache, keys(1, 2), [0, 1])
     with WireClient(shared_daemon.directory, "scheduler") as other:
         other.open_namespace()
@@ -235,9 +227,8 @@ def test_a_block_that_lacks_a_shard_for_too_long_is_dropped(impatient: DaemonPro
 
 
 def test_a_load_of_keys_that_are_not_there_fails_and_names_them(
-    worker: WireClient, scheduler: WireClient, memory: SharedMemory
+    worker: WireClient, scheduler: WireClient, memory: SharedMemory, cache: bytes
 ) -> None:
-    cache = worker.register(memory)
     worker.store(cache, keys(1, 2), [0, 1])
     scheduler.lookup(1, keys(1))
     before = memory.view.tobytes()
@@ -247,9 +238,8 @@ def test_a_load_of_keys_that_are_not_there_fails_and_names_them(
 
 
 def test_a_lease_that_is_released_is_unknown(
-    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
+    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, cache: bytes
 ) -> None:
-    cache = worker.register(memory)
     worker.store(cache, keys(1, 2, 3), [0, 1, 2])
     for number in (1, 2, 3):
         assert scheduler.lookup(number, keys(number)).pinned == 1
@@ -275,9 +265,8 @@ def test_a_lease_outlasts_loads_that_keep_it_or_fail(faulty: DaemonProcess, memo
 
 
 def test_a_lease_is_extended_by_another_lookup(
-    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
+    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, cache: bytes
 ) -> None:
-    cache = worker.register(memory)
     worker.store(cache, keys(1, 2, 3), [0, 1, 2])
     assert scheduler.lookup(1, keys(1)).pinned == 1
     assert scheduler.lookup(1, keys(2, 3, 4)).states == "RR-"
@@ -295,8 +284,8 @@ def test_leases_end_with_their_time(impatient: DaemonProcess, memory: SharedMemo
         assert scheduler.release(1) == 0
 
 
-def test_leases_end_with_their_session(shared_daemon: DaemonProcess, worker: WireClient, memory: SharedMemory) -> None:
-    worker.store(worker.register(memory), keys(1, 2), [0, 1])
+def test_leases_end_with_their_session(shared_daemon: DaemonProcess, worker: WireClient, cache: bytes) -> None:
+    worker.store(cache, keys(1, 2), [0, 1])
     with WireClient(shared_daemon.directory, "scheduler") as scheduler:
         scheduler.open_namespace()
         assert scheduler.lookup(1, keys(1, 2)).pinned == 2
@@ -353,8 +342,7 @@ def test_nobody_can_lease_the_whole_pool() -> None:
 # --- results ---------------------------------------------------------------------------------------
 
 
-def test_results_are_numbered_and_there_until_acknowledged(worker: WireClient, memory: SharedMemory) -> None:
-    cache = worker.register(memory)
+def test_results_are_numbered_and_there_until_acknowledged(worker: WireClient, cache: bytes) -> None:
     for job in range(5):
         worker.submit(cache, [store_of(job, keys(job), [job])])
     worker.wait_ended(*range(5))
@@ -366,8 +354,7 @@ def test_results_are_numbered_and_there_until_acknowledged(worker: WireClient, m
     assert worker.unacknowledged().batches == []
 
 
-def test_each_result_is_published_once(worker: WireClient, memory: SharedMemory) -> None:
-    cache = worker.register(memory)
+def test_each_result_is_published_once(worker: WireClient, cache: bytes) -> None:
     job = _publications_arrive(worker, cache)
     jobs = range(job + 1, job + 51)
     for job in jobs:
@@ -392,9 +379,8 @@ def _publications_arrive(worker: WireClient, cache: bytes, first: int = 1000) ->
     raise AssertionError("nothing is published")
 
 
-def test_results_that_were_lost_are_asked_for(worker: WireClient, memory: SharedMemory) -> None:
+def test_results_that_were_lost_are_asked_for(worker: WireClient, cache: bytes) -> None:
     """Dropped publications, and a subscriber that comes late: the numbers show a gap, and one request fills it."""
-    cache = worker.register(memory)
     worker.unsubscribe()
     for job in range(1, 11):
         worker.submit(cache, [store_of(job, keys(job), [job])])
@@ -445,37 +431,6 @@ def test_unregister_ends_the_hold_on_the_memory(faulty: DaemonProcess) -> None:
         assert refused(worker.store, cache, keys(8), [0]) == "unknown_registration"
 
 
-@contextmanager
-def engine_process(
-    directory: Path, job: Callable[[WireClient, WireClient, bytes], object], size: int = PAGE_BYTES, blocks: int = 16
-) -> Iterator[tuple[int, Connection]]:
-    """An engine in a process of its own that does ``job``, says what it returned, and waits to be killed.
-
-    Its process id, and where it says that.
-    """
-    heard, said = multiprocessing.Pipe(duplex=False)
-
-    def run() -> None:
-        with WireClient(directory) as worker, WireClient(directory, "scheduler") as scheduler:
-            for client in (worker, scheduler):
-                client.open_namespace(NAMESPACE if size == PAGE_BYTES else OTHER)
-            with SharedMemory(blocks * size, "victim") as memory:
-                cache = worker.register(memory, size, namespace=NAMESPACE if size == PAGE_BYTES else OTHER)
-                said.send(job(worker, scheduler, cache))
-                time.sleep(300)
-
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    said.close()
-    assert process.pid is not None
-    try:
-        with heard:
-            yield process.pid, heard
-    finally:
-        process.kill()
-        process.join()
-
-
 def test_a_store_whose_end_fails_inside_has_a_result(faulty: DaemonProcess, memory: SharedMemory) -> None:
     with engine(faulty, bytes(32)) as (worker, _):
         cache = worker.register(memory, namespace=bytes(32))
@@ -493,20 +448,29 @@ def test_an_engine_killed_in_mid_copy_leaves_nothing(faulty: DaemonProcess, dire
     """No pin, no job, no mapping, and no block of a store that was not complete."""
     wanted = keys(*range(500, 516))
 
-    def job(worker: WireClient, scheduler: WireClient, cache: bytes) -> None:
-        if direction == "store":
-            return worker.submit(cache, [store_of(1, wanted, range(16))])
-        assert scheduler.lookup(1, wanted).pinned == 16
-        worker.submit(cache, [], [load_of(1, scheduler.lease(1), wanted, range(16))])
+    def victim() -> None:
+        with engine(faulty) as (worker, scheduler), SharedMemory(16 * PAGE_BYTES, "victim") as memory:
+            cache = worker.register(memory)
+            if direction == "store":
+                worker.submit(cache, [store_of(1, wanted, range(16))])
+            else:
+                assert scheduler.lookup(1, wanted).pinned == 16
+                worker.submit(cache, [], [load_of(1, scheduler.lease(1), wanted, range(16))])
+            time.sleep(300)
 
     with SharedMemory(16 * PAGE_BYTES, "test") as memory, engine(faulty) as (worker, scheduler):
         if direction == "load":
             memory.view[:] = 7
             assert worker.store(worker.register(memory), wanted, range(16)).ok
         here = books(faulty.directory)
-        with faulty.fault(f"{direction} slow 1"), engine_process(faulty.directory, job) as (pid, _):
-            wait_until(lambda: (b := books(faulty.directory)).store.running_jobs + b.load.running_jobs == 1)
-            os.kill(pid, 9)
+        with faulty.fault(f"{direction} slow 1"):
+            process = multiprocessing.get_context("fork").Process(target=victim)
+            process.start()
+            try:
+                wait_until(lambda: (b := books(faulty.directory)).store.running_jobs + b.load.running_jobs == 1)
+            finally:
+                process.kill()
+                process.join()
         wait_until(lambda: books(faulty.directory).held == here.held, explain=lambda: books(faulty.directory).held)
         assert books(faulty.directory).balanced
         assert "memfd:victim" not in Path(f"/proc/{faulty.pid}/maps").read_text()
@@ -515,9 +479,8 @@ def test_an_engine_killed_in_mid_copy_leaves_nothing(faulty: DaemonProcess, dire
 
 
 def test_a_step_with_a_bad_job_is_refused_and_changes_nothing(
-    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
+    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory, cache: bytes
 ) -> None:
-    cache = worker.register(memory)
     assert worker.store(cache, keys(1), [1]).ok
     scheduler.lookup(1, keys(1))
     lease, before = scheduler.lease(1), memory.view.tobytes()

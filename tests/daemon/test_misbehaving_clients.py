@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import Self, TypeVar
+from typing import Self
 
 import pytest
 
 from kvoffd_client import AdminClient, KvoffdClientError, SharedMemory
 from kvoffd_client.testing import FakeEngine
+from tests.kit.checked import STEP, CheckedEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
@@ -44,15 +45,12 @@ from tests.kit.wire import (
     answer,
     attach_frame,
     books,
-    key,
     keys,
     load_of,
     refused,
     request_streams,
     store_of,
 )
-
-T = TypeVar("T")
 
 BLOCKS = 8
 SIZE = BLOCKS * PAGE_BYTES
@@ -66,42 +64,37 @@ class Neighbour:
     """An engine with nothing to do with all this. It stores, looks up, loads and compares until it is stopped."""
 
     def __init__(self, directory: Path) -> None:
-        self._engine = FakeEngine(directory, "neighbour", layers=1, blocks=2 * BLOCKS, page_bytes=PAGE_BYTES)
+        self._engine = CheckedEngine(directory, namespace="neighbour", page_bytes=PAGE_BYTES)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.rounds = 0
-        self.failures: list[str] = []
+        self.failure: Exception | None = None
 
     def __enter__(self) -> Self:
         self._thread.start()
-        wait_until(lambda: self.rounds or self.failures)
+        wait_until(lambda: self.rounds or self.failure)
         return self
 
     def __exit__(self, *_: object) -> None:
         """It must have worked in the end as in the beginning."""
         before = self.rounds
-        wait_until(lambda: self.rounds > before + 1 or self.failures)
+        wait_until(lambda: self.rounds > before + 1 or self.failure)
         self._stopping.set()
         self._thread.join()
         self._engine.close()
-        assert not self.failures
+        if self.failure is not None:
+            raise self.failure
 
     def _run(self) -> None:
-        engine = self._engine
-        for number in itertools.count():
-            if self._stopping.is_set() or self.failures:
-                return
-            wanted = [key(1 << 40 | (number % 4) << 16 | at) for at in range(BLOCKS)]
-            engine.fill(range(BLOCKS), seed=number % 4)  # the same keys always have the same bytes
-            engine.fill(range(BLOCKS, 2 * BLOCKS), seed=99)
-            stored, found = engine.store(wanted, range(BLOCKS), 30.0), engine.lookup(wanted, 30.0)
-            loaded = engine.load(wanted, range(BLOCKS, 2 * BLOCKS), 30.0)
-            if not stored.ok or found < BLOCKS or not loaded.ok:
-                self.failures.append(f"round {number}: {stored}, {found} found, {loaded}")
-            elif engine.checksums(range(BLOCKS)) != engine.checksums(range(BLOCKS, 2 * BLOCKS)):
-                self.failures.append(f"round {number}: wrong bytes")
-            self.rounds += 1
-            time.sleep(0.002)
+        try:
+            while not self._stopping.wait(0.002):
+                first = (1 << 40) + self.rounds % 4 * STEP
+                some = range(first, first + BLOCKS)
+                self._engine.put(some)
+                assert self._engine.get(some, 30.0) == list(some)
+                self.rounds += 1
+        except Exception as error:
+            self.failure = error
 
 
 @pytest.fixture
@@ -510,15 +503,6 @@ def test_names_cannot_write_into_the_log_or_a_terminal(daemon: DaemonProcess) ->
 # --- processes -------------------------------------------------------------------------------------
 
 
-def in_child(run: Callable[[], T], uid: int | None = None) -> T:
-    """What ``run`` returns in a process of its own, which belongs to a user without other groups where one is given."""
-    with child(run, uid) as (process, result):
-        assert result.poll(60), "the process did not answer"
-        value: T = result.recv()
-        process.join(60)
-    return value
-
-
 @contextlib.contextmanager
 def child(
     run: Callable[[], object], uid: int | None = None
@@ -589,13 +573,12 @@ def test_a_client_that_is_killed(daemon: DaemonProcess) -> None:
 
 def test_connections_until_descriptors_run_out(pool_file: Path) -> None:
     """ZeroMQ ends the daemon's process. The next one has every block, and engines go on by themselves."""
-    few, wanted = 1024, keys(*range(BLOCKS))
+    few = 1024
     with (
         DaemonProcess("4MiB", before=["prlimit", f"--nofile={few}:{few}"], pool_file=str(pool_file)) as daemon,
-        FakeEngine(daemon.directory, "hoarder", layers=1, blocks=2 * BLOCKS, page_bytes=PAGE_BYTES) as engine,
+        CheckedEngine(daemon) as engine,
     ):
-        engine.fill(range(BLOCKS), seed=1)
-        assert engine.store(wanted, range(BLOCKS)).ok
+        engine.put(range(BLOCKS))
         with contextlib.ExitStack() as held:
             for _ in range(few):
                 stream = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -605,9 +588,7 @@ def test_connections_until_descriptors_run_out(pool_file: Path) -> None:
             assert daemon.process.wait(60) == -signal.SIGABRT
         daemon.start()
         assert engine.wait_ready(60.0)
-        wait_until(lambda: engine.lookup(wanted) == BLOCKS)
-        assert engine.load(wanted, range(BLOCKS, 2 * BLOCKS)).ok
-        assert engine.checksums(range(BLOCKS)) == engine.checksums(range(BLOCKS, 2 * BLOCKS))
+        wait_until(lambda: engine.has(range(BLOCKS)))
 
 
 # --- who may connect ---------------------------------------------------------------------------------
@@ -643,7 +624,9 @@ def cleared_by(daemon: DaemonProcess, uid: int) -> str:
         except KvoffdClientError as error:
             return str(error)
 
-    return in_child(run, uid)
+    with child(run, uid) as (_, result):
+        assert result.poll(60), "the process did not answer"
+        return str(result.recv())
 
 
 @pytest.mark.usefixtures("silent")

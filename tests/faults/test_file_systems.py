@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.faults.checked import CheckedEngine, Command, Truth, over_disk, wait_serving, wait_written
-from tests.faults.linux import Ext4, tmpfs
 from tests.kit.cases import case
+from tests.kit.checked import CheckedEngine, Truth, over_disk, put_on_disk, wait_disk, wait_written
+from tests.kit.command import command
 from tests.kit.daemon import DaemonProcess
+from tests.kit.linux import Ext4, tmpfs
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books
 
@@ -27,26 +27,19 @@ def ext4(tmp_path: Path) -> Iterator[Ext4]:
         yield mounted
 
 
-def read_only(ext4: Ext4) -> tuple[DaemonProcess, Truth]:
+@pytest.fixture
+def read_only(ext4: Ext4) -> Iterator[tuple[DaemonProcess, Truth]]:
     """A daemon whose blocks are on a disk that has become read-only."""
-    truth = Truth()
-    daemon = over_disk(ext4.place, "4MiB").start()
-    try:
-        wait_serving(daemon)
-        with CheckedEngine(daemon, truth) as engine:
-            for at in range(0, BLOCKS, 16):  # as fast as the disk takes them
-                engine.put(range(at, at + 16))
-                wait_written(daemon, at + 16)
+    with over_disk(ext4.place, "4MiB") as daemon:
+        wait_disk(daemon)
+        with CheckedEngine(daemon) as engine:
+            put_on_disk(daemon, engine, BLOCKS)
         daemon.stop()
         os.sync()
         daemon.start()
-        wait_serving(daemon)
-        assert books(daemon.directory).disks[0].blocks == BLOCKS
+        assert wait_disk(daemon).blocks == BLOCKS
         ext4.fail()
-    except BaseException:
-        daemon.close()
-        raise
-    return daemon, truth
+        yield daemon, engine.truth
 
 
 def mended(daemon: DaemonProcess, ext4: Ext4) -> None:
@@ -54,59 +47,59 @@ def mended(daemon: DaemonProcess, ext4: Ext4) -> None:
     daemon.kill()
     ext4.mend()
     daemon.start()
-    wait_serving(daemon)
+    wait_disk(daemon)
 
 
-def test_a_read_only_disk_is_read_and_an_engines_reset_holds(ext4: Ext4) -> None:
+def test_a_read_only_disk_is_read_and_an_engines_reset_holds(
+    ext4: Ext4, read_only: tuple[DaemonProcess, Truth]
+) -> None:
     """Blocks are right, and what an engine resets stays away when the disk is mended."""
-    daemon, truth = read_only(ext4)
-    with closing(daemon):
-        with CheckedEngine(daemon, truth) as engine:
-            assert sum(len(engine.get(range(at, at + 16))) for at in range(0, BLOCKS, 16)) == BLOCKS
-            engine.put(range(BLOCKS, BLOCKS + 128))
-            wait_until(lambda: books(daemon.directory).health == "degraded", explain=lambda: books(daemon.directory))
-            assert any("disk" in name for name in books(daemon.directory).problems)
-            assert engine.scheduler.reset()
-            truth.drop()
-            assert engine.get(ALL) == []
-        mended(daemon, ext4)
-        with CheckedEngine(daemon, truth) as engine:
-            assert engine.get(ALL) == []
+    daemon, truth = read_only
+    with CheckedEngine(daemon, truth) as engine:
+        assert sum(len(engine.get(range(at, at + 16))) for at in range(0, BLOCKS, 16)) == BLOCKS
+        engine.put(range(BLOCKS, BLOCKS + 128))
+        wait_until(lambda: books(daemon.directory).health == "degraded", explain=lambda: books(daemon.directory))
+        assert any("disk" in name for name in books(daemon.directory).problems)
+        assert engine.scheduler.reset()
+        truth.drop()
+        assert engine.get(ALL) == []
+    mended(daemon, ext4)
+    with CheckedEngine(daemon, truth) as engine:
+        assert engine.get(ALL) == []
 
 
-def test_clear_holds_for_a_read_only_disk(ext4: Ext4, command: Command) -> None:
+def test_clear_holds_for_a_read_only_disk(ext4: Ext4, read_only: tuple[DaemonProcess, Truth]) -> None:
     """What was cleared stays away when the disk is mended: the daemon has it in a file of its own."""
-    daemon, truth = read_only(ext4)
-    with closing(daemon):
-        status, _ = command(daemon, "clear", "--all", "--yes")
-        truth.drop()
-        with CheckedEngine(daemon, truth) as engine:
-            assert engine.get(ALL) == []
-        mended(daemon, ext4)
-        with CheckedEngine(daemon, truth) as engine:
-            back = engine.count(ALL)
-        assert (back, status) == (0, 0)
+    daemon, truth = read_only
+    status, _ = command(daemon, "clear", "--all", "--yes")
+    truth.drop()
+    with CheckedEngine(daemon, truth) as engine:
+        assert engine.get(ALL) == []
+    mended(daemon, ext4)
+    with CheckedEngine(daemon, truth) as engine:
+        assert (engine.count(ALL), status) == (0, 0)
 
 
-def test_clear_that_nothing_can_note_has_a_status_of_its_own(ext4: Ext4, command: Command) -> None:
+def test_clear_that_nothing_can_note_has_a_status_of_its_own(
+    ext4: Ext4, read_only: tuple[DaemonProcess, Truth]
+) -> None:
     """It is done here; neither the disk nor the daemon's own file can say so to the next daemon."""
-    daemon, truth = read_only(ext4)
-    with closing(daemon):
-        Path(daemon.directory, "kvoffd.state.new").mkdir()
-        status, said = command(daemon, "clear", "--all", "--yes")
-        assert status == 3
-        assert "kill" in said
-        assert str(ext4.place) in said
-        truth.drop()
-        with CheckedEngine(daemon, truth) as engine:
-            assert engine.count(ALL) == 0
+    daemon, truth = read_only
+    Path(daemon.directory, "kvoffd.state.new").mkdir()
+    status, said = command(daemon, "clear", "--all", "--yes")
+    assert status == 3
+    assert "kill" in said
+    assert str(ext4.place) in said
+    truth.drop()
+    with CheckedEngine(daemon, truth) as engine:
+        assert engine.count(ALL) == 0
 
 
 def test_a_frozen_file_system_keeps_nobody_waiting(ext4: Ext4) -> None:
     """Stores and lookups of what is in the pool go on, and the writes when it thaws."""
     truth = Truth()
     with over_disk(ext4.place) as daemon, CheckedEngine(daemon, truth) as engine:
-        wait_serving(daemon)
+        wait_disk(daemon)
         with ext4.frozen():
             end = time.monotonic() + 2.0
             engine.put(ALL)
@@ -114,7 +107,7 @@ def test_a_frozen_file_system_keeps_nobody_waiting(ext4: Ext4) -> None:
                 assert engine.get(ALL, 5.0) == list(ALL)
             assert books(daemon.directory).tiers.demoted_blocks < BLOCKS
         wait_written(daemon, BLOCKS)
-        assert engine.get(ALL) == list(ALL)
+        assert engine.has(ALL)
 
 
 def test_a_log_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
@@ -122,7 +115,7 @@ def test_a_log_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "log", "4k") as place:
         for to in (">> /dev/full 2>&1", f">> {place}/log 2>&1", "&> >(exit 0)"):
             before = ["bash", "-c", f'exec "$@" {to}', "sh"]
-            with case(to), DaemonProcess("16MiB", before=before) as daemon, CheckedEngine(daemon, Truth()) as engine:
+            with case(to), DaemonProcess("16MiB", before=before) as daemon, CheckedEngine(daemon) as engine:
                 engine.put(ALL)
-                assert engine.get(ALL) == list(ALL)
+                assert engine.has(ALL)
                 assert daemon.stop() == 0

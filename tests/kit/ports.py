@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
+import urllib.error
+import urllib.request
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -30,3 +32,13 @@ def free_ports(count: int) -> list[int]:
                 free.append(sockets.enter_context(socket.create_server(("127.0.0.1", drawn[-1]))).getsockname()[1])
             drawn.pop()
     return free
+
+
+def http_get(port: int, path: str) -> tuple[int, str]:
+    """The status and the body of what a port answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()

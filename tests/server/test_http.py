@@ -13,8 +13,7 @@ import pytest
 
 from kvoffd.server.http import LOOP_S, HttpServer
 from kvoffd_proto.admin import HealthLevel, HealthReply
-from tests.kit.http_get import get
-from tests.kit.ports import free_port
+from tests.kit.ports import free_port, http_get
 from tests.kit.waiting import wait_until
 
 
@@ -55,7 +54,7 @@ def serving(daemon: FailingDaemon, *, hangs: bool) -> Iterator[int]:
 def test_a_loop_that_hangs_is_503_for_all_who_ask_at_once() -> None:
     with serving(FailingDaemon(), hangs=True) as port, ThreadPoolExecutor(20) as askers:
         began = time.monotonic()
-        answers = set(askers.map(lambda _: get(port, "/healthz"), range(20)))
+        answers = set(askers.map(lambda _: http_get(port, "/healthz"), range(20)))
         assert answers == {(503, "The loop does not answer.\n")}
         assert LOOP_S <= time.monotonic() - began < 3 * LOOP_S
 
@@ -64,8 +63,8 @@ def test_a_loop_that_hangs_is_503_for_all_who_ask_at_once() -> None:
 def test_a_daemon_that_fails_inside_is_503_and_the_server_goes_on(path: str, caplog: pytest.LogCaptureFixture) -> None:
     daemon = FailingDaemon()
     with serving(daemon, hangs=False) as port:
-        status, body = get(port, path)
+        status, body = http_get(port, path)
         assert (status, "secret" in body) == (503, False)
         assert "secret detail" in caplog.text
         daemon.mended = True
-        wait_until(lambda: "failed" not in get(port, path)[1])
+        wait_until(lambda: "failed" not in http_get(port, path)[1])

@@ -33,8 +33,7 @@ from kvoffd.system.directory import DaemonDirectory, DirectoryError
 from kvoffd.system.systemd import Notifier
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import HostEngine
-from tests.kit.http_get import get
-from tests.kit.ports import free_port
+from tests.kit.ports import free_port, http_get
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def test_probes_are_answered_while_the_pool_is_touched(tmp_path: Path, monkeypat
     port, told = free_port(), dict[str, tuple[int, str]]()
 
     def touch_slowly(*_: object) -> None:
-        told.update({path: get(port, path) for path in ("/healthz", "/readyz", "/metrics")})
+        told.update({path: http_get(port, path) for path in ("/healthz", "/readyz", "/metrics")})
         raise KvoffdError("The memory is refused.")
 
     monkeypatch.setattr(module, "take_pool", touch_slowly)

@@ -3,17 +3,19 @@ daemons over a disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+from kvoffd_client import NamespaceSpec
 from kvoffd_client.testing import FakeEngine
-from tests.kit.daemon import DaemonProcess
-from tests.kit.waiting import wait_until
-from tests.kit.wire import books, keys
 
-Command = Callable[..., tuple[int, str]]
-"""``command(daemon, "health")``: the exit status, and all that ``kvoffd-cli`` printed. A fixture."""
+from .daemon import DaemonProcess
+from .waiting import wait_until
+from .wire import DiskStats, books, keys
+
 STEP = 32
 """Keys stored or looked up at once."""
 VERSION = 1_000_000
@@ -23,10 +25,8 @@ SCRIBBLE = 0xBAD
 class Truth(dict[int, int]):
     """What may be served: by number of the key, the checksum of its bytes. Empty it where everything was dropped."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.version = 0
-        """Raised with each drop: what is stored later has other bytes."""
+    version = 0
+    """Raised with each drop: what is stored later has other bytes."""
 
     def drop(self, numbers: Iterable[int] | None = None) -> None:
         """From now on these, or all, must not be found unless they are stored again."""
@@ -36,7 +36,7 @@ class Truth(dict[int, int]):
 
 
 class CheckedEngine(FakeEngine):
-    """A FakeEngine that knows what it stored. ``truth`` may be that of several engines.
+    """A FakeEngine that knows what it stored. ``truth`` may be that of several engines; ``shape``: as FakeEngine's.
 
     The upper half of its blocks is where loads arrive; it is scribbled over before each.
     """
@@ -44,15 +44,13 @@ class CheckedEngine(FakeEngine):
     def __init__(
         self,
         daemon: DaemonProcess | Path,
-        truth: Truth,
-        namespace: str = "demo",
-        page_bytes: int = 65536,
-        layers: int = 1,
-        connect_timeout_s: float = 30.0,
+        truth: Truth | None = None,
+        namespace: str | NamespaceSpec = "demo",
+        **shape: Any,
     ) -> None:
-        self.truth = truth
+        self.truth = Truth() if truth is None else truth
         directory = daemon if isinstance(daemon, Path) else daemon.directory
-        super().__init__(directory, namespace, 1, layers, 2 * STEP, page_bytes, connect_timeout_s=connect_timeout_s)
+        super().__init__(directory, namespace, **{"layers": 1, "page_bytes": 65536, **shape}, blocks=2 * STEP)
 
     def put(self, numbers: Iterable[int]) -> None:
         """Store keys, in order, with bytes of their own, which are the same whenever a key is stored again."""
@@ -80,6 +78,10 @@ class CheckedEngine(FakeEngine):
                 right += self._load(some, timeout_s)
         return right
 
+    def has(self, numbers: Iterable[int]) -> bool:
+        """Whether all are there, and right."""
+        return self.get(numbers) == list(numbers)
+
     def _load(self, numbers: Sequence[int], timeout_s: float) -> list[int]:
         blocks = range(STEP, STEP + len(numbers))
         self.fill(blocks, SCRIBBLE)
@@ -104,16 +106,54 @@ class CheckedEngine(FakeEngine):
         return found
 
 
-def over_disk(place: Path, pool_size: str = "16MiB", size: str = "32MiB", **flags: str) -> DaemonProcess:
+# --- daemons over a disk ---------------------------------------------------------------------------
+
+
+def over_disk(place: Path, pool_size: str = "16MiB", size: str = "32MiB", **given: Any) -> DaemonProcess:
     """A daemon with a disk that takes every block."""
-    return DaemonProcess(pool_size, disk=f"{place}={size}", disk_write="always", **flags)
+    return DaemonProcess(pool_size, disk=f"{place}={size}", disk_write="always", **given)
 
 
-def wait_serving(daemon: DaemonProcess) -> None:
-    """Until the disk serves."""
-    wait_until(lambda: books(daemon.directory).disks[0].state == "serving", explain=lambda: daemon.log)
+def disk_of(daemon: DaemonProcess) -> DiskStats:
+    (disk,) = books(daemon.directory).disks
+    return disk
+
+
+def wait_disk(daemon: DaemonProcess, state: str = "serving") -> DiskStats:
+    """Until the disk serves, or is in another state."""
+    wait_until(lambda: disk_of(daemon).state == state, explain=lambda: daemon.log)
+    return disk_of(daemon)
 
 
 def wait_written(daemon: DaemonProcess, blocks: int) -> None:
     """Until so many blocks are on the disk, since the daemon's start."""
     wait_until(lambda: books(daemon.directory).tiers.demoted_blocks >= blocks, explain=lambda: daemon.log)
+
+
+def put_on_disk(daemon: DaemonProcess, engine: CheckedEngine, count: int) -> None:
+    """Store so many keys, from the first on, as fast as the disk takes them."""
+    before = books(daemon.directory).tiers.demoted_blocks
+    for first in range(0, count, 8):
+        engine.put(range(first, first + 8))
+        wait_written(daemon, before + first + 8)
+
+
+# --- files of pools and disks ----------------------------------------------------------------------
+
+
+def places_of(file: Path, checksums: Iterable[int], nbytes: int = 65536) -> list[int]:
+    """Where a file of a pool or a disk has the bytes of blocks of one page."""
+    data, wanted = file.read_bytes(), set(checksums)
+    return [at for at in range(0, len(data) - nbytes + 1, 4096) if zlib.crc32(data[at : at + nbytes]) in wanted]
+
+
+def overwrite(file: Path, place: int, content: bytes) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        opened.write(content)
+
+
+def flip(file: Path, checksum: int, nbytes: int = 65536, at: int = 100) -> None:
+    """Change a byte of the one place that has a block."""
+    (place,) = places_of(file, [checksum], nbytes)
+    overwrite(file, place + at, bytes([file.read_bytes()[place + at] ^ 1]))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.kit.require import missing, require
+from .require import missing, require
 
 
 def run(*command: str | Path) -> str:
