@@ -5,7 +5,6 @@
 
 ARG VLLM_IMAGE=public.ecr.aws/q9t5s3a7/vllm-cpu-release-repo:v0.32.0
 
-# hadolint ignore=DL3006
 FROM ${VLLM_IMAGE}
 # Which user the engine runs as is the base image's matter, and the daemon's allowed_uids.
 # Some of vLLM's images keep vLLM in a virtual environment, some in the system's Python: python3 is the right one.

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from textwrap import dedent
 from typing import Any, TypeAlias
 
 import kubernetes_validate
@@ -108,14 +107,6 @@ def test_images_are_named_in_one_place() -> None:
     assert all(container["image"].startswith(DAEMON_IMAGE) for _, container in daemons())
 
 
-def test_the_overlay_of_the_readme_names_all_images() -> None:
-    lines = (KUBERNETES.parent / "README.md").read_text().splitlines()
-    first, last = lines.index("    # kustomization.yaml"), lines.index("    kubectl apply --kustomize .")
-    overlay = yaml.safe_load(dedent("\n".join(lines[first:last])))
-    base = yaml.safe_load((KUBERNETES / "base" / "kustomization.yaml").read_text())
-    assert {one["name"] for one in overlay["images"]} == {one["newName"] for one in base["images"]}
-
-
 def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container() -> None:
     for _, container in daemons():
         variables = {name: text for name, text in environment(container).items() if name.startswith("KVOFFD_")}
@@ -126,16 +117,6 @@ def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container()
         needed = sum(memory_estimate(config).values())
         assert quantity(memory) >= needed
         assert needed <= config.pool_bytes * 1.082 + 256 * MIB, "what deploy/README.md has for 8 GiB and more"
-
-
-def test_the_memory_formula_of_the_readme_gives_what_the_daemon_needs() -> None:
-    for pool_mib, said in ((256, "526 MiB for a pool of 256 MiB"), (4096, "4.47 GiB for 4 GiB"), (65536, "67.7 GiB")):
-        config = load_config({"pool_size": f"{pool_mib}MiB"}, {})
-        needed_mib = sum(memory_estimate(config).values()) / MIB
-        assert pool_mib * 1.055 + 256 == pytest.approx(needed_mib, rel=0.001)
-        assert said in (KUBERNETES.parent / "README.md").read_text()
-        number, unit = said.split()[:2]
-        assert float(number) == pytest.approx(needed_mib / {"MiB": 1, "GiB": 1024}[unit], rel=0.001)
 
 
 def test_the_pool_is_in_memory_that_outlives_the_daemon() -> None:

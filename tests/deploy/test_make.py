@@ -27,9 +27,9 @@ def test_make_alone_lists_every_target() -> None:
         assert f"make {target}" in listed.stdout
 
 
-@pytest.mark.parametrize("target", ["venv", "lint", "test"])
-def test_a_missing_python_is_named_in_one_sentence(target: str, tmp_path: Path) -> None:
-    result = make(target, "PYTHON=", f"VENV={tmp_path / 'venv'}")
-    assert result.returncode != 0
-    assert "kvoffd needs Python 3.11" in result.stderr
-    assert not (tmp_path / "venv").exists()
+def test_a_missing_python_is_named_in_one_sentence(tmp_path: Path) -> None:
+    for target in ("venv", "lint", "test"):
+        result = make(target, "PYTHON=", f"VENV={tmp_path / 'venv'}")
+        assert result.returncode != 0
+        assert "kvoffd needs Python 3.11" in result.stderr
+        assert not (tmp_path / "venv").exists()

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from kvoffd_client import AdminClient
-from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupKeys
+from tests.kit.checked import CheckedEngine
 from tests.kit.gpu_machine import Machine
 from tests.kit.waiting import wait_until
 
@@ -17,9 +17,8 @@ MakeMachine = Callable[..., Machine]
 
 def test_a_store_that_hangs_fails_at_its_deadline_and_its_slots_stay_taken(stub_machine: MakeMachine) -> None:
     machine = stub_machine({"STUB_HANG": "cuEventSynchronize:1"}, limits={"job_deadline_s": 0.5})
-    with machine.exporter("ordinary") as worker, machine.scheduler() as scheduler:
-        worker.wait_ready()
-        stored = worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])
+    with machine.exporter() as worker, machine.scheduler() as scheduler:
+        stored = worker.store(KEY, 0)
         assert (stored["ok"], stored["error"]) == (False, "DEADLINE")
         future = scheduler.lookup([GroupKeys(0, KEY)])
         assert future.wait(10)
@@ -31,24 +30,17 @@ def test_a_store_that_hangs_fails_at_its_deadline_and_its_slots_stay_taken(stub_
             (problem,) = admin.health().problems
             assert "does not answer" in problem
         # An engine in host memory does not notice.
-        with FakeEngine(machine.daemon.directory, namespace="host") as engine:
-            engine.fill([3], seed=1)
-            before = engine.checksums([3])
-            assert engine.store([KEY], [3]).ok
-            assert engine.lookup([KEY]) == 1
-            assert engine.load([KEY], [5]).ok
-            assert engine.checksums([5]) == before
+        with CheckedEngine(machine.daemon, namespace="host") as engine:
+            engine.put([3])
+            assert engine.has([3])
 
 
 def test_a_load_that_hangs_has_no_completion_before_the_daemon_is_dead(stub_machine: MakeMachine) -> None:
     """Its bytes may still land, so the engine must keep the blocks."""
     machine = stub_machine({"STUB_HANG": "cuEventSynchronize:2"}, limits={"job_deadline_s": 0.5})
-    with machine.exporter("ordinary") as worker, machine.scheduler() as scheduler:
-        worker.wait_ready()
-        assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]
-        future = scheduler.lookup([GroupKeys(0, KEY)])
-        assert future.wait(10)
-        worker.send("load", job_id=2, lease_id=future.lease_id, keys=KEY.hex(), blocks=[1])
+    with machine.exporter() as worker, machine.scheduler() as scheduler:
+        assert worker.store(KEY, 0)["ok"]
+        worker.begin_load("load", scheduler, KEY, 1)
         with AdminClient(machine.daemon.directory) as admin:
             wait_until(lambda: any("does not answer" in problem for problem in admin.health().problems))
         assert worker.process.poll() is None
@@ -61,7 +53,7 @@ def test_a_load_that_hangs_has_no_completion_before_the_daemon_is_dead(stub_mach
 
 def test_a_registration_that_hangs_leaves_the_daemon_alive(stub_machine: MakeMachine) -> None:
     machine = stub_machine({"STUB_HANG": "cuIpcOpenMemHandle_v2:1"})
-    with machine.exporter("ordinary") as worker:
+    with machine.exporter(ready=False) as worker:
         wait_until(lambda: "cuIpcOpenMemHandle_v2 hangs" in machine.driver_log())
         with AdminClient(machine.daemon.directory) as admin:
             assert admin.health().ready

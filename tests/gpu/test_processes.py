@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvoffd_client import AdminClient, SchedulerClient
-from kvoffd_proto.messages import GroupKeys
-from tests.kit.gpu_machine import Machine
+from kvoffd_client import AdminClient
+from tests.kit.gpu_machine import Machine, real_gpus
 from tests.kit.waiting import wait_until
 
 KINDS = ["ordinary", "chunks"]
@@ -16,13 +15,6 @@ KINDS = ["ordinary", "chunks"]
 
 def keys(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(32, "big") for number in numbers)
-
-
-def lease(scheduler: SchedulerClient, blob: bytes) -> int:
-    future = scheduler.lookup([GroupKeys(0, blob)])
-    assert future.wait(10)
-    assert set(future.states[0]) == {2}, future.states
-    return future.lease_id
 
 
 def mapped_bytes(admin: AdminClient) -> int:
@@ -34,22 +26,15 @@ def mapped_bytes(admin: AdminClient) -> int:
 def test_blocks_come_back_byte_for_byte(machine: Machine, kind: str, page_bytes: int) -> None:
     layers = 40 if page_bytes < 16384 else 3  # the former are rows to the pool too
     with machine.exporter(kind, layers=layers, page_bytes=page_bytes) as worker, machine.scheduler() as scheduler:
-        worker.wait_ready()
-        before = worker.ask("fill", seed=1)["pages"]
-        stored = worker.ask("store", job_id=1, keys=keys(1, 2, 3, 4).hex(), blocks=[6, 1, 2, 3])
+        before = worker.fill(1)
+        stored = worker.store(keys(1, 2, 3, 4), 6, 1, 2, 3)
         assert (stored["ok"], stored["bytes"]) == (True, 4 * layers * page_bytes)
-        other = worker.ask("fill", seed=2)["pages"]
-        loaded = worker.ask(
-            "load",
-            job_id=2,
-            lease_id=lease(scheduler, keys(1, 2, 3, 4)),
-            keys=keys(1, 2, 3, 4).hex(),
-            blocks=[0, 5, 4, 7],
-        )
+        other = worker.fill(2)
+        loaded = worker.load(scheduler, keys(1, 2, 3, 4), 0, 5, 4, 7)
         assert (loaded["ok"], loaded["bytes"]) == (True, 4 * layers * page_bytes)
-        one = worker.ask("load", job_id=3, lease_id=lease(scheduler, keys(2)), keys=keys(2).hex(), blocks=[6])
+        one = worker.load(scheduler, keys(2), 6)
         assert (one["ok"], one["bytes"]) == (True, layers * page_bytes)
-        after = worker.ask("pages")["pages"]
+        after = worker.pages()
         assert [after[block] for block in (0, 5, 4, 7, 6)] == [before[block] for block in (6, 1, 2, 3, 1)]
         assert [after[block] for block in (1, 2, 3)] == [other[block] for block in (1, 2, 3)], "others were written"
     with AdminClient(machine.daemon.directory) as admin:
@@ -57,24 +42,27 @@ def test_blocks_come_back_byte_for_byte(machine: Machine, kind: str, page_bytes:
     assert (stats.store.refused_batches, stats.load.refused_batches) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "on another GPU"])
 def test_blocks_of_one_engine_are_loaded_by_another(machine: Machine, kind: str) -> None:
-    with machine.exporter("ordinary") as one, machine.exporter(kind) as other, machine.scheduler() as scheduler:
-        one.wait_ready()
-        other.wait_ready()
-        before = one.ask("fill", seed=3)["pages"]
-        assert one.ask("store", job_id=1, keys=keys(7).hex(), blocks=[2])["ok"]
-        assert other.ask("load", job_id=1, lease_id=lease(scheduler, keys(7)), keys=keys(7).hex(), blocks=[5])["ok"]
-        assert other.ask("pages")["pages"][5] == before[2]
+    elsewhere = kind not in KINDS
+    if elsewhere and not machine.is_stub and real_gpus() < 2:
+        pytest.skip("one GPU here")
+    second = {"gpu": 1} if elsewhere else {"kind": kind}
+    with machine.exporter(gpu=0) as one, machine.exporter(**second) as other, machine.scheduler() as scheduler:
+        before = one.fill(3)
+        assert one.store(keys(7), 2)["ok"]
+        assert other.load(scheduler, keys(7), 5)["ok"]
+        assert other.pages()[5] == before[2]
+        if elsewhere and machine.is_stub:
+            assert {"context of 0 made", "context of 1 made"} <= set(machine.driver_log())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_engines_memory_is_let_go_at_once_and_its_blocks_stay(machine: Machine, kind: str) -> None:
     with machine.scheduler() as scheduler, AdminClient(machine.daemon.directory) as admin:
         with machine.exporter(kind) as worker:
-            worker.wait_ready()
-            before = worker.ask("fill", seed=4)["pages"]
-            assert worker.ask("store", job_id=1, keys=keys(1).hex(), blocks=[0])["ok"]
+            before = worker.fill(4)
+            assert worker.store(keys(1), 0)["ok"]
             assert mapped_bytes(admin) > 0
             worker.kill()
             wait_until(lambda: mapped_bytes(admin) == 0, 5)
@@ -83,29 +71,27 @@ def test_a_killed_engines_memory_is_let_go_at_once_and_its_blocks_stay(machine: 
                 released = "ipc close" if kind == "ordinary" else "reservation freed"
                 assert released in machine.driver_log()
         with machine.exporter(kind) as again:
-            again.wait_ready()
-            assert again.ask("load", job_id=1, lease_id=lease(scheduler, keys(1)), keys=keys(1).hex(), blocks=[3])["ok"]
-            assert again.ask("pages")["pages"][3] == before[0]
+            assert again.load(scheduler, keys(1), 3)["ok"]
+            assert again.pages()[3] == before[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_daemon_costs_the_engine_its_blocks_and_no_more(machine: Machine, kind: str) -> None:
     with machine.exporter(kind) as worker:
         epoch = worker.wait_ready()["epoch"]
-        pages = worker.ask("fill", seed=5)["pages"]
-        assert worker.ask("store", job_id=1, keys=keys(1).hex(), blocks=[0])["ok"]
+        pages = worker.fill(5)
+        assert worker.store(keys(1), 0)["ok"]
         machine.daemon.kill()
-        failed = worker.ask("store", job_id=2, keys=keys(2).hex(), blocks=[1])
+        failed = worker.store(keys(2), 1)
         assert (failed["ok"], failed["error"]) == (False, "SESSION_ENDED")
-        assert worker.ask("pages")["pages"] == pages
+        assert worker.pages() == pages
         machine.daemon.start()
         assert worker.wait_ready()["epoch"] != epoch
-        assert worker.ask("store", job_id=3, keys=keys(3).hex(), blocks=[1])["bytes"] > 0
+        assert worker.store(keys(3), 1)["bytes"] > 0
 
 
 def test_after_unregistering_nothing_is_mapped(machine: Machine) -> None:
     with machine.exporter("chunks") as worker, AdminClient(machine.daemon.directory) as admin:
-        worker.wait_ready()
         assert mapped_bytes(admin) > 0
         assert worker.ask("unregister")["ok"]
         assert mapped_bytes(admin) == 0
@@ -123,16 +109,14 @@ def test_a_daemon_without_gpu_engines_has_made_no_context(machine: Machine) -> N
 def test_the_pool_is_page_locked_while_an_engine_is_on_a_gpu(machine: Machine) -> None:
     with AdminClient(machine.daemon.directory) as admin:
         assert admin.stats().pool.pinned_for_gpu_bytes == 0
-        with machine.exporter("ordinary") as worker:
-            worker.wait_ready()
+        with machine.exporter():
             wait_until(lambda: admin.stats().pool.pinned_for_gpu_bytes == admin.stats().pool.size_bytes)
         wait_until(lambda: admin.stats().pool.pinned_for_gpu_bytes == 0)
 
 
 def test_what_the_driver_does_not_lock_is_reported(stub_machine: Callable[..., Machine]) -> None:
     machine = stub_machine({"STUB_FAIL": "cuMemHostRegister_v2:0:2"})
-    with machine.exporter("ordinary") as worker, AdminClient(machine.daemon.directory) as admin:
-        worker.wait_ready()
+    with machine.exporter(), AdminClient(machine.daemon.directory) as admin:
         wait_until(lambda: admin.stats().pool.unpinnable_bytes == admin.stats().pool.size_bytes)
         assert admin.stats().pool.pinned_for_gpu_bytes == 0
 
@@ -142,17 +126,15 @@ def test_a_refused_batch_is_counted_and_batches_may_be_off(
     stub_machine: Callable[..., Machine], batches: bool, refused: int
 ) -> None:
     machine = stub_machine({"STUB_FAIL": "cuMemcpyBatchAsync:1:1"}, limits={"cuda_batches": batches})
-    with machine.exporter("ordinary") as worker, AdminClient(machine.daemon.directory) as admin:
-        worker.wait_ready()
+    with machine.exporter() as worker, AdminClient(machine.daemon.directory) as admin:
         wait_until(lambda: admin.stats().pool.pinned_for_gpu_bytes == admin.stats().pool.size_bytes)
-        assert worker.ask("store", job_id=1, keys=keys(1, 2).hex(), blocks=[0, 1])["ok"]
+        assert worker.store(keys(1, 2), 0, 1)["ok"]
         assert admin.stats().store.refused_batches == refused
     assert machine.driver_log().count("cuMemcpyBatchAsync fails") == refused
 
 
 def test_a_daemon_that_is_stopped_lets_the_gpu_go(machine: Machine) -> None:
-    with machine.exporter("ordinary") as worker:
-        worker.wait_ready()
+    with machine.exporter():
         assert machine.daemon.stop() == 0
         if machine.is_stub:
             assert {"ipc close", "context of 0 gone"} <= set(machine.driver_log())
@@ -168,8 +150,7 @@ def test_the_pool_is_pinned_from_the_start_and_lingers(stub_machine: Callable[..
 
         wait_until(pinned)
         wait_until(lambda: admin.stats().pool.pinning_gpu_bytes == 1 << 20)
-        with machine.exporter("ordinary") as worker:
-            worker.wait_ready()
+        machine.exporter().close()
         wait_until(lambda: "ipc close" in machine.driver_log())
         assert pinned()
         assert sum(line.startswith("context of 0 ") for line in machine.driver_log()) == 2, (

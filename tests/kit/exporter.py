@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvoffd_client import SchedulerClient
 from kvoffd_client.session import Closing
+from kvoffd_proto.messages import GroupKeys
 
 MAIN = Path(__file__).with_name("exporter_main.py")
 
@@ -37,6 +40,7 @@ class Exporter(Closing):
         environ: Mapping[str, str] | None = None,
         under: Sequence[str] = (),
     ) -> None:
+        self._jobs = itertools.count(1)
         arguments = [str(directory), library, kind, str(layers), str(blocks), str(page_bytes)]
         self.process = subprocess.Popen(
             [*under, sys.executable, str(MAIN), *arguments],
@@ -64,6 +68,31 @@ class Exporter(Closing):
         assert line, f"the exporter ended with {self.process.wait(10)}"
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def store(self, keys: bytes, *blocks: int, **more: Any) -> dict[str, Any]:
+        """Store blocks under keys of 32 bytes; how it ended."""
+        return self.ask("store", job_id=next(self._jobs), keys=keys.hex(), blocks=blocks, **more)
+
+    def load(self, scheduler: SchedulerClient, keys: bytes, *blocks: int) -> dict[str, Any]:
+        """Load keys, all of which are there; how it ended."""
+        self.begin_load("load", scheduler, keys, *blocks)
+        return self.answer()
+
+    def begin_load(self, command: str, scheduler: SchedulerClient, keys: bytes, *blocks: int, **more: Any) -> None:
+        """Have it load keys, and do not wait for its answer."""
+        found = scheduler.lookup([GroupKeys(0, keys)])
+        assert found.wait(10)
+        assert found.leading_ready() == len(keys) // 32
+        job = {"job_id": next(self._jobs), "lease_id": found.lease_id, "keys": keys.hex(), "blocks": blocks}
+        self.send(command, **job, **more)
+
+    def pages(self) -> list[str]:
+        """A digest of each block."""
+        return list(self.ask("pages")["pages"])
+
+    def fill(self, seed: int) -> list[str]:
+        """Write all blocks; their digests."""
+        return list(self.ask("fill", seed=seed)["pages"])
 
     def wait_ready(self, timeout_s: float = 30.0) -> dict[str, Any]:
         """Until its memory is registered."""

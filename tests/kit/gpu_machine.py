@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kvoffd.system.files import OnError
 from kvoffd.transfer.cuda.gpus import list_devices
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_proto.cuda import Cuda, CudaError
@@ -39,14 +40,14 @@ class Machine:
         limits = {"pin_linger_s": 0, **(limits or {})}
         self.daemon = DaemonProcess(dies_slowly=library if dies_slowly else "", limits=limits, **flags)
 
-    def exporter(self, kind: str, **shape: int) -> Exporter:
-        """A worker of this daemon."""
-        return Exporter(self.daemon.directory, self.library, kind, **shape)
-
-    def exporter_on(self, gpu: int) -> Exporter:
-        """A worker that sees the machine's GPU of this number only, as its first."""
-        visible = {"CUDA_VISIBLE_DEVICES": str(gpu), "STUB_FIRST": str(gpu)}
-        return Exporter(self.daemon.directory, self.library, "ordinary", environ={**os.environ, **visible})
+    def exporter(self, kind: str = "ordinary", *, ready: bool = True, gpu: int | None = None, **shape: int) -> Exporter:
+        """A worker of this daemon, once it is ready; ``gpu``: it sees the GPU of this number only, as its first."""
+        visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu), "STUB_FIRST": str(gpu)}
+        worker = Exporter(self.daemon.directory, self.library, kind, environ={**os.environ, **visible}, **shape)
+        with OnError(worker.close):
+            if ready:
+                worker.wait_ready()
+        return worker
 
     def scheduler(self) -> SchedulerClient:
         """A scheduler of the same namespace."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from kvoffd_proto.messages import PENDING, GroupKeys, GroupSpec
 from kvoffd_proto.stats import DaemonStats
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
-from tests.kit.ports import free_port
+from tests.kit.ports import free_port, http_get
 from tests.kit.waiting import wait_until
 
 BLOCK_BYTES = 64 << 10
@@ -150,15 +149,12 @@ def check_top(stats: DaemonStats, total: dict[str, Any]) -> None:
 def check_views(daemon: DaemonProcess, port: int, loads: dict[str, Load]) -> dict[str, Any]:
     """Hold all that shows statistics against what was done; returns what is shown of the namespaces, by model."""
     printed = json.loads(run_cli("stats", "--json", "--directory", str(daemon.directory)).stdout)
-    served, page = (
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10).read()
-        for path in ("stats.json", "metrics")
-    )
+    served, page = (http_get(port, path)[1] for path in ("/stats.json", "/metrics"))
     with AdminClient(daemon.directory) as admin:
         asked = json.loads(msgspec.json.encode(admin.stats()))
     samples = [
         (sample.name.removeprefix("kvoffd_namespace_"), sample.labels, sample.value)
-        for family in text_string_to_metric_families(page.decode())
+        for family in text_string_to_metric_families(page)
         for sample in family.samples
         if sample.name.startswith("kvoffd_namespace_")
     ]

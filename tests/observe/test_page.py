@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -98,21 +95,3 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         daemon.start()
         wait_until(lambda: browser.text("level") == "ok")
         assert browser.value("document.getElementById('away').hidden")
-
-
-def test_pages_from_elsewhere_read_nothing() -> None:
-    port = free_port()
-    with DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon, FakeEngine(daemon.directory) as engine:
-        assert engine.store([b"a" * 32], [0]).ok
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats.json", timeout=10) as answer:
-            found = json.load(answer)
-        assert found["namespaces"][0]["fingerprint"] == engine.namespace.fingerprint.hex()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/", headers={"Host": "evil.example.com"})
-        with pytest.raises(urllib.error.HTTPError) as refusal:
-            urllib.request.urlopen(request, timeout=10)
-        with refusal.value:
-            assert refusal.value.code == 403
-        for host in ("localhost:1", "[::1]:1", "10.1.2.3", "node-7"):
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/stats.json", headers={"Host": host})
-            with urllib.request.urlopen(request, timeout=10) as answer:
-                assert "default-src 'none'" in answer.headers["Content-Security-Policy"]

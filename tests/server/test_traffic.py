@@ -84,6 +84,16 @@ def test_no_counter_falls_whichever_namespaces_have_a_row() -> None:
         spaces |= open_all(namespace(1000 + step))
 
 
+def test_namespaces_that_begin_alike_are_not_two_rows_of_one_id() -> None:
+    one, other = (
+        Namespace(bytes(31) + bytes([last]), "model", 1, 32, [GroupSpec("full", 16)], "{}") for last in (1, 2)
+    )
+    ask(one, 1, 0)
+    ask(other, 1, 0)
+    largest, others = counts(Clock(), open_all(one, other)).choose_rows()
+    assert (len(largest), [row.lookups for row in others]) == (1, [1])
+
+
 def test_totals_go_on_from_those_of_earlier_daemons() -> None:
     clock, space = Clock(), namespace(1)
     traffic = counts(clock, open_all(space), Lifetime(5.0, 100, 2.5))
