@@ -12,12 +12,11 @@ import sys
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Chain, Group
 from kvoffd.errors import KvoffdError
@@ -139,44 +138,34 @@ def test_a_record_of_nothing_leaves_no_file(tmp_path: Path) -> None:
         assert not file.exists()
 
 
-class Rig:
-    """A tracer without a daemon."""
-
-    def __init__(self) -> None:
-        self.cache = cast(Cache, SimpleNamespace(watchers=[]))
-        self.tracer = Tracer(self.cache, lambda: 0.0)
-        namespace = Namespace(bytes(32), "tiny", 1, 32, [GroupSpec("full", 16)], "{}")
-        self.group = Group(1, namespace, 0)
-        self.group.set_sizes([4096], [8192])
-
-    def session(self, number: int) -> Session:
-        return cast(Session, SimpleNamespace(id=number, peer="uid 0", ended=False))
-
-    def ask(self, *keys: bytes) -> None:
-        for key in keys:
-            for watch in tuple(self.cache.watchers):
-                watch([Chain(self.group, key, np.empty(0, np.uint32), 0)])
-
-
 def test_what_nobody_fetches_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracer without a daemon."""
     monkeypatch.setattr(server_trace, "MAX_KEPT_BYTES", 3 * (CHAIN_BYTES + 32))
     monkeypatch.setattr(server_trace, "FETCHED_BYTES", 2 * (CHAIN_BYTES + 32))
-    rig = Rig()
-    one, other = rig.session(1), rig.session(2)
-    rig.ask(KEYS[0])
-    assert rig.tracer.fetch(one) == ([], 0)
-    rig.ask(*KEYS[:5])
-    chains, dropped = rig.tracer.fetch(one)
-    assert ([found.keys for found in chains], dropped) == (KEYS[:2], 0)
-    rig.ask(KEYS[5])
-    chains, dropped = rig.tracer.fetch(one)
-    assert ([found.keys for found in chains], dropped) == (KEYS[2:3], 3), "the gap is in one place"
-    rig.ask(KEYS[6])
-    chains, dropped = rig.tracer.fetch(one)
-    assert ([found.keys for found in chains], dropped) == (KEYS[6:7], 0)
+    cache: Any = SimpleNamespace(watchers=[])
+    one, other = (cast(Session, SimpleNamespace(id=number, peer="uid 0", ended=False)) for number in (1, 2))
+    tracer = Tracer(cache, lambda: 0.0)
+    group = Group(1, Namespace(bytes(32), "tiny", 1, 32, [GroupSpec("full", 16)], "{}"), 0)
+    group.set_sizes([4096], [8192])
+
+    def ask(*keys: bytes) -> None:
+        for key in keys:
+            for watch in tuple(cache.watchers):
+                watch([Chain(group, key, np.empty(0, np.uint32), 0)])
+
+    ask(KEYS[0])
+    assert tracer.fetch(one) == ([], 0)
+    for asked, fetched, lost in (
+        (KEYS[:5], KEYS[:2], 0),
+        (KEYS[5:6], KEYS[2:3], 3),  # the gap is in one place
+        (KEYS[6:7], KEYS[6:7], 0),
+    ):
+        ask(*asked)
+        chains, dropped = tracer.fetch(one)
+        assert ([found.keys for found in chains], dropped) == (fetched, lost)
     with pytest.raises(KvoffdError, match="records a trace"):
-        rig.tracer.fetch(other)
+        tracer.fetch(other)
     one.ended = True
-    rig.ask(KEYS[0])
-    assert rig.cache.watchers == []
-    assert rig.tracer.fetch(other) == ([], 0)
+    ask(KEYS[0])
+    assert cache.watchers == []
+    assert tracer.fetch(other) == ([], 0)

@@ -33,11 +33,14 @@ def factors_of(config: Any, cache: KVCacheConfig | None = None, salt: str = "") 
     return collect_factors(config, cache or cache_config(), salt)
 
 
-def test_a_worker_of_another_rank_comes_to_the_same_factors(engine_config: Any) -> None:
-    worker = copy.deepcopy(engine_config)
+def test_workers_of_other_ranks_and_pipeline_stages_come_to_the_same_factors(engine_config: Any) -> None:
+    config = copy.deepcopy(engine_config)
+    config.parallel_config.pipeline_parallel_size = 2
+    worker = copy.deepcopy(config)
     worker.parallel_config.rank = 1
-    layers = KVCacheGroupSpec(layer_names=["other.7", "other.8"], kv_cache_spec=full_attention())
-    assert factors_of(worker, cache_config(layers)) == factors_of(engine_config)
+    for layers in (["other.7", "other.8"], ["2"]):
+        cache = cache_config(KVCacheGroupSpec(layer_names=layers, kv_cache_spec=full_attention()))
+        assert factors_of(worker, cache) == factors_of(config)
 
 
 @pytest.mark.parametrize(("tested", "differ"), [(((0, 32),), False), ((), True)])
@@ -94,14 +97,6 @@ def test_the_scale_of_queries_counts_in_llama_4(engine_config: Any) -> None:
     assert factors(32_768) != factors(65_536)
     assert factors(65_536, True) != factors(65_536, False)
     assert factors(32_768, True, "llama") == factors(65_536, False, "llama")
-
-
-def test_pipeline_stages_agree_though_their_layers_differ(engine_config: Any) -> None:
-    config = copy.deepcopy(engine_config)
-    config.parallel_config.pipeline_parallel_size = 2
-    first = KVCacheGroupSpec(layer_names=["0", "1"], kv_cache_spec=full_attention())
-    last = KVCacheGroupSpec(layer_names=["2"], kv_cache_spec=full_attention())
-    assert factors_of(config, cache_config(first)) == factors_of(config, cache_config(last))
 
 
 def set_path(config: Any, path: str, value: object) -> None:

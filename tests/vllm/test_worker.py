@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 
 from kvoffd_client import NamespaceSpec, Registration, SharedMemory
 from kvoffd_client.cuda_export import export_segments
-from kvoffd_client.jobs import GroupTransfer, Job
+from kvoffd_client.jobs import Job
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm import kv_memory
 from kvoffd_client.vllm import spec as spec_module
@@ -165,50 +165,39 @@ def test_a_registration_names_the_drivers_handles(monkeypatch: pytest.MonkeyPatc
 
 # --- block lists as jobs of the wire ---------------------------------------------------------------
 
-POSITIONS = {(0).to_bytes(4, "big"): 0, (5).to_bytes(4, "big"): 1}
-
 
 def hashes(*numbers: int) -> bytes:
     return b"".join(block_hash(number) for number in numbers)
 
 
-def convert(
-    blocks: GPULoadStoreSpec, groups: tuple[bytes, ...], per_chunk: int = 1, *, is_store: bool = True
-) -> list[GroupTransfer]:
-    return group_transfers(blocks, KeyedSpec(groups), per_chunk, KEY_BYTES, is_store=is_store)
+def test_blocks_go_to_their_groups_and_places_in_keys() -> None:
+    def found(
+        ids: list[int],
+        sizes: list[int],
+        first: list[int],
+        groups: tuple[bytes, ...],
+        per_chunk: int = 1,
+        is_store: bool = True,
+    ) -> list[Any]:
+        """Group, block ids, first block and keys of each transfer."""
+        blocks = GPULoadStoreSpec(ids, group_sizes=sizes, block_indices=first)
+        return [
+            (one.group, list(np.frombuffer(one.block_ids, "<i4")), one.first_block, one.keys)
+            for one in group_transfers(blocks, KeyedSpec(groups), per_chunk, KEY_BYTES, is_store=is_store)
+        ]
 
-
-def ids(transfer: GroupTransfer) -> list[int]:
-    return list(np.frombuffer(transfer.block_ids, "<i4"))
-
-
-def test_blocks_go_to_their_groups_and_empty_groups_are_left_out() -> None:
-    blocks = GPULoadStoreSpec([4, 5, 9], group_sizes=[2, 0, 1], block_indices=[10, 0, 3])
-    first, second = convert(blocks, (hashes(1, 2), b"", hashes(3)))
-    assert (first.group, ids(first), first.keys) == (0, [4, 5], hashes(1, 2))
-    assert (second.group, ids(second), second.keys) == (2, [9], hashes(3))
-
-
-def test_a_job_that_begins_inside_a_key_says_so() -> None:
-    blocks = GPULoadStoreSpec([4, 5, 6], group_sizes=[3], block_indices=[9])
-    [transfer] = convert(blocks, (hashes(1),), per_chunk=4)
-    assert (transfer.first_block, ids(transfer)) == (1, [4, 5, 6])
-
-
-def test_a_load_may_end_inside_its_last_key() -> None:
-    blocks = GPULoadStoreSpec([4, 5, 6], group_sizes=[3], block_indices=[3])
-    [transfer] = convert(blocks, (hashes(1, 2),), per_chunk=4, is_store=False)
-    assert transfer.first_block == 3
-    with pytest.raises(TransferMismatch):
-        convert(blocks, (hashes(1, 2),), per_chunk=4, is_store=True)
-
-
-@pytest.mark.parametrize("is_store", [True, False])
-@pytest.mark.parametrize(("size", "keys"), [(2, 1), (1, 2), (0, 1), (1, 0)])
-def test_blocks_and_keys_that_do_not_fit_are_refused(size: int, keys: int, is_store: bool) -> None:
-    blocks = GPULoadStoreSpec(list(range(size)), group_sizes=[size], block_indices=[0])
-    with pytest.raises(TransferMismatch, match="Group 0"):
-        convert(blocks, (hashes(*range(keys)),), is_store=is_store)
+    two_groups = found([4, 5, 9], [2, 0, 1], [10, 0, 3], (hashes(1, 2), b"", hashes(3)))
+    assert two_groups == [(0, [4, 5], 0, hashes(1, 2)), (2, [9], 0, hashes(3))], "empty groups are left out"
+    inside = found([4, 5, 6], [3], [9], (hashes(1),), per_chunk=4)
+    assert inside == [(0, [4, 5, 6], 1, hashes(1))], "it begins inside a key"
+    ends = found([4, 5, 6], [3], [3], (hashes(1, 2),), per_chunk=4, is_store=False)
+    assert ends == [(0, [4, 5, 6], 3, hashes(1, 2))], "a load may end inside a key"
+    for size, keys, per_chunk in ((2, 1, 1), (1, 2, 1), (0, 1, 1), (1, 0, 1), (2, 1, 4)):
+        with pytest.raises(TransferMismatch, match="Group 0"):
+            found(list(range(size)), [size], [0], (hashes(*range(keys)),), per_chunk=per_chunk)
+    for size, keys in ((2, 1), (1, 2), (0, 1), (1, 0)):
+        with pytest.raises(TransferMismatch, match="Group 0"):
+            found(list(range(size)), [size], [0], (hashes(*range(keys)),), is_store=False)
 
 
 def test_reports_of_ranks_are_merged() -> None:
