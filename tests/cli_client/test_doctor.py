@@ -173,11 +173,7 @@ def metrics(**values: float) -> str:
 
 
 def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        DaemonProcess(POOL) as daemon,
-        Engine(daemon) as engine,
-        ServerThread(ThreadsServer(Metrics)) as server,
-    ):
+    with DaemonProcess(POOL) as daemon, Engine(daemon) as engine, ServerThread(ThreadsServer(Metrics)) as server:
         for number in range(40):
             engine.serve(chain(number % 4, 8))
         url = f"http://127.0.0.1:{server.port}"

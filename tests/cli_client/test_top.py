@@ -164,8 +164,7 @@ def test_every_view_fits_every_screen(screen: Screen) -> None:
     classes = [PolicyClass(f"class {number}", 0.1, 0.5, 0.3, GIB, 1.5) for number in range(50)]
     engines = [Engine(f"engine {number}", [bytes([number]) * 32], ["llama"], 1, 2, [7]) for number in range(50)]
     shown = structs.replace(
-        stats(10, tuple(f"model-{number}" * 9 for number in range(50))),
-        learned=LearnedStats(9, 9, classes=classes),
+        stats(10, tuple(f"model-{number}" * 9 for number in range(50))), learned=LearnedStats(9, 9, classes=classes)
     )
     screen.reading = Reading(shown, engines)
     for screen.view in (*VIEWS, "help"):

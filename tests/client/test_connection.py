@@ -13,14 +13,7 @@ import warnings
 import pytest
 import zmq
 
-from kvoffd_client import (
-    ClientOptions,
-    ForkedProcess,
-    NamespaceSpec,
-    Registration,
-    SchedulerClient,
-    WorkerClient,
-)
+from kvoffd_client import ClientOptions, ForkedProcess, NamespaceSpec, Registration, SchedulerClient, WorkerClient
 from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.lifeline_stream import MAX_DESCRIPTORS
 from kvoffd_client.transport import SocketTransport

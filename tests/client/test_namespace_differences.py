@@ -30,11 +30,6 @@ def test_a_field_that_differs_alone_is_named_with_words() -> None:
         assert found[0].startswith(FIELDS[name].words + " differs" * (name in DIGESTS)), name
 
 
-def test_fields_of_other_engines_are_named() -> None:
-    one, two = (NamespaceSpec.named("m", dtype=dtype, model="x" * 90).description for dtype in ("fp8", "bf16"))
-    assert list(map(str, explain(one, two))) == ["dtype fp8 and bf16"]
-
-
 def test_the_words_of_a_rollout() -> None:
     group = {**GROUP, "tokens_per_block": 64, "page_bytes": 32768, "layout": "bb"}
     assert words(WHOLE, tokens_per_hash=64, groups=[group]) == ["tokens per block 64, was 32 (--block-size)"]
@@ -56,13 +51,10 @@ def test_the_words_of_a_rollout() -> None:
     assert two == ["tensor parallel size 4, was 2 (--tensor-parallel-size)"]
 
 
-def test_of_the_same_and_of_what_is_no_description_nothing_is_said() -> None:
-    assert words(WHOLE) == []
-    assert explain("", "no JSON") == []
-    assert explain("[1]", "{}") == []
-
-
 def test_what_nobody_foresaw_is_shown_as_it_is() -> None:
+    assert words(WHOLE) == explain("", "no JSON") == explain("[1]", "{}") == []
+    one, two = (NamespaceSpec.named("m", dtype=dtype, model="x" * 90).description for dtype in ("fp8", "bf16"))
+    assert list(map(str, explain(one, two))) == ["dtype fp8 and bf16"], "of another engine"
     (found,) = explain('{"new_field": "a\\u001b[2J"}', '{"new_field": null}')
     assert str(found) == "new field a?[2J and none"
     (many,) = explain('{"groups": [1, 2]}', '{"groups": [{}]}')

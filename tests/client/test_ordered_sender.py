@@ -144,7 +144,7 @@ def test_an_id_may_be_used_again_while_the_thread_waits_for_the_old_one(gpu: Gpu
     assert gpu.sent == [1]
 
 
-def test_a_gpu_that_failed_fails_the_job_and_not_the_thread(gpu: Gpu) -> None:
+def test_a_failed_gpu_or_message_fails_jobs_and_not_the_thread(gpu: Gpu) -> None:
     event = gpu.submit(1)
     event.error = RuntimeError("CUDA error: an illegal memory access was encountered")
     event.happened.set()
@@ -154,15 +154,13 @@ def test_a_gpu_that_failed_fails_the_job_and_not_the_thread(gpu: Gpu) -> None:
     assert wait_sent(gpu.sender, [2], WAIT_S)
     assert gpu.sent == [2]
 
-
-def test_a_job_that_cannot_be_sent_fails(gpu: Gpu) -> None:
     def send(jobs: list[Job]) -> None:
         raise ValueError("a bug")
 
-    gpu.sender.submit([Job(1, ()), Job(2, ())], send, lambda job, code: gpu.failed.append((job.job_id, code)))
-    gpu.events[0].happened.set()
-    assert wait_sent(gpu.sender, [1, 2], WAIT_S)
-    assert gpu.failed == [(1, ErrorCode.COPY_FAILED), (2, ErrorCode.COPY_FAILED)]
+    gpu.sender.submit([Job(3, ()), Job(4, ())], send, lambda job, code: gpu.failed.append((job.job_id, code)))
+    gpu.events[-1].happened.set()
+    assert wait_sent(gpu.sender, [3, 4], WAIT_S)
+    assert gpu.failed[1:] == [(3, ErrorCode.COPY_FAILED), (4, ErrorCode.COPY_FAILED)]
 
 
 def test_closing_does_not_wait_for_a_gpu_that_hangs(gpu: Gpu) -> None:

@@ -20,14 +20,7 @@ from kvoffd_client import (
     scheduler_client,
 )
 from kvoffd_client.jobs import GroupTransfer, Job, submit_of
-from kvoffd_client.session import (
-    BACKOFF_ABSENT_S,
-    BACKOFF_MIN_S,
-    GPU_REGISTER_S,
-    MAX_PENDING_REQUESTS,
-    Phase,
-    Session,
-)
+from kvoffd_client.session import BACKOFF_ABSENT_S, BACKOFF_MIN_S, GPU_REGISTER_S, MAX_PENDING_REQUESTS, Phase, Session
 from kvoffd_client.worker_client import JOB_PATIENCE_S
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m

@@ -26,49 +26,21 @@ def take(worker: WorkerClient, count: int) -> dict[int, m.JobResult]:
     return found
 
 
-def test_completions_that_pub_drops_are_replayed(fake: FakeDaemon, worker: WorkerClient) -> None:
-    fake.drop_publications = True
-    for job_id in range(5):
-        worker.store(job_id, TRANSFER)
-    assert all(result.ok for result in take(worker, 5).values())
-    fake.drop_publications = False
-    worker.store(5, TRANSFER)
-    assert take(worker, 1)[5].ok
-
-
 def test_a_refused_job_tells_why(fake: FakeDaemon, worker: WorkerClient) -> None:
     fake.answers[m.Submit] = lambda request, _: m.Error(request.request_id, ErrorCode.BAD_KEYS, "Bad.")
     worker.load(1, 2**32, TRANSFER)
     assert take(worker, 1)[1].error is ErrorCode.BAD_KEYS
 
 
-def test_lengths_that_cannot_be_right_are_an_error_of_the_caller(worker: WorkerClient) -> None:
+def test_wrong_lengths_and_an_id_in_use_are_errors_of_the_caller(fake: FakeDaemon, worker: WorkerClient) -> None:
     for wrong in ((0, bytes(31), bytes(4)), (0, bytes(32), bytes(3)), (1, bytes(32), bytes(4))):
         with pytest.raises(ValueError, match=r"whole number|none of them"):
             worker.store(1, [GroupTransfer(*wrong)])
     assert worker.unfinished == 0
-
-
-def test_an_id_in_use_is_an_error_of_the_caller(fake: FakeDaemon, worker: WorkerClient) -> None:
     fake.hold_jobs = True
     worker.store(1, TRANSFER)
     with pytest.raises(ValueError, match="unfinished"):
         worker.load(1, 2**32, TRANSFER)
-
-
-def test_a_fence_drops_running_stores_at_its_deadline(fake: FakeDaemon, worker: WorkerClient) -> None:
-    fake.hold_jobs = True
-    worker.store(1, TRANSFER)
-    wait_until(lambda: fake.seen_jobs(loads=False))
-    began = time.monotonic()
-    worker.fence([1], 0.1)
-    assert 0.1 <= time.monotonic() - began < 10
-    result = worker.take_results()[0]
-    assert (result.job_id, result.ok, result.error) == (1, False, ErrorCode.SESSION_ENDED)
-    wait_until(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
-    fake.hold_jobs = False
-    worker.store(1, TRANSFER)
-    assert take(worker, 1)[1].ok
 
 
 def fence_in_thread(worker: WorkerClient, job_ids: list[int]) -> threading.Thread:
@@ -109,6 +81,9 @@ def test_fence_ends_stores_and_waits_for_loads(fake: FakeDaemon, worker: WorkerC
     assert not thread.is_alive()
     assert [(result.job_id, result.ok) for result in worker.take_results()] == [(2, False)]
     wait_until(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
+    fake.hold_jobs, fake.drop_publications = False, True
+    worker.store(1, TRANSFER)
+    assert take(worker, 1)[1].ok, "results that are dropped are asked for"
 
 
 def test_after_unregister_no_job_is_taken(fake: FakeDaemon, worker: WorkerClient) -> None:

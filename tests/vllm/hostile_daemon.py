@@ -68,11 +68,7 @@ def strange_failures(daemon: HostileDaemon) -> None:
 def wrong_states(daemon: HostileDaemon) -> None:
     """Lookups are answered by too many states, by states of too few groups, and by states that there are not."""
     wrong: Iterator[Callable[[bytes], list[bytes]]] = cycle(
-        [
-            lambda one: [one * 2],
-            lambda one: [],
-            lambda one: [bytes(RANDOM.randrange(256) for _ in one)],
-        ]
+        [lambda one: [one * 2], lambda one: [], lambda one: [bytes(RANDOM.randrange(256) for _ in one)]]
     )
 
     def answer(request: m.AnyRequest, peer: Peer) -> Answer:

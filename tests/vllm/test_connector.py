@@ -26,10 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector import STORE_LOGGER, KvoffdConnector
-from kvoffd_client.vllm.connector_metadata import (
-    ConnectorMetadata,
-    KeyedSpec,
-)
+from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, KeyedSpec
 from kvoffd_client.vllm.live_weights import LiveWeights
 from kvoffd_client.vllm.log import StoreRefusalFilter
 from kvoffd_client.vllm.metrics import CONNECTED, LOAD_RATE
@@ -113,9 +110,7 @@ def test_weights_are_named_at_start_and_after_a_reset(
     assert step() == (2, first)
 
 
-def test_loads_and_stores_begin_in_one_message(
-    worker: tuple[KvoffdConnector, FakeWorkerClient],
-) -> None:
+def test_loads_and_stores_begin_in_one_message(worker: tuple[KvoffdConnector, FakeWorkerClient]) -> None:
     """Stores are noted by start_load_kv(), which vLLM's first runner calls in every pipeline stage."""
     connector, client = worker
     blocks = GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])

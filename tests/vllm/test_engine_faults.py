@@ -364,12 +364,7 @@ def test_blocks_come_from_another_nodes_store(harness: Harness) -> None:
     home.ensure_no_daemon()
     engine.forget()
     with RedisServer() as server:
-        flags = {
-            "shared": server.url,
-            "shared_write": "always",
-            "shared_deadline": "60s",
-            "shared_ask_deadline": "5s",
-        }
+        flags = {"shared": server.url, "shared_write": "always", "shared_deadline": "60s", "shared_ask_deadline": "5s"}
         with DaemonProcess("64MiB", home.directory, **flags):
             wait_connected(home.directory, pids=lambda: engine.pids)
             computed, cached = one_by_one(engine, prompts)

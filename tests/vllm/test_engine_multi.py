@@ -54,10 +54,7 @@ class Pair:
         self.daemon = DaemonProcess("256MiB", faults=True)
         self.prefill, self.decode = (
             self._engine(model, connectors)
-            for connectors in (
-                [self._kvoffd(), nixl("kv_producer")],
-                [nixl("kv_consumer"), self._kvoffd()],
-            )
+            for connectors in ([self._kvoffd(), nixl("kv_producer")], [nixl("kv_consumer"), self._kvoffd()])
         )
 
     def _kvoffd(self) -> dict[str, Any]:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from kvoffd_client.vllm.engine_namespace import (
-    PATIENCE_S,
-    EngineNamespace,
-    MemoryReport,
-)
+from kvoffd_client.vllm.engine_namespace import PATIENCE_S, EngineNamespace, MemoryReport
 from tests.kit.clock import Clock
 from tests.vllm.vllm_fakes import FakeSchedulerClient
 

@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kit.engine import (
-    BLOCK_TOKENS,
-    Completion,
-    completions,
-    full_blocks,
-    prompt,
-    wait_books,
-    wait_stored,
-)
+from tests.kit.engine import BLOCK_TOKENS, Completion, completions, full_blocks, prompt, wait_books, wait_stored
 from tests.kit.models import TINY_LLAMA, write_lora_adapter
 from tests.kit.wire import Books, books
 from tests.vllm.engine_home import EngineHome

@@ -128,9 +128,7 @@ CHANGES: dict[str, tuple[str, object]] = {
 }
 
 
-def test_layers_left_out_of_the_kv_cache_dtype_count(
-    engine_config: Any,
-) -> None:
+def test_layers_left_out_of_the_kv_cache_dtype_count(engine_config: Any) -> None:
     """vLLM puts layer 1, or 2, into a group of its own, and that is all that the groups' specs tell."""
 
     def dtype(*layers: str) -> str:

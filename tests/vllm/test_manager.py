@@ -32,11 +32,15 @@ HIT, MISS, PENDING, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.HI
 WINDOWS = ChunkGroup(7, 1, CHUNK_TOKENS)
 
 
+@pytest.fixture
+def harness() -> ManagerHarness:
+    return ManagerHarness()
+
+
 # --- lookups ---------------------------------------------------------------------------------------
 
 
-def test_an_answer_is_awaited_no_longer_than_computing_takes() -> None:
-    harness = ManagerHarness()
+def test_an_answer_is_awaited_no_longer_than_computing_takes(harness: ManagerHarness) -> None:
     context = harness.request()
     harness.prefill.tokens_per_second = 1000.0
     computed = harness.requests["r"].num_tokens - 64
@@ -70,8 +74,7 @@ def test_prompts_that_are_computed_faster_than_the_daemon_answers_do_not_wait(do
     assert waits("next", 30, 0.001), "the short one's answer took 2 ms"
 
 
-def test_a_failed_lookup_is_a_miss_and_not_repeated_at_once() -> None:
-    harness = ManagerHarness()
+def test_a_failed_lookup_is_a_miss_and_not_repeated_at_once(harness: ManagerHarness) -> None:
     context = harness.request()
     harness.client.fail()
     assert not harness.scan()
@@ -80,8 +83,7 @@ def test_a_failed_lookup_is_a_miss_and_not_repeated_at_once() -> None:
     assert harness.scan()
 
 
-def test_an_old_answer_with_misses_is_refreshed_under_its_lease() -> None:
-    harness = ManagerHarness()
+def test_an_old_answer_with_misses_is_refreshed_under_its_lease(harness: ManagerHarness) -> None:
     context = harness.request(ready={block_hash(1)})
     harness.clock.now += 1.5
     assert harness.scan()
@@ -95,16 +97,14 @@ def test_an_old_answer_with_misses_is_refreshed_under_its_lease() -> None:
     assert not harness.scan(), "a complete one is not refreshed"
 
 
-def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from() -> None:
-    harness = ManagerHarness()
+def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
     harness.client.asked[0][0].stale_at = 0.0
     assert harness.scan()
     assert harness.results(context) == [RETRY] * 3
 
 
-def test_a_request_without_a_load_releases_its_leases_and_still_stores() -> None:
-    harness = ManagerHarness()
+def test_a_request_without_a_load_releases_its_leases_and_still_stores(harness: ManagerHarness) -> None:
     context = harness.request(ready={block_hash(1)})
     harness.clock.now += 2
     assert harness.scan()
@@ -212,8 +212,9 @@ def test_nothing_is_waited_for_of_a_daemon_that_does_not_answer() -> None:
 
 
 @pytest.mark.parametrize(("tiers", "waits"), [(None, True), ([{"medium": "STORAGE"}], True), ([], False)])
-def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(tiers: object, waits: bool) -> None:
-    harness = ManagerHarness()
+def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(
+    harness: ManagerHarness, tiers: object, waits: bool
+) -> None:
     params = {} if tiers is None else {"kv_load_tiers": tiers}
     context = _create_req_context(cast(Any, SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None)))
     harness.manager.on_new_request(context)
@@ -227,8 +228,7 @@ def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(tiers: obje
 # --- loads -----------------------------------------------------------------------------------------
 
 
-def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done() -> None:
-    harness = ManagerHarness()
+def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
     lease_id = harness.client.asked[0][0].lease_id
     spec = harness.manager.prepare_load(KEYS[1:], context)
@@ -242,8 +242,7 @@ def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done() -> N
     assert harness.client.released == [lease_id]
 
 
-def test_a_load_without_an_answer_fails_in_the_worker_and_not_in_vllms_scheduler() -> None:
-    harness = ManagerHarness()
+def test_a_load_without_an_answer_fails_in_the_worker_and_not_in_vllms_scheduler(harness: ManagerHarness) -> None:
     for context in (harness.new(), ReqContext("unknown")):
         spec = harness.manager.prepare_load(KEYS, context)
         assert (spec.lease_id, spec.request_id) == (NO_LEASE, context.req_id)
@@ -268,8 +267,7 @@ def test_after_a_failed_load_a_request_is_computed_and_stored() -> None:
 # --- stores ----------------------------------------------------------------------------------------
 
 
-def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way() -> None:
-    harness = ManagerHarness()
+def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way(harness: ManagerHarness) -> None:
     first, second = (harness.request(name, ready={block_hash(1)}) for name in ("first", "second"))
     output = harness.manager.prepare_store(KEYS, first)
     assert output is not None
@@ -280,8 +278,7 @@ def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way() -> None:
     assert harness.offer(second) == KEYS[1:]
 
 
-def test_beyond_the_credit_a_store_is_put_off_and_counted() -> None:
-    harness = ManagerHarness()
+def test_beyond_the_credit_a_store_is_put_off_and_counted(harness: ManagerHarness) -> None:
     context = harness.request(ready=set())
     harness.manager.workers_report(WorkerReport(credit_bytes=1500))
     assert harness.offer(context, KEYS[:2]) == KEYS[:2]
@@ -289,6 +286,15 @@ def test_beyond_the_credit_a_store_is_put_off_and_counted() -> None:
     assert harness.counted()[DEFERRED_STORES] == 1
     harness.manager.complete_store(set(KEYS[:2]), context)
     assert harness.offer(context, KEYS[2:]) == KEYS[2:]
+    # vLLM does not offer the end of a prompt again: it may pass the credit to twice of it, beyond which stores fail.
+    for name, credit, stored in (("little", 500, None), ("enough", 1000, KEYS[1:2])):
+        harness.manager.complete_store(KEYS, context)
+        context = harness.request(name, ready=set())
+        harness.manager.workers_report(WorkerReport(credit_bytes=credit))
+        assert harness.offer(context, KEYS[:1]) == KEYS[:1]
+        assert harness.offer(context, KEYS[1:2]) is None
+        harness.end(name, 3001)
+        assert harness.offer(context, KEYS[1:2]) == stored
 
 
 def test_store_credit_counts_what_each_group_has() -> None:
@@ -307,20 +313,7 @@ def test_store_credit_counts_what_each_group_has() -> None:
     assert harness.offer(context, KEYS[1:]) == KEYS[1:]
 
 
-def test_a_request_that_has_ended_may_pass_the_credit_to_twice_of_it() -> None:
-    """vLLM does not offer the end of its prompt again; beyond that the daemon refuses stores."""
-    for credit, stored in ((1000, KEYS[2:]), (500, None)):
-        harness = ManagerHarness()
-        context = harness.request(ready=set())
-        harness.manager.workers_report(WorkerReport(credit_bytes=credit))
-        assert harness.offer(context, KEYS[:1]) == KEYS[:1]
-        assert harness.offer(context, KEYS[2:]) is None
-        harness.end("r", 3001)
-        assert harness.offer(context, KEYS[2:]) == stored
-
-
-def test_a_store_waits_for_an_answer_but_not_for_a_late_one_nor_where_its_request_ends() -> None:
-    harness = ManagerHarness()
+def test_a_store_waits_for_an_answer_but_not_for_a_late_one_nor_where_its_request_ends(harness: ManagerHarness) -> None:
     context, ends = harness.request(), harness.request("ends")
     harness.manager.scheduled(harness.requests["r"], 0)
     assert harness.offer(context) is None, "vLLM offers it again in the next step"
@@ -331,8 +324,7 @@ def test_a_store_waits_for_an_answer_but_not_for_a_late_one_nor_where_its_reques
     assert harness.offer(context) == KEYS
 
 
-def test_the_end_of_a_prompt_inside_a_chunk_is_neither_looked_up_nor_stored() -> None:
-    harness = ManagerHarness()
+def test_the_end_of_a_prompt_inside_a_chunk_is_neither_looked_up_nor_stored(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
     tail = key(9)
     context.set_offload_key_position(tail, 2500)
@@ -343,8 +335,7 @@ def test_the_end_of_a_prompt_inside_a_chunk_is_neither_looked_up_nor_stored() ->
 # --- when nothing is looked up, or stored ----------------------------------------------------------
 
 
-def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off_until_it_can() -> None:
-    harness = ManagerHarness()
+def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off_until_it_can(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
     harness.report("weights", usable=False)
     harness.scan()
@@ -367,9 +358,8 @@ def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
     assert consumer.offer(context, [key(9)]) == []
 
 
-def test_requests_of_an_unknown_adapter_use_nothing() -> None:
+def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> None:
     """vLLM may compute them with either."""
-    harness = ManagerHarness()
     first, second, other, plain = (harness.request(name, set()) for name in ("first", "second", "other", "plain"))
     harness.manager.begin_adapter("first", b"one", 1)
     harness.manager.begin_adapter("other", b"one", 2)
@@ -381,8 +371,7 @@ def test_requests_of_an_unknown_adapter_use_nothing() -> None:
         harness.manager.complete_store(KEYS, context)
 
 
-def test_requests_of_an_adapter_of_old_weights_use_nothing() -> None:
-    harness = ManagerHarness()
+def test_requests_of_an_adapter_of_old_weights_use_nothing(harness: ManagerHarness) -> None:
     before, plain = harness.request("before", set()), harness.request("plain", set())
     harness.manager.begin_adapter("before", b"one", 1)
     harness.manager.namespace.leave(engine_cache_kept=True)
@@ -409,54 +398,42 @@ def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> Requ
     return report
 
 
-def found(report: RequestReport) -> tuple[int, int, int, int]:
-    return report.keys, report.found_pool, report.found_disk, report.found_shared
+def test_outcomes_and_what_was_found_are_reported() -> None:
+    def found(report: RequestReport) -> tuple[object, ...]:
+        return report.outcome, report.keys, report.found_pool, report.found_disk, report.found_shared
 
-
-def test_a_miss_names_its_first_key_whatever_is_behind_it() -> None:
-    harness = ManagerHarness()
-    harness.request(ready={block_hash(2)})
-    report = report_of(harness)
-    assert (report.outcome, found(report), report.missing_key) == (Outcome.MISSED, (3, 1, 0, 0), block_hash(1))
-
-
-def test_a_prompt_shorter_than_a_block_says_so() -> None:
-    harness = ManagerHarness()
-    harness.new(hashes=0)
-    report = report_of(harness)
-    assert (report.outcome, found(report), report.tokens) == (Outcome.SHORT, (0, 0, 0, 0), 1)
-
-
-def test_what_a_tier_does_not_bring_in_time_is_late() -> None:
     harness = ManagerHarness(disk_wait_s=0.0)
-    harness.request()
+    harness.request("gap", {block_hash(2)})
+    report = report_of(harness, name="gap")
+    assert found(report) == (Outcome.MISSED, 3, 1, 0, 0)
+    assert report.missing_key == block_hash(1), "the first one, whatever is behind it"
+
+    harness.request("late")
     harness.client.answer({block_hash(1)}, coming={block_hash(2)}, shared={block_hash(3)})
-    harness.scan()
-    report = report_of(harness, CHUNK_TOKENS)
-    assert found(report) == (3, 1, 1, 1)
+    harness.scan("late")
+    report = report_of(harness, CHUNK_TOKENS, "late")
+    assert found(report) == (Outcome.LOADED, 3, 1, 1, 1)
     assert (report.missing_key, report.reason) == (block_hash(2), "tier_late")
 
+    harness.new("short", hashes=0)
+    report = report_of(harness, name="short")
+    assert (*found(report), report.tokens) == (Outcome.SHORT, 0, 0, 0, 0, 1)
 
-def test_an_answer_that_nobody_needs_is_not_late() -> None:
-    harness = ManagerHarness()
-    harness.request()
-    harness.manager.prepare_scan(harness.requests["r"], 3 * CHUNK_TOKENS, has_all=True)
-    report = report_of(harness)
-    assert (report.outcome, report.keys) == (Outcome.HELD, 0)
+    harness.request("held")
+    harness.manager.prepare_scan(harness.requests["held"], 3 * CHUNK_TOKENS, has_all=True)
+    assert found(report_of(harness, name="held"))[:2] == (Outcome.HELD, 0), (
+        "nobody waits for its answer: it is not late"
+    )
 
-
-def test_a_request_that_may_not_be_looked_up_is_unused() -> None:
-    harness = ManagerHarness()
-    harness.new()
-    harness.manager._requests["r"].disabled = True
-    assert report_of(harness).outcome is Outcome.UNUSED
+    harness.new("disabled")
+    harness.manager._requests["disabled"].disabled = True
+    assert report_of(harness, name="disabled").outcome is Outcome.UNUSED
     harness.client.ready = False
     harness.request("away")
     assert report_of(harness, name="away").outcome is Outcome.UNUSED
 
 
-def test_a_load_that_fails_is_reported_too_and_a_preemption_is_not() -> None:
-    harness = ManagerHarness()
+def test_a_load_that_fails_is_reported_too_and_a_preemption_is_not(harness: ManagerHarness) -> None:
     harness.request(ready=HASHES)
     assert report_of(harness, 3000).outcome is Outcome.LOADED
     harness.manager._job_failed(FailedJob(None, request_id="r"))
@@ -467,8 +444,7 @@ def test_a_load_that_fails_is_reported_too_and_a_preemption_is_not() -> None:
     assert len(harness.client.noted) == 2
 
 
-def test_last_request_of_an_engine_that_makes_no_more_steps_is_reported() -> None:
-    harness = ManagerHarness()
+def test_last_request_of_an_engine_that_makes_no_more_steps_is_reported(harness: ManagerHarness) -> None:
     context = harness.request(ready={block_hash(1)})
     harness.manager.scheduled(harness.requests["r"], CHUNK_TOKENS)
     harness.manager.on_request_finished(context)
@@ -478,9 +454,8 @@ def test_last_request_of_an_engine_that_makes_no_more_steps_is_reported() -> Non
 # --- what is measured ------------------------------------------------------------------------------
 
 
-def test_the_end_of_a_steps_output_ends_the_step() -> None:
+def test_the_end_of_a_steps_output_ends_the_step(harness: ManagerHarness) -> None:
     """vLLM asks for events once for each step's output, and for nothing else."""
-    harness = ManagerHarness()
     for _ in range(2):  # the first is taken for one in which the engine compiles
         harness.manager.step_begins([1024])
         harness.clock.now += 0.5
@@ -488,8 +463,7 @@ def test_the_end_of_a_steps_output_ends_the_step() -> None:
     assert harness.prefill.tokens_per_second == 2048
 
 
-def test_every_metric_is_declared_and_on_the_page() -> None:
-    harness = ManagerHarness()
+def test_every_metric_is_declared_and_on_the_page(harness: ManagerHarness) -> None:
     harness.request(ready=HASHES)
     first = harness.counted()
     assert first == {LOOKUPS: 1, CONNECTED: 1, PREFILL_RATE: 0.0, LOAD_RATE: 0.0}

@@ -21,13 +21,7 @@ from kvoffd_client.vllm import kv_memory
 from kvoffd_client.vllm import spec as spec_module
 from kvoffd_client.vllm import worker as worker_module
 from kvoffd_client.vllm.config import ConnectorOptions
-from kvoffd_client.vllm.connector_metadata import (
-    FailedJob,
-    KeyedSpec,
-    TransferMismatch,
-    WorkerReport,
-    group_transfers,
-)
+from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, TransferMismatch, WorkerReport, group_transfers
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
@@ -278,9 +272,7 @@ def test_a_worker_is_registered_in_one_namespace_at_a_time() -> None:
     assert (second.unregistered, worker.registered, worker.usable) == (1, None, True)
 
 
-def test_a_load_of_a_left_namespace_fails_once_memory_is_released(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_load_of_a_left_namespace_fails_once_memory_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "UNREGISTER_TIMEOUT_S", 0.1)
     with FakeDaemon() as fake, SharedMemory(4096) as memory:
         fake.hold_jobs, fake.close_on_eof = True, False
