@@ -7,15 +7,14 @@ no thread and no socket of its own, so that each client is a fork of it, which c
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections import Counter, deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,101 +22,60 @@ from kvoffd_client.testing import FakeEngine
 from tests.chaos.rounds import held_resources, run_module
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.kit.wire import books
+from tests.kit.wire import books, keys
 
-STAGES = ("connecting", "registered", "leased", "loading", "storing")
-"""Stages that a client reports; it is killed some time after one of them."""
+STAGES = ("connecting", "registered", "leased", "storing")
+"""A client is killed some time after one of them has begun; with the lease it loads."""
 AT_ONCE = 3
 BATCH = 4
-LAYERS, BLOCKS, PAGE_BYTES = 2, 2 * BATCH, 4096
-CLIENT_DEADLINE_S = 30.0
+CLIENT_DEADLINE_S = 30
 SETTLE_DEADLINE_S = 30.0
 WARM_UP = 60
-POOL = "4MiB"
-KEYS = [number.to_bytes(32, "big") for number in range(BATCH)]
+KEYS = keys(*range(BATCH))
 
 
 def make_engine(directory: Path) -> FakeEngine:
     """An engine like those that are killed, in the same namespace."""
-    return FakeEngine(directory, "cycles", 1, LAYERS, BLOCKS, PAGE_BYTES)
+    return FakeEngine(directory, "cycles", layers=2, blocks=2 * BATCH, page_bytes=4096)
 
 
-def be_client(directory: Path, report_pipe: int, number: int) -> None:
-    """Connect, then store, look up and load until killed. Writes a byte to ``report_pipe`` for each stage."""
-    os.write(report_pipe, bytes([STAGES.index("connecting")]))
+def be_client(directory: Path, number: int, stage: str, after_s: float) -> None:
+    """Connect, then store, look up and load, until killed ``after_s`` seconds after ``stage`` has begun."""
+
+    def begin(name: str) -> None:
+        if name == stage:
+            threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    signal.alarm(CLIENT_DEADLINE_S)  # whose end is another one
+    begin("connecting")
     engine = make_engine(directory)
-    os.write(report_pipe, bytes([STAGES.index("registered")]))
+    begin("registered")
     while True:
         number += 1
-        fresh = [(number << 40 | os.getpid() << 8 | at).to_bytes(32, "big") for at in range(BATCH)]
         ready = engine.lookup(KEYS)
-        os.write(report_pipe, bytes([STAGES.index("leased")]))
-        os.write(report_pipe, bytes([STAGES.index("loading")]))
+        begin("leased")
         engine.load(KEYS[:ready], range(ready))
-        os.write(report_pipe, bytes([STAGES.index("storing")]))
-        engine.store(fresh, range(BATCH))
+        begin("storing")
+        engine.store(keys(*(number << 40 | os.getpid() << 8 | at for at in range(BATCH))), range(BATCH))
 
 
-@dataclass
-class Client:
-    """A fork that lives until it is killed, ``after_s`` seconds after it has reported ``stage``."""
-
-    pid: int
-    pipe: int
-    stage: int
-    after_s: float
-    seen: set[int]
-    deadline: float
-
-    @classmethod
-    def fork(cls, directory: Path, number: int, stage: int, after_s: float) -> Client:
-        pipe, report_pipe = os.pipe()
-        pid = os.fork()
-        if pid:
-            os.close(report_pipe)
-            return cls(pid, pipe, stage, after_s, set(), time.monotonic() + CLIENT_DEADLINE_S)
-        try:
-            os.close(pipe)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            be_client(directory, report_pipe, number)
-        finally:
-            os._exit(9)  # it must not go on as a second parent, whatever went wrong
-
-    def read_stages(self) -> bool:
-        """Read the stages that it reported. Returns whether it is to be killed now."""
-        data = os.read(self.pipe, 64)
-        self.seen.update(data)
-        if not data or time.monotonic() > self.deadline:
-            raise SystemExit(f"a client came to stages {sorted(self.seen)} and not to {self.stage}")
-        return self.stage in self.seen
-
-    def kill(self) -> None:
-        time.sleep(self.after_s)
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        os.close(self.pipe)
-
-
-def make_clients(directory: Path, count: int, seed: int) -> Counter[str]:
+def kill_clients(directory: Path, count: int, seed: int) -> Counter[str]:
     """Run and kill ``count`` clients. Returns how many were killed in each stage."""
-    rng = random.Random(seed)
+    rng, fork = random.Random(seed), multiprocessing.get_context("fork")
     killed: Counter[str] = Counter()
-    living: dict[int, Client] = {}
-    made = 0
-    while made < count or living:
-        while made < count and len(living) < AT_ONCE:
-            after_s = rng.choice((0.0, rng.uniform(0.0, 0.004)))
-            client = Client.fork(directory, made, rng.randrange(len(STAGES)), after_s)
-            living[client.pipe] = client
-            made += 1
-        readable, _, _ = select.select(list(living), [], [], CLIENT_DEADLINE_S)
-        if not readable:
-            raise SystemExit("no client reports anything")
-        for pipe in readable:
-            if living[pipe].read_stages():
-                client = living.pop(pipe)
-                client.kill()
-                killed[STAGES[client.stage]] += 1
+    while (number := killed.total()) < count:
+        stages = [rng.choice(STAGES) for _ in range(min(AT_ONCE, count - number))]
+        clients = [
+            fork.Process(target=be_client, args=(directory, number, stage, rng.choice((0.0, rng.uniform(0.0, 0.004)))))
+            for stage in stages
+        ]
+        for client in clients:
+            client.start()
+        for client, stage in zip(clients, stages, strict=True):
+            client.join()
+            assert client.exitcode == -signal.SIGKILL, f"a client that was to come to {stage!r}: {client.exitcode}"
+        killed.update(stages)
     return killed
 
 
@@ -153,25 +111,23 @@ def measure_cycles(count: int, seed: int) -> tuple[Counter[str], Footprint, Foot
 
     Raises AssertionError when it holds something for them afterwards.
     """
-    with (
-        DaemonProcess(POOL, limits={"partial_timeout_s": 0.5}) as daemon,
-        make_engine(daemon.directory) as engine,
-    ):
+    with DaemonProcess("4MiB", limits={"partial_timeout_s": 0.5}) as daemon, make_engine(daemon.directory) as engine:
         engine.fill(range(BATCH), seed=1)
         assert engine.store(KEYS, range(BATCH)).ok
-        _kill_clients(daemon.directory, WARM_UP, seed)
+
+        def kill(count: int, seed: int) -> Counter[str]:
+            arguments = str(daemon.directory), str(count), str(seed)
+            made = run_module("tests.chaos.cycles", *arguments, stdout=subprocess.PIPE)
+            said, _ = made.communicate()
+            assert made.returncode == 0
+            return Counter(json.loads(said))
+
+        kill(WARM_UP, seed)
         before = _settled(daemon)
-        killed = _kill_clients(daemon.directory, count, seed + 1)
+        killed = kill(count, seed + 1)
         after = _settled(daemon)
         assert "Traceback" not in daemon.log, daemon.log[-4000:]
         return killed, before, after
-
-
-def _kill_clients(directory: Path, count: int, seed: int) -> Counter[str]:
-    made = run_module("tests.chaos.cycles", str(directory), str(count), str(seed), stdout=subprocess.PIPE)
-    said, _ = made.communicate()
-    assert made.returncode == 0
-    return Counter(json.loads(said))
 
 
 def _settled(daemon: DaemonProcess) -> Footprint:
@@ -193,4 +149,4 @@ def _settled(daemon: DaemonProcess) -> Footprint:
 
 
 if __name__ == "__main__":
-    print(json.dumps(make_clients(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(kill_clients(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

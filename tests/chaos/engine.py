@@ -91,7 +91,6 @@ class ChaosEngine:
         self._quiet_reported = True
         self._input = b""
         self._last_job = 0
-        self._epoch = 0
 
     # --- what requests ask for -------------------------------------------------------------------
 
@@ -111,12 +110,6 @@ class ChaosEngine:
         started = time.monotonic()
         work()
         self.model_s += time.monotonic() - started
-
-    def report_hit(self) -> None:
-        """Loaded blocks were right; the first time in each life of the daemon this is reported."""
-        if self._epoch != self.scheduler.epoch:
-            self._epoch = self.scheduler.epoch
-            emit("hit", time.monotonic())
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -138,8 +131,7 @@ class ChaosEngine:
         self.model_s = 0.0
         started, waited = time.monotonic(), waited_for_cpu_s()
         for worker in self.workers:
-            for result in worker.take_results():
-                self.results[result.job_id].append(result)
+            self._take_results(worker)
         self.scheduler.poll()
         if self._going and not self.stopping:
             while len(self._active) < MAX_ACTIVE and self._admit():
@@ -156,6 +148,10 @@ class ChaosEngine:
         self.counts["steps"] += 1
         if took >= REPORT_STEPS_FROM_S:
             emit("step", [started, took, min(took, waited_for_cpu_s() - waited)])
+
+    def _take_results(self, worker: WorkerClient) -> None:
+        for result in worker.take_results():
+            self.results[result.job_id].append(result)
 
     def _admit(self) -> bool:
         length = self.rng.randint(1, LONGEST)
@@ -179,13 +175,12 @@ class ChaosEngine:
             self.model(lambda: self._overwrite(blocks[:ready]))
             load = self.new_job()
             for worker in self.workers:
-                worker.load(load, lookup.lease_id, [transfer(keys[:ready], blocks[:ready])])
+                worker.load(load, lookup.lease_id, [GroupTransfer.of(keys[:ready], blocks[:ready])])
             while (loaded := self.finished(load)) is None:
                 yield "a load"
             counts["loads" if loaded else "loads recomputed"] += 1
             if loaded:
                 self.model(lambda: self._compare(keys[:ready], blocks[:ready]))
-                self.report_hit()
             else:
                 ready = 0
         if lookup.lease_id:
@@ -198,7 +193,7 @@ class ChaosEngine:
         if wanted and all(worker.credit_bytes >= wanted for worker in self.workers):
             store = self.new_job()
             for worker in self.workers:
-                worker.store(store, [transfer(keys, new_blocks)])
+                worker.store(store, [GroupTransfer.of(keys, new_blocks)])
             while (stored := self.finished(store)) is None:
                 if self.rng.random() < 0.01:
                     self._fence(store)
@@ -211,8 +206,7 @@ class ChaosEngine:
         """Another request wants these blocks now, as at vLLM's block fence."""
         for worker in self.workers:
             worker.fence([store], FENCE_TIMEOUT_S)
-            for result in worker.take_results():
-                self.results[result.job_id].append(result)
+            self._take_results(worker)
         self.counts["fences"] += 1
         if len(self.results[store]) < RANKS:
             emit("failed", "a fence came back before its jobs had ended")
@@ -232,10 +226,11 @@ class ChaosEngine:
 
     def _compare(self, keys: list[bytes], blocks: list[int]) -> None:
         for key, block in zip(keys, blocks, strict=True):
-            wrong = 0
-            for rank, pages in enumerate(self.pages):
-                for layer in range(LAYERS):
-                    wrong += int(np.count_nonzero(pages[layer, block] != page_of(key, rank, layer)))
+            wrong = sum(
+                int(np.count_nonzero(pages[layer, block] != page_of(key, rank, layer)))
+                for rank, pages in enumerate(self.pages)
+                for layer in range(LAYERS)
+            )
             self.counts["blocks compared"] += 1
             if wrong:
                 emit("wrong", f"{wrong} words of key {key.hex()} are not what was stored")
@@ -253,20 +248,15 @@ class ChaosEngine:
 
     def _report(self) -> None:
         now = time.monotonic()
-        if self.counts and now - self._reported_at > REPORT_EVERY_S:
+        connected = self.scheduler.ready and all(worker.ready for worker in self.workers)
+        quiet = not self._quiet_reported and not self._active and connected
+        if quiet or (self.counts and now - self._reported_at > REPORT_EVERY_S):
             self._reported_at = now
             emit("did", dict(self.counts))
             self.counts.clear()
-        connected = self.scheduler.ready and all(worker.ready for worker in self.workers)
-        if not self._quiet_reported and not self._active and connected:
+        if quiet:
             self._quiet_reported = True
-            emit("did", dict(self.counts))
-            self.counts.clear()
-            emit("quiet", self.scheduler.epoch)
-
-
-def transfer(keys: list[bytes], blocks: list[int]) -> GroupTransfer:
-    return GroupTransfer(0, b"".join(keys), np.array(blocks, dtype="<i4").tobytes())
+            emit("quiet", 1)
 
 
 def waited_for_cpu_s() -> float:

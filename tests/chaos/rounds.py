@@ -63,9 +63,7 @@ class ChaosEngineProcess:
         self.problems: list[str] = []
         self.steps: list[tuple[float, float, float]] = []
         """For each longer step: when it began, how many seconds it took, and how many of them it waited for a CPU."""
-        self.hits: list[float] = []
-        """For each life of the daemon, when its first right blocks were loaded."""
-        self.quiet_epoch: int | None = None
+        self.quiet = False
         self.stopped: list[tuple[float, float]] = []
         """From when to when a round had it stopped."""
         self._ready = threading.Event()
@@ -81,10 +79,8 @@ class ChaosEngineProcess:
                     self.counts.update(value)
                 case "step":
                     self.steps.append(tuple(value))
-                case "hit":
-                    self.hits.append(value)
                 case "quiet":
-                    self.quiet_epoch = value
+                    self.quiet = True
                 case "ready":
                     self._ready.set()
                 case _:
@@ -96,7 +92,7 @@ class ChaosEngineProcess:
     def send_command(self, word: str) -> None:
         """Send ``go`` or ``quiet``."""
         assert self.process.stdin is not None
-        self.quiet_epoch = None
+        self.quiet = False
         try:
             self.process.stdin.write(f"{word}\n".encode())
             self.process.stdin.flush()
@@ -178,14 +174,18 @@ class Rounds:
             engine.wait_ready()
             engine.send_command("go")  # a new one has not heard it
         if self._supervisor.lives > lives:
-            self._wait_hit(self._supervisor.ended_at[-1])
+            self._wait_loaded()
         time.sleep(self._rng.uniform(0.05, 0.2))
         self._quiet(f"round {self.report.rounds}, {action}")
 
-    def _wait_hit(self, since: float) -> None:
-        """Until an engine has loaded something from the new daemon. Where the pool was lost that may take too long."""
-        deadline = time.monotonic() + HIT_DEADLINE_S
-        while time.monotonic() < deadline and not any(hit > since for one in self._engines for hit in one.hits):
+    def _wait_loaded(self) -> None:
+        """Until something was loaded from the new daemon. Where the pool was lost that may take too long."""
+
+        def compared() -> int:
+            return sum(engine.counts["blocks compared"] for engine in self._engines)
+
+        deadline, before = time.monotonic() + HIT_DEADLINE_S, compared()
+        while time.monotonic() < deadline and compared() == before:
             time.sleep(0.005)
 
     # --- what may happen -------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class Rounds:
         for number, engine in enumerate(self._engines):
             if engine.process.poll() is not None:
                 engine.problems.append(f"failed: engine {number} ended with status {engine.process.returncode}")
-        waiting = [number for number, engine in enumerate(self._engines) if engine.quiet_epoch is None]
+        waiting = [number for number, engine in enumerate(self._engines) if not engine.quiet]
         if waiting:
             return f"engines {waiting} have requests in flight or are not connected"
         try:

@@ -30,7 +30,6 @@ class Supervisor:
     Attributes:
         lives: daemons started.
         hung: for each daemon that was killed because it hung, from when to when it was silent.
-        ended_at: when each daemon ended that was replaced (time.monotonic).
         failure: a sentence when a daemon did not come up.
     """
 
@@ -51,7 +50,6 @@ class Supervisor:
         )
         self.lives = 0
         self.hung: list[tuple[float, float]] = []
-        self.ended_at: list[float] = []
         self.failure = ""
         self._closing = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -100,7 +98,6 @@ class Supervisor:
         while not self._closing and not self.failure:
             time.sleep(POLL_S)
             if not self.daemon.running:
-                self.ended_at.append(time.monotonic())
                 time.sleep(RESTART_S)
                 self._start()
             elif self._manager.ready and self._manager.silent_for_s > WATCHDOG_S:

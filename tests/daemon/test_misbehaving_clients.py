@@ -339,7 +339,9 @@ def test_a_client_that_reads_nothing(daemon: DaemonProcess) -> None:
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         with Neighbour(daemon.directory):
             pass
-        assert books(daemon.directory).own_bytes < before.own_bytes + (16 << 20)
+        after = books(daemon.directory)
+        assert after.own_bytes < before.own_bytes + (16 << 20)
+        assert after.replies_dropped["unread"] > before.replies_dropped.get("unread", 0)
 
 
 def test_a_subscriber_that_reads_nothing(memory: SharedMemory) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
@@ -17,9 +16,8 @@ import zmq
 
 from kvoffd.config import Config
 from kvoffd.server.service import Service
-from kvoffd.server.sockets import QUEUED_MESSAGES, Sockets
+from kvoffd.server.sockets import Sockets
 from kvoffd.system.directory import DaemonDirectory
-from kvoffd_proto.errors import ErrorCode
 
 WAIT_MS = 10_000
 
@@ -28,9 +26,7 @@ class Echo:
     """A service that sends each request back, and what else a test wants."""
 
     def __init__(self) -> None:
-        self.replies_dropped = Counter[str]()
         self.pending: list[object] = []
-        self.errors = Counter[ErrorCode]()
         self.replies: list[tuple[bytes, bytes]] = []
         self.publications: list[tuple[bytes, bytes, bytes]] = []
         self.during: Callable[[bytes], None] = lambda frame: None
@@ -49,9 +45,6 @@ class Echo:
         publications, self.publications = self.publications, []
         self.turns.append(f"{len(replies)} replies")
         return publications, replies
-
-    def count_error(self, code: ErrorCode) -> None:
-        self.errors[code] += 1
 
     def after_send(self) -> None:
         self.turns.append("after")
@@ -76,13 +69,14 @@ class Room:
             client.close(linger=0)
         self._zmq.term()
 
-    def client(self, kind: int = zmq.DEALER, routing_id: bytes = b"", unread: int = 1000) -> zmq.Socket[bytes]:
-        """A connected client, in whose own queue as many messages wait as ``unread``."""
+    def client(self, kind: int = zmq.DEALER, routing_id: bytes = b"") -> zmq.Socket[bytes]:
+        """A connected client."""
         client = self._zmq.socket(kind)
         self._clients.append(client)
-        options: dict[int, int | bytes] = {zmq.LINGER: 0, zmq.RCVTIMEO: WAIT_MS, zmq.RCVHWM: unread}
-        for option, value in (options | ({zmq.ROUTING_ID: routing_id} if routing_id else {})).items():
-            client.setsockopt(option, value)
+        if routing_id:
+            client.setsockopt(zmq.ROUTING_ID, routing_id)
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVTIMEO, WAIT_MS)
         client.connect(f"ipc://{self.directory}/{'events' if kind == zmq.SUB else 'jobs'}.sock")
         return client
 
@@ -191,32 +185,6 @@ def test_what_follows_a_reply_is_put_off_unless_it_is_urgent(directory: Path, ur
 
     turns = with_clients(directory, run, service).turns
     assert turns[turns.index("1 replies") + 1] == ("after" if urgent else "0 replies")
-
-
-def test_replies_beyond_the_high_water_mark_are_counted_and_others_are_answered(directory: Path) -> None:
-    def run(room: Room) -> None:
-        reader, other = room.client(unread=1), room.client()
-        large, count = bytes(50_000), QUEUED_MESSAGES + 500
-        for number in range(count):
-            reader.send(large if number else b"first")
-            if not number % 100:
-                other.send(b"other")
-                assert other.recv() == b"other"
-        unread = room.service.replies_dropped
-        deadline = time.monotonic() + 10
-        while not unread["unread"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        read = 0
-        while reader.poll(500):
-            assert reader.recv() == (large if read else b"first")
-            read += 1
-        assert read + unread["unread"] == count
-        reader.send(b"last")
-        assert reader.recv() == b"last"
-
-    service = with_clients(directory, run)
-    assert not service.replies_dropped["gone"]
 
 
 def test_who_connects_again_under_its_own_name_is_answered(directory: Path) -> None:
