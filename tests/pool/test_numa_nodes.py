@@ -8,10 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from kvoffd.pool.allocator import PoolSegment, SlotAllocator, cut_pool
+from kvoffd.pool.allocator import PoolSegment, cut_pool
 from kvoffd.pool.pool import Pool
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.numa import Locality, nodes_with_gpus
@@ -98,27 +97,3 @@ def test_each_segment_is_touched_by_threads_near_its_node(monkeypatch: pytest.Mo
             ]
     finally:
         pool.close()
-
-
-def test_slots_lie_on_the_node_that_was_asked_for_and_spill_when_it_is_full() -> None:
-    slots = SlotAllocator(16 * MIB, 4 * MIB, NODES)
-
-    def take(count: int, node: int | None = None) -> list[int]:
-        return slots.offsets(slots.take(MIB, count, node)).tolist()
-
-    assert min(take(3, 1)) >= 8 * MIB
-    assert max(take(3, 0)) < 8 * MIB
-    assert slots.slots_on_other_nodes == 0
-    assert sorted(offset >= 8 * MIB for offset in take(7, 1)) == [False] * 2 + [True] * 5
-    assert slots.slots_on_other_nodes == 2
-    assert len(take(99)) == 3
-    assert slots.slots_on_other_nodes == 2, "nobody asked for a node"
-    assert slots.free_bytes == 0
-
-
-def test_what_was_taken_over_stays_on_its_node() -> None:
-    slots = SlotAllocator(16 * MIB, 4 * MIB, NODES)
-    sizes = np.array([0, 0, MIB, 2 * MIB], np.int64)
-    slots.restore(np.array([2 * slots.slots_per_region, 3 * slots.slots_per_region], np.uint32), sizes)
-    taken = slots.offsets(slots.take(MIB, 4, 1)).tolist()
-    assert sorted(taken) == [0, 9 * MIB, 10 * MIB, 11 * MIB]

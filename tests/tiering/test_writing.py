@@ -123,13 +123,6 @@ def test_what_hardly_comes_back_is_not_worth_a_write_to_a_full_tier(
     rig.check()
 
 
-def test_what_was_used_is_judged_when_it_is_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, space = full_rig(monkeypatch, WriteMode.REUSE, {1: 0.09})
-    use(rig, space, 1, 2)
-    assert [rig.in_tier(space, keys_of(number)) for number in (1, 2)] == [0, 1]
-    assert rig.tiering.disks.writer.spared_blocks == 1
-
-
 def test_where_little_of_what_is_written_comes_back_less_is_asked_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, space = full_rig(monkeypatch, WriteMode.REUSE, {21: 0.03, 22: 0.02})
     use(rig, space, *range(20))  # one read for twenty writes, of which the half is 0.025
