@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from random import Random
 
 import numpy as np
@@ -22,6 +23,11 @@ NOTHING: BlockIds = np.empty(0, np.uint32)
 
 def chain_of(*keys: int) -> bytes:
     return b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys)
+
+
+def ask(watched: HitRatioCurve, group: Group, requests: Iterable[bytes]) -> None:
+    for keys in requests:
+        watched.requested([Chain(group, keys, NOTHING)])
 
 
 def group_of(block_bytes: int = MIB, label: str = "tiny", name: int = 0, tokens: int = 512) -> Group:
@@ -50,8 +56,7 @@ def conversations(requests: int, seed: int, spread: int) -> Trace:
 
 def ratios_of(trace: Trace, pool: int) -> dict[str, float]:
     watched, group = HitRatioCurve(pool * MIB, lambda: 0.0), group_of()
-    for keys in trace.requests:
-        watched.requested([Chain(group, keys, NOTHING)])
+    ask(watched, group, trace.requests)
     return watched.in_all().lru_hit_ratio
 
 
@@ -65,8 +70,7 @@ def test_while_all_keys_are_watched_the_curve_is_that_of_an_lru() -> None:
 
 def test_a_key_that_stands_twice_in_a_request_counts_once() -> None:
     watched, group = HitRatioCurve(100 * MIB, lambda: 0.0), group_of()
-    for keys in (chain_of(1, 2), chain_of(3, 1, 3, 3)):
-        watched.requested([Chain(group, keys, NOTHING)])
+    ask(watched, group, (chain_of(1, 2), chain_of(3, 1, 3, 3)))
     assert watched.in_all().asked_tokens == 4 * 512
     assert watched.in_all().lru_hit_ratio["1"] == pytest.approx(1 / 4)
 
@@ -142,8 +146,7 @@ def test_prompts_of_small_blocks_part_and_end_anywhere(shared: int) -> None:
         asked.append(chain_of(*chats[at]))
     trace, pool = Trace("small", 16, asked), 40 * (shared + 30)
     watched, group = HitRatioCurve(pool * MIB // 32, lambda: 0.0), group_of(MIB // 32, tokens=16)
-    for keys in trace.requests:
-        watched.requested([Chain(group, keys, NOTHING)])
+    ask(watched, group, trace.requests)
     found = watched.in_all().lru_hit_ratio
     for size in (0.1, 0.5, 1.0, 2.0):
         true = replay(trace, "lru", round(pool * size)).hit_percent

@@ -25,15 +25,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.pool.allocator import SlotAllocator
-from kvoffd.pool.slot_table import (
-    READY_RECORD,
-    RECORD,
-    RECORD_BYTES,
-    BadTable,
-    SlotTable,
-    TableGeometry,
-    check_table,
-)
+from kvoffd.pool.slot_table import READY_RECORD, RECORD, RECORD_BYTES, BadTable, SlotTable, TableGeometry, check_table
 from kvoffd.system.native import native
 from kvoffd_proto.messages import GroupSpec
 

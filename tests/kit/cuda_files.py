@@ -1,9 +1,8 @@
-"""NVIDIA's headers and assemblers and Debian's driver library, which our CUDA declarations are held against.
+"""NVIDIA's headers and Debian's driver library, which our CUDA declarations are held against.
 
 `python -m tests.kit.cuda_files` fetches them into .cuda, started by the Makefile: `headers/VERSION` gets `cuda.h` and
-`cudaTypedefs.h` from NVIDIA's wheels on the package index, `ptxas/VERSION` the assembler of GPU code, and `driver`
-Debian's `libcuda.so.1`, by apt and its keys. None of it is kept in the repository: it is not ours to give away. Tests
-whose files cannot be fetched are skipped by name.
+`cudaTypedefs.h` from NVIDIA's wheels on the package index, `driver` Debian's `libcuda.so.1`, by apt and its keys. None
+of it is kept in the repository: it is not ours to give away. Tests whose files cannot be fetched are skipped by name.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -31,8 +30,6 @@ HEADERS = {
     "newest": "nvidia-cuda-runtime",
 }
 FILES = ("cuda.h", "cudaTypedefs.h")
-ASSEMBLERS = {"12.0": "nvidia-cuda-nvcc-cu12==12.0.*", "newest": "nvidia-cuda-nvcc"}
-ASSEMBLER = "ptxas"
 VERSIONS = list(HEADERS)
 WHY = "python -m tests.kit.cuda_files says why"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -41,9 +38,9 @@ DRIVER_PACKAGE = "libcuda1"
 TIMEOUT_S = 120
 
 
-def _fetch_wheel(wanted: str, files: Sequence[str], target: Path) -> str | None:
-    """Put files of a wheel on the package index into ``target``, by their names; return what went wrong, or None."""
-    if all((target / name).exists() for name in files):
+def _fetch_wheel(wanted: str, target: Path) -> str | None:
+    """Put the files of a wheel on the package index into ``target``; return what went wrong, or None."""
+    if all((target / name).exists() for name in FILES):
         return None
     with TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -53,7 +50,7 @@ def _fetch_wheel(wanted: str, files: Sequence[str], target: Path) -> str | None:
         (wheel,) = Path(scratch).glob("*.whl")
         with ZipFile(wheel) as archive:
             members = {Path(name).name: name for name in archive.namelist()}
-            _put(target, {name: archive.read(members[name]) for name in files})
+            _put(target, {name: archive.read(members[name]) for name in FILES})
     return None
 
 
@@ -123,10 +120,7 @@ def fetch() -> dict[str, str]:
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         fetched = {"Debian's libcuda1": pool.submit(_fetch_driver)}
         for version, wheel in HEADERS.items():
-            fetched[f"cuda.h {version}"] = pool.submit(_fetch_wheel, wheel, FILES, DIRECTORY / "headers" / version)
-        for version, wheel in ASSEMBLERS.items():
-            target = DIRECTORY / ASSEMBLER / version
-            fetched[f"{ASSEMBLER} {version}"] = pool.submit(_fetch_wheel, wheel, (ASSEMBLER,), target)
+            fetched[f"cuda.h {version}"] = pool.submit(_fetch_wheel, wheel, DIRECTORY / "headers" / version)
         return {what: problem for what, future in fetched.items() if (problem := future.result()) is not None}
 
 
@@ -135,15 +129,6 @@ def include_directory(version: str) -> Path:
     path = DIRECTORY / "headers" / version
     if not path.is_dir() and f"cuda.h {version}" in fetch():
         missing("cuda-headers", f"cuda.h of CUDA {version} could not be fetched; {WHY}")
-    return path
-
-
-def assembler(version: str) -> Path:
-    """One version's `ptxas`; without it the test is skipped, or fails where it is required."""
-    path = DIRECTORY / ASSEMBLER / version / ASSEMBLER
-    if not path.exists() and f"{ASSEMBLER} {version}" in fetch():
-        missing("cuda-headers", f"{ASSEMBLER} {version} could not be fetched; {WHY}")
-    path.chmod(0o755)
     return path
 
 

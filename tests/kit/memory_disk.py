@@ -65,6 +65,9 @@ class _File:
             image.extend(bytes(size - len(image)))
 
 
+def no_fault(name: str, number: int) -> None: ...
+
+
 class MemoryDisk(FileCalls):
     """A directory, which outlives those who open it; ``lose_power`` leaves what was synced and some of the rest.
 
@@ -75,7 +78,7 @@ class MemoryDisk(FileCalls):
     def __init__(self, direct: bool = True) -> None:
         self.files: dict[str, _File] = {}
         self.counts: Counter[str] = Counter()
-        self.fault: Callable[[str, int], int | None] = lambda name, number: None
+        self.fault: Callable[[str, int], int | None] = no_fault
         self.locked = False
         self.room = 2**40
         """Bytes that the file system has for ``kvoffd.disk``."""

@@ -94,9 +94,7 @@ class RedisServer(Starting):
                     command += ["--tls-cluster", "yes", "--cluster-announce-hostname", "localhost"]
             with (self._directory / "log").open("ab") as log:
                 self._process = subprocess.Popen(
-                    [*command, "--dir", str(self._directory), *self._tls_options, *self.options],
-                    stdout=log,
-                    stderr=log,
+                    [*command, "--dir", str(self._directory), *self._tls_options, *self.options], stdout=log, stderr=log
                 )
             wait_until(self._answers_or_ended, START_S, explain=lambda: (self._directory / "log").read_text())
             if self._process.poll() is None:

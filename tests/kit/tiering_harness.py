@@ -44,11 +44,7 @@ class TieringHarness(CacheRig):
     """A cache with a tier. A shard's bytes are a function of its name and are checked after promotions."""
 
     def __init__(
-        self,
-        settings: TieringSettings | None = None,
-        regions: int = 4,
-        tier_blocks: int = 0,
-        most_jobs: int = 2**30,
+        self, settings: TieringSettings | None = None, regions: int = 4, tier_blocks: int = 0, most_jobs: int = 2**30
     ) -> None:
         super().__init__(REGION_SLOTS * regions, REGION_SLOTS)
         self.memory = PoolBytes(self.slots.pool_bytes)

@@ -118,19 +118,6 @@ def test_of_very_much_that_is_asked_for_a_part_is_begun_at_once_and_more_with_ea
     assert rig.states(space, keys_of(*range(most))) == [READY] * most
 
 
-def test_blocks_come_up_on_the_numa_nodes_of_their_ranks(rig: TieringHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    space = rig.open(world_size=2)
-    for rank in range(2):
-        rig.cache.register_rank(space, rank, [UNIT], rank + 5)
-    rig.put_in_tier(space, keys_of(1))
-    rig.states(space, keys_of(1))
-    nodes: list[int | None] = []
-    take = rig.slots.take
-    monkeypatch.setattr(rig.slots, "take", lambda *given: nodes.append(given[2]) or take(*given))  # type: ignore[func-returns-value]
-    rig.finish_promotions()
-    assert nodes == [5, 6]
-
-
 def test_without_its_workers_a_namespace_gets_nothing_from_a_tier(rig: TieringHarness) -> None:
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))

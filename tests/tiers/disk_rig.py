@@ -120,8 +120,12 @@ class DiskRig:
             busy = any(one.waiting for one in self.workers) or bool(self.posted)
             for one in self.workers:
                 one.work()
-            while self.posted:
-                self.posted.popleft()()
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Call in the daemon's thread what was posted to it."""
+        while self.posted:
+            self.posted.popleft()()
 
     def fill(self, block: Block, version: int = 0) -> list[int]:
         """Put a block's bytes into the first slots of the pool; returns their offsets."""
@@ -185,6 +189,11 @@ class DiskRig:
     def remove(self, *numbers: int, space: Space = SPACE) -> Callable[[], bool]:
         self.tier.remove(space, [key_of(number) for number in numbers], "invalidated")
         return self.tier.removals_kept()
+
+    def remove_for_good(self, *numbers: int) -> None:
+        kept = self.remove(*numbers)
+        self.work()
+        assert kept()
 
     def check(self) -> None:
         """The books are right, and the listener knows what is there."""

@@ -96,8 +96,7 @@ class SharedConformance:
             rig.store(block)
             other.until(lambda other=other: other.ask_anew(block) == [Answer.YES])
             monkeypatch.setattr(time, "time", lambda off=off: now() + off)
-            raised = rig.tier.raise_generation(ONE)
-            rig.until(lambda raised=raised: raised.ended)
+            raised = rig.raise_generation(ONE)
             assert not raised.problem
             rig.tier.take_voided()
             other.until(lambda other=other: other.ask_anew(block) == [Answer.NO])
@@ -127,14 +126,6 @@ class SharedConformance:
         for number, block in enumerate(blocks):
             (data,) = SHARDS[block.checksums]
             assert other.pool[(8 + number) << 20 :][: len(data)] == data
-
-    def test_what_is_removed_is_gone_for_all(self, node: Nodes) -> None:
-        ours, theirs = node(), node()
-        block = ours.block(1)
-        ours.store(block)
-        ours.remove(block)
-        assert ours.ask(block) == [Answer.NO]
-        theirs.until(lambda: theirs.ask_anew(block) == [Answer.NO])
 
     def test_what_one_node_forgets_others_have_and_it_does_not_come_back_to_it(self, node: Nodes) -> None:
         ours, theirs = node(), node()

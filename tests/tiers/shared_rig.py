@@ -12,7 +12,7 @@ from random import Random
 from typing import ClassVar
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.shared import SharedTier
+from kvoffd.tiers.shared import Raise, SharedTier
 from kvoffd.tiers.store import Credentials, object_key, open_store
 from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
 from tests.kit.waiting import wait_until
@@ -129,6 +129,12 @@ class SharedRig:
     def remove(self, block: Block) -> None:
         """For all nodes."""
         self.tier.remove(block.space, [block.key], "partial")
+
+    def raise_generation(self, fingerprint: bytes) -> Raise:
+        """Make all of a namespace void for all nodes; ended, with what went wrong."""
+        one = self.tier.raise_generation(fingerprint)
+        self.until(lambda: one.ended)
+        return one
 
     def question(
         self, keys: Sequence[bytes], *, prefix: bool, fingerprint: bytes = ONE, length: int = 5000

@@ -14,17 +14,8 @@ from kvoffd.tiers.disk import HANG_TIMEOUT_S
 from kvoffd.tiers.disk_file import INDEX_NAME, default_region_bytes
 from kvoffd.tiers.tier import Block, Result, make_space
 from tests.kit.cases import case
-from tests.kit.memory_disk import PAGE, MemoryDisk, names_of
-from tests.tiers.disk_rig import (
-    ONE,
-    OTHER,
-    REGION_BYTES,
-    SLOT_BYTES,
-    SPACE,
-    DiskRig,
-    block_of,
-    key_of,
-)
+from tests.kit.memory_disk import PAGE, MemoryDisk, names_of, no_fault
+from tests.tiers.disk_rig import ONE, OTHER, REGION_BYTES, SLOT_BYTES, SPACE, DiskRig, block_of, key_of
 
 DONE = Result.DONE
 CAPACITY = 32
@@ -221,9 +212,7 @@ def test_what_was_evicted_before_it_was_removed_stays_away_too(rig: DiskRig) -> 
     rig.write(*map(block_of, range(CAPACITY)))
     assert rig.tier._evict_some(16 << 10)
     assert rig.there([0, 1]) == [1]
-    kept = rig.remove(0)
-    rig.work()
-    assert kept()
+    rig.remove_for_good(0)
     rig.kill()
     assert 0 not in rig.there([0])
     rig.check()
@@ -237,9 +226,7 @@ def test_what_was_written_over_before_it_was_removed_stays_away_after_a_power_cu
         file.durable = bytearray(file.data)
     rig.write(block_of(100))
     assert 0 not in rig.there([0])
-    kept = rig.remove(0)
-    rig.work()
-    assert kept()
+    rig.remove_for_good(0)
     for seed in range(8):
         rig.cut_power(Random(seed))
         assert rig.read(block_of(0)) is None
@@ -268,9 +255,7 @@ def test_what_was_removed_and_is_written_again_is_never_the_old_bytes_after_a_po
         rig = DiskRig()
         rig.write(*map(block_of, range(CAPACITY)))
         before = rig.tier._slots_of(SPACE.tag, [key_of(0)])[0]
-        kept = rig.remove(0)
-        rig.work()
-        assert kept()
+        rig.remove_for_good(0)
         assert rig.write(block_of(0, version=1), version=1) == [Result.DONE]
         places.add(rig.tier._slots_of(SPACE.tag, [key_of(0)])[0] == before)
         rig.cut_power(Random(seed))
@@ -288,9 +273,8 @@ def test_a_removal_waits_for_what_clears_the_record_already() -> None:
         rig.files.fault = fails_always("read")
         ends = rig.begin_read(block_of(1))
         rig.tier._reads.work()  # type: ignore[attr-defined]
-        while rig.posted:
-            rig.posted.popleft()()
-        rig.files.fault = lambda name, number: None
+        rig.deliver()
+        rig.files.fault = no_fault
         assert ends == [Result.FAILED]
         if seed >= 0:
             rig.work()
@@ -309,13 +293,10 @@ def test_records_of_a_region_whose_size_was_lost_do_not_come_back_with_it(rig: D
     for number in (1, 2):  # the thread that notes sizes is busy
         rig.begin_write(block_of(number))
         rig.tier._writes.work()  # type: ignore[attr-defined]
-        while rig.posted:
-            rig.posted.popleft()()
+        rig.deliver()
     rig.kill()
     assert rig.there([1, 2]) == []
-    kept = rig.remove(1, 2)
-    rig.work()
-    assert kept()
+    rig.remove_for_good(1, 2)
     rig.write(block_of(3))
     rig.restart()
     assert rig.there([1, 2, 3]) == [3]
@@ -344,7 +325,7 @@ def test_removed_while_it_is_written_it_is_not_there(ok: bool) -> None:
     rig.work()
     assert kept()
     assert ends == [Result.GONE if ok else Result.FAILED]
-    rig.files.fault = lambda name, number: None
+    rig.files.fault = no_fault
     assert again == [DONE]
     assert rig.read(block_of(1, version=1), version=1) is DONE
     rig.kill()
@@ -371,7 +352,7 @@ def test_a_removal_that_cannot_be_noted_is_tried_again(rig: DiskRig) -> None:
     assert not kept()
     assert rig.told.kinds["record_failed"] >= 2
     assert len(rig.tier._failed_notes) == 1
-    rig.files.fault = lambda name, number: None
+    rig.files.fault = no_fault
     rig.work()
     rig.tier.tick()
     rig.work()
@@ -428,7 +409,7 @@ def test_a_disk_that_cannot_note_a_removal_is_emptied_when_it_is_closed(rig: Dis
     rig.remove(1)
     rig.work()
     assert rig.tier.close(1.0)
-    rig.files.fault = lambda name, number: None
+    rig.files.fault = no_fault
     rig.open()
     assert rig.tier.found_blocks == 0
 
@@ -528,7 +509,7 @@ def test_a_read_that_fails_or_is_short_is_a_miss_and_reported(rig: DiskRig) -> N
     rig.write(block_of(1), block_of(2), block_of(3))
     rig.files.fault = fails_always("read")
     assert rig.read(block_of(1)) is Result.FAILED
-    rig.files.fault = lambda name, number: None
+    rig.files.fault = no_fault
     assert rig.there([1, 2, 3]) == [2, 3]
     del rig.files.data[PAGE:]
     assert rig.read(block_of(2)) is Result.FAILED
@@ -541,7 +522,7 @@ def test_after_a_write_that_fails_none_is_taken_for_a_while(rig: DiskRig, number
     for at in range(8):
         rig.files.fault = fails_always("write", number)
         assert rig.write(block_of(at)) == [Result.FAILED]
-        rig.files.fault = lambda name, number: None
+        rig.files.fault = no_fault
         began = rig.clock.now
         while rig.begin_write(block_of(100 + at)) is None:
             rig.clock.now += 0.5
@@ -552,7 +533,7 @@ def test_after_a_write_that_fails_none_is_taken_for_a_while(rig: DiskRig, number
     assert pauses[0] == 1.0
     assert pauses[-1] == 60.0
     assert set(rig.told.kinds) == {kind}
-    rig.files.fault = lambda name, number: None
+    rig.files.fault = no_fault
     assert rig.write(block_of(1)) == [DONE]
     rig.check()
 
@@ -562,7 +543,7 @@ def test_a_slot_that_cannot_be_written_is_put_aside() -> None:
     rig.write(*map(block_of, range(200)))
     rig.files.fault = fails_always("write")
     assert rig.write(block_of(300)) == [Result.FAILED]
-    rig.files.fault = lambda name, number: None
+    rig.files.fault = no_fault
     rig.clock.now += 100.0
     assert rig.write(block_of(301)) == [DONE]
     (bad,) = rig.tier._put_aside
@@ -577,8 +558,7 @@ def test_a_device_that_hangs_has_nothing_until_it_answers(rig: DiskRig) -> None:
     later = rig.begin_read(block_of(3), 1000.0)
     rig.clock.now += HANG_TIMEOUT_S + 1
     rig.tier.tick()
-    while rig.posted:
-        rig.posted.popleft()()
+    rig.deliver()
     assert rig.tier.hangs
     assert not rig.tier.available()
     assert rig.told.kinds == {"hung": 1}
@@ -667,21 +647,21 @@ def live(random: Random) -> None:
             case 8:
                 files.fault = random.choice((fails_first("write"), fails_first("note"), fails_first("read")))
             case 9:
-                files.fault = lambda name, number: None
+                files.fault = no_fault
                 rig.clock.now += 100.0
                 rig.tier.tick()
                 rig.work()
             case 10 if len(files.data) > PAGE:
                 files.flip(random.randrange(PAGE, len(files.data)), random.randrange(8))
             case 11:
-                files.fault = lambda name, number: None
+                files.fault = no_fault
                 rig.begin_write(block)
                 written.add((at, number))
                 if tasks := rig.workers[0].begin():
                     files.fault = fails_first("note") if random.random() < 0.5 else lambda name, number: PAGE
                     if random.random() < 0.5:
                         rig.tier._works(rig.tier._write)(tasks)
-                    files.fault = lambda name, number: None
+                    files.fault = no_fault
                 rig.cut_power(random) if random.random() < 0.5 else rig.kill()
         there = {(spaces.index(space), int.from_bytes(key, "big")) for space, key in names_of(rig.tier)}
         whole = {one for one in there if one in written or rig.read(block_of(one[1], spaces[one[0]])) is not DONE}

@@ -66,14 +66,6 @@ def test_a_key_of_another_type_is_a_miss_and_is_removed(store: FaultyStore, rig:
     assert rig.load(blocks[1]) is DONE
 
 
-def test_another_blocks_object_under_its_key_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:
-    one, other = rig.block(1), rig.block(2)
-    rig.store(other)
-    store.values[name_of(one, 0)] = store.values[name_of(other, 0)]
-    assert rig.load(one) is Result.CORRUPT
-    assert rig.load(other) is DONE
-
-
 def test_addresses_of_a_name_that_do_not_answer_take_no_longer_together_than_one(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,8 +344,7 @@ def test_a_generation_that_is_no_number_is_named_and_nothing_is_found(
     store.values[generation_key(ONE)] = value
     assert rig.ask(block) == [Answer.NO]
     assert rig.kinds == {"generation": 1}
-    one = rig.tier.raise_generation(ONE)
-    rig.until(lambda: one.ended)
+    one = rig.raise_generation(ONE)
     assert one.problem
     assert store.values[generation_key(ONE)] == value, "a number of 19 digits would be read by nobody"
     del store.values[generation_key(ONE)]
@@ -442,10 +433,8 @@ def test_each_right_that_is_named_is_needed_and_they_suffice(lacking: str) -> No
             if lacking != "expire":  # which is in another database
                 assert rig.load(block) is DONE
             written = rig.write(rig.block(1))
-            one = rig.tier.raise_generation(OTHER)
-            rig.until(lambda: one.ended)
-            again = rig.tier.raise_generation(OTHER)
-            rig.until(lambda: again.ended)
+            one = rig.raise_generation(OTHER)
+            again = rig.raise_generation(OTHER)
             rig.remove(block)
             if lacking in ("", "incrby"):
                 owner.until(lambda: owner.ask_anew(block) == [Answer.NO])

@@ -187,8 +187,7 @@ def test_without_one_of_three_masters_what_the_others_have_is_found(
             assert not is_taken(number)
 
     def reset() -> bool:
-        one = rig.tier.raise_generation(ONE)
-        rig.until(lambda: one.ended)
+        one = rig.raise_generation(ONE)
         return not one.problem
 
     rig.until(reset)
@@ -359,7 +358,6 @@ def test_the_rights_that_are_named_suffice(cluster: RedisCluster, lacking: str) 
             assert rig.load(block) is DONE
             rig.remove(block)
         for _ in range(2):
-            one = rig.tier.raise_generation(ONE)
-            rig.until(lambda one=one: one.ended)
+            one = rig.raise_generation(ONE)
             assert not one.problem
         assert not rig.kinds
