@@ -118,7 +118,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_is_written_to_an_untyped_pointer_is_what_the_header_says(version: str) -> None:
+def test_untyped_pointers_get_what_the_header_says(version: str) -> None:
     header = (include_directory(version) / "cuda.h").read_text()
     said = re.findall(r"::(CU_POINTER_ATTRIBUTE_\w+):[\s*]+Returns in \\p \*data (.*)", header)
     found = {name: kind for name, text in said for words, kind in WORDS.items() if text.startswith(words)}

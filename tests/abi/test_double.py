@@ -95,7 +95,7 @@ def test_what_is_not_waited_for_has_not_happened(bench: Bench) -> None:
     assert bench.view[0] == 2
 
 
-def test_by_chance_copies_happen_sooner_and_streams_and_batches_have_no_order() -> None:
+def test_by_chance_copies_run_early_and_in_any_order() -> None:
     bench = Bench(seed=7)
     streams = [bench.driver.create_stream(urgent=False) for _ in range(2)]
     seen = set()
@@ -116,7 +116,7 @@ def test_by_chance_copies_happen_sooner_and_streams_and_batches_have_no_order() 
     assert any(not one[0] and one[1:4] != (0,) * 3 for one in seen), "the first of a batch was always first"
 
 
-def test_copies_beyond_what_was_registered_or_allocated_are_refused(bench: Bench) -> None:
+def test_copies_beyond_registered_memory_are_refused(bench: Bench) -> None:
     end, gpu = bench.host + SIZE, bench.gpu.address
     for call in (bench.copy, lambda *copy: bench.batch([copy])):
         bench.refused(INVALID_VALUE, call, end - KIB, gpu, 2 * KIB)
@@ -129,7 +129,7 @@ def test_copies_beyond_what_was_registered_or_allocated_are_refused(bench: Bench
 
 
 @pytest.mark.parametrize("freed", [True, False])
-def test_memory_that_goes_under_a_copy_is_a_fault_and_no_call_works_after_it(bench: Bench, freed: bool) -> None:
+def test_memory_that_goes_under_a_copy_is_a_lasting_fault(bench: Bench, freed: bool) -> None:
     bench.copy(bench.host, bench.gpu.address)
     if freed:
         bench.stub.free(bench.gpu)
@@ -142,7 +142,7 @@ def test_memory_that_goes_under_a_copy_is_a_fault_and_no_call_works_after_it(ben
     bench.refused(FAULT, bench.driver.retain_context, 0)  # not even in a new context: "must be terminated"
 
 
-def test_the_errors_that_end_a_process_stick_and_another_does_not(bench: Bench) -> None:
+def test_errors_that_end_a_process_last_and_others_do_not(bench: Bench) -> None:
     for status in (cuda.ERROR_OUT_OF_MEMORY, *cuda.RELAUNCH_ERRORS):
         bench.stub.fail("cuMemcpyAsync", 1, status)
         bench.refused(status, bench.copy, bench.host, bench.gpu.address)

@@ -29,7 +29,7 @@ def library() -> str:
     return str(real_driver())
 
 
-def test_it_exports_what_we_call_and_what_a_header_of_its_time_declares(library: str) -> None:
+def test_it_exports_what_we_call_and_its_header_declares(library: str) -> None:
     loaded = ctypes.CDLL(library)
     assert [name for name in {**cuda.PROTOTYPES, **TEST_PROTOTYPES} if not hasattr(loaded, name)] == []
     header = include_directory("12.0") / "cuda.h"
@@ -71,7 +71,7 @@ def test_a_form_of_a_call_is_given_by_version_as_the_double_does(library: str) -
 # --- a daemon and a worker where this is the driver ---------------------------------------------------
 
 
-def test_a_daemon_without_a_gpu_serves_host_memory_and_says_what_is_missing(library: str, tmp_path: Path) -> None:
+def test_a_daemon_without_a_gpu_serves_host_memory(library: str, tmp_path: Path) -> None:
     key = bytes(32)
     with Machine(library, None).daemon as daemon:
         with Exporter(daemon.directory, fresh_stub().path, "ordinary") as gpu_worker:

@@ -84,7 +84,7 @@ def test_the_first_registration_fixes_a_ranks_shards() -> None:
 # --- lookups and leases -------------------------------------------------------------------------
 
 
-def test_leases_leave_others_space_and_what_they_may_not_hold_is_a_miss() -> None:
+def test_leases_leave_space_and_the_rest_is_a_miss() -> None:
     rig = CacheRig(16, 4, leased_share=0.5)
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(16)))
@@ -106,7 +106,7 @@ def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
 # --- loads and space -----------------------------------------------------------------------------
 
 
-def test_only_as_many_blocks_go_as_are_needed_a_chains_tail_first() -> None:
+def test_as_many_blocks_go_as_are_needed_a_tail_first() -> None:
     rig = full_rig()
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(8)))
@@ -144,7 +144,7 @@ def test_a_region_with_a_pinned_block_is_not_taken_over() -> None:
     check_invariants(rig.cache)
 
 
-def test_one_old_block_of_another_size_does_not_cost_a_region_in_use() -> None:
+def test_one_old_block_does_not_cost_a_region_in_use() -> None:
     rig = full_rig(16)
     small, large = rig.open("small"), rig.open("large", sizes=(2 * UNIT,))
     rig.store(small, keys_of(0))
@@ -249,7 +249,7 @@ def test_beyond_the_first_half_each_session_leases_an_equal_part() -> None:
     check_invariants(rig.cache)
 
 
-def test_what_a_bench_asks_for_teaches_nothing_and_requests_are_reported_once() -> None:
+def test_requests_are_reported_once_and_a_benchs_never() -> None:
     rig = CacheRig(16, 4)
     told: list[list[bytes]] = []
     rig.cache.watchers.append(lambda chains: told.append([chain.keys for chain in chains]))
@@ -287,9 +287,7 @@ def test_what_was_not_compared_is_found_wherever_it_is(monkeypatch: pytest.Monke
     assert (rig.cache.unverified_slots, rig.cache.next_unverified(9).size) == (0, 0)
 
 
-def test_listeners_hear_of_recovered_blocks_by_and_by_and_never_of_those_that_went(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_recovered_blocks_are_announced_unless_they_went(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffd.cache.cache.RECOVERED_AT_ONCE", 2)
     rig = CacheRig(16, 4)
     namespace, other = rig.open("a"), rig.open("b")
@@ -317,7 +315,7 @@ def order(rig: CacheRig) -> list[int]:
     return [int.from_bytes(rig.cache.block(block).key, "big") for block in every]
 
 
-def test_very_many_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffd.cache.victims.MAX_SKIPPED_PINNED", 2)
     rig = CacheRig(8, 4)
     namespace = rig.open("a")
@@ -345,7 +343,7 @@ def sizes(rig: CacheRig, large: int) -> tuple[Namespace, Namespace]:
     return rig.open("small"), rig.open("large", sizes=(large * UNIT,))
 
 
-def test_of_two_regions_the_one_with_more_old_blocks_is_taken_over() -> None:
+def test_the_region_with_more_old_blocks_is_taken_over() -> None:
     rig = CacheRig(8, 4)
     small, large = sizes(rig, 4)
     for number in (*range(8), 1, 2, 3, 7):
@@ -356,7 +354,7 @@ def test_of_two_regions_the_one_with_more_old_blocks_is_taken_over() -> None:
     assert rig.states(small, keys_of(*range(8))) == [R] * 4 + [A] * 4
 
 
-def test_a_region_too_short_for_the_wanted_size_does_not_end_the_search() -> None:
+def test_a_region_too_short_does_not_end_the_search() -> None:
     rig = CacheRig(units=6, region_units=4)
     small, large = sizes(rig, 4)
     rig.store(small, keys_of(*range(6)))
@@ -400,7 +398,7 @@ def test_a_namespace_with_its_quota_takes_from_itself(policy: str) -> None:
     check_invariants(rig.cache)
 
 
-def test_a_quota_that_is_far_below_what_is_there_is_reached_in_several_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quota_far_below_is_reached_in_several_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffd.cache.cache.MAX_OVER_QUOTA", 4)
     rig = CacheRig(units=32, region_units=4)
     namespace = rig.open("a")

@@ -131,7 +131,7 @@ TestAllocatorMachine.settings = settings(
 )
 
 
-def test_the_fullest_region_gives_first_so_that_others_become_free() -> None:
+def test_the_fullest_region_gives_first() -> None:
     slots = SlotAllocator(12 * MIB, MIB)
     first, second = slots.take(65536, 16), slots.take(65536, 16)
     slots.free(np.concatenate([first[:2], second[:15]]))
@@ -154,9 +154,7 @@ def test_pools_and_regions_that_fit_nothing_are_refused() -> None:
     data=st.data(),
 )
 @settings(max_examples=200, deadline=None)
-def test_hardly_anything_is_free_when_the_first_block_must_be_evicted(
-    pool_mib: int, shares: list[int], data: st.DataObject
-) -> None:
+def test_hardly_anything_is_free_at_the_first_eviction(pool_mib: int, shares: list[int], data: st.DataObject) -> None:
     """Of ``n`` slot sizes, ``n - 1`` leave a region free, and the pool's last region may be too short for any."""
     slots = SlotAllocator(pool_mib * MIB)
     sizes = [slots.slot_size(slots.region_bytes // share) for share in shares]
@@ -171,14 +169,14 @@ def test_hardly_anything_is_free_when_the_first_block_must_be_evicted(
 
 
 @pytest.mark.parametrize("slot_bytes", [8192, 12288, MIB, MIB + 4096, 4 * MIB, 4 * MIB + 4096, 256 * MIB])
-def test_a_shard_that_is_too_large_says_how_large_the_pool_must_be(slot_bytes: int) -> None:
+def test_a_shard_too_large_says_how_large_a_pool_it_needs(slot_bytes: int) -> None:
     with pytest.raises(ShardTooLarge) as refused:
         SlotAllocator(8192).slot_size(max(slot_bytes, 12288))
     enough = re.search(r"pool_size to (\w+) or more", str(refused.value))[1]  # type: ignore[index]
     assert SlotAllocator(parse_size(enough)).slot_size(slot_bytes) == slot_bytes
 
 
-def test_regions_are_a_64th_of_the_pool_but_neither_tiny_nor_huge() -> None:
+def test_regions_are_a_64th_of_the_pool_within_bounds() -> None:
     assert SlotAllocator(48 * MIB).region_bytes == 4 * MIB
     assert SlotAllocator(12 * MIB).region_bytes == MIB
     assert SlotAllocator(64 << 30).region_bytes == 256 * MIB

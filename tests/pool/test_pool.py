@@ -78,7 +78,7 @@ def test_the_table_is_at_most_two_percent_of_the_pool() -> None:
         assert TableGeometry(pool_bytes, max(4 * MIB, pool_bytes // 64)).size_bytes <= pool_bytes * 0.02
 
 
-def test_no_flipped_bit_makes_a_record_ready_and_its_state_cannot_tear() -> None:
+def test_no_flipped_bit_makes_a_record_ready() -> None:
     states = (FREE_RECORD, READY_RECORD, int.from_bytes(b"!kvBAD!!", "little"))
     assert all((one ^ other).bit_count() >= 16 for one in states for other in states if one is not other)
     assert (RECORD.fields["state"][1], RECORD.fields["state"][0]) == (0, np.dtype("=u8"))  # type: ignore[index]

@@ -62,7 +62,7 @@ def test_the_optimum_is_what_trying_everything_finds() -> None:
             assert optimum_percent(uses_of(trace), blocks) == pytest.approx(100 * hits / trace.accesses)
 
 
-def test_the_optimum_of_many_requests_and_very_long_ones_is_counted_too() -> None:
+def test_the_optimum_of_many_and_of_very_long_requests() -> None:
     requests, long = 1_200_000, array("Q", range(2_000_000)).tobytes()
     uses = uses_of(Trace("wide", 512, [*[long[:KEY_BYTES]] * requests, long]))
     assert uses.next_uses[: requests + 1] == [*range(1, requests + 1), 0]
@@ -156,7 +156,7 @@ def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path: Path, capsys: pytes
             assert ("zstd -d" in said) == content.startswith(b"\x28")
 
 
-def test_tokens_of_a_block_are_told_by_lengths_where_nothing_else_does(tmp_path: Path) -> None:
+def test_tokens_of_a_block_are_computed_from_lengths(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     cases: tuple[tuple[list[tuple[object, int]], int], ...] = (
         ([(640, 10), (65, 2), (1, 1)], 64),
@@ -190,9 +190,7 @@ def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path) -> Non
             read_trace(file)
 
 
-def test_a_file_that_was_cut_off_is_replayed_as_far_as_it_goes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_cut_off_is_replayed_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, packed = tmp_path / "cut.jsonl", tmp_path / "cut.gz"
     file.write_text('{"hash_ids": [1]}\n{"hash_ids": [1]}\n{"hash_')
     packed.write_bytes(gzip.compress(b"{}" * 50)[:12])
@@ -204,7 +202,7 @@ def test_a_file_that_was_cut_off_is_replayed_as_far_as_it_goes(
     assert "ends before its first request" in capsys.readouterr().err
 
 
-def test_a_file_without_lines_takes_no_memory_however_long_it_is_or_unpacks_to(tmp_path: Path) -> None:
+def test_a_file_without_lines_takes_no_memory(tmp_path: Path) -> None:
     plain, packed, nbytes = tmp_path / "sparse.jsonl", tmp_path / "bomb.gz", 4 * MOST_LINE_BYTES
     plain.touch()
     os.truncate(plain, nbytes)
@@ -228,9 +226,7 @@ def test_a_trace_may_come_through_a_pipe(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["results"][0]["hit_percent"] == 75.0
 
 
-def test_a_trace_that_has_the_bytes_of_its_blocks_needs_no_block_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_with_bytes_of_blocks_needs_no_block_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "asked.jsonl"
     lines = [{"hash_ids": [1, 2, 3], "block_tokens": 16, "block_bytes": nbytes} for nbytes in (0, 4096, 8192)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -266,7 +262,7 @@ def test_the_console_has_it_too(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "is no list of numbers of blocks" in capfd.readouterr().err
 
 
-def test_a_trace_of_too_many_requests_is_refused_and_takes_no_memory_until_then(
+def test_a_trace_of_too_many_requests_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("kvoffd.simulate.trace.MOST_ACCESSES", 10)

@@ -104,7 +104,7 @@ def test_who_wants_much_leaves_room_to_who_wants_little() -> None:
     rig.check()
 
 
-def test_of_very_much_that_is_asked_for_a_part_is_begun_at_once_and_more_with_each_end() -> None:
+def test_a_part_is_begun_at_once_and_more_with_each_end() -> None:
     most = 3 * MAX_BEGUN
     rig = TieringHarness(settings=QUIET, regions=4 * most)
     space = rig.open()
@@ -118,7 +118,7 @@ def test_of_very_much_that_is_asked_for_a_part_is_begun_at_once_and_more_with_ea
     assert rig.states(space, keys_of(*range(most))) == [READY] * most
 
 
-def test_without_its_workers_a_namespace_gets_nothing_from_a_tier(rig: TieringHarness) -> None:
+def test_a_namespace_without_workers_gets_nothing_from_a_tier(rig: TieringHarness) -> None:
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))
     successor = rig.successor(QUIET)

@@ -44,9 +44,7 @@ def give(rig: TieringHarness, tier: FakeTier, space: Namespace, *numbers: int, g
         tier.known.pop((name.tag, key), None)
 
 
-def test_what_is_asked_is_pending_then_comes_up_with_what_its_object_says(
-    rig: TieringHarness, shared: FakeTier
-) -> None:
+def test_keys_are_asked_for_then_come_up_as_their_objects_say(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open(world_size=2, sizes=(UNIT,))
     keys = keys_of(1, 2, 3)
     give(rig, shared, space, 1, 2)
@@ -71,7 +69,7 @@ def test_what_is_asked_is_pending_then_comes_up_with_what_its_object_says(
 # --- what is counted -------------------------------------------------------------------------------
 
 
-def test_what_is_asked_for_is_a_hit_or_a_miss_once_it_is_answered(rig: TieringHarness, shared: FakeTier) -> None:
+def test_keys_are_hits_or_misses_once_they_are_answered(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     counters = space.counters
     give(rig, shared, space, 1, 2)
@@ -105,7 +103,7 @@ def test_what_comes_after_a_request_was_given_up_is_late(rig: TieringHarness, sh
     assert pending_keys(space) == 0
 
 
-def test_what_is_not_awaited_is_late_and_what_is_there_is_not_needed(rig: TieringHarness) -> None:
+def test_keys_that_nobody_awaits_are_late(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(2))
     rig.put(space, keys_of(1))
@@ -118,7 +116,7 @@ def test_what_is_not_awaited_is_late_and_what_is_there_is_not_needed(rig: Tierin
 
 @pytest.mark.parametrize("key_bytes", [8, 64])
 @pytest.mark.parametrize("answered", [False, True])
-def test_nothing_of_a_forgotten_namespace_is_counted_for_its_successor(
+def test_a_forgotten_namespace_counts_nothing_for_the_next(
     rig: TieringHarness, shared: FakeTier, key_bytes: int, answered: bool
 ) -> None:
     space = rig.open()
@@ -145,7 +143,7 @@ def test_nothing_of_a_forgotten_namespace_is_counted_for_its_successor(
 # --- what is asked for -----------------------------------------------------------------------------
 
 
-def test_gaps_of_the_disks_are_filled_from_the_stores_in_their_order(rig: TieringHarness, shared: FakeTier) -> None:
+def test_gaps_of_the_disks_are_filled_from_stores_in_order(rig: TieringHarness, shared: FakeTier) -> None:
     space, second = rig.open(), rig.share(QUIET, "redis://second")
     rig.put_in_tier(space, keys_of(1, 3))
     give(rig, shared, space, 2, 4)
@@ -172,9 +170,7 @@ def test_behind_what_an_engine_is_storing_nothing_is_asked_for(rig: TieringHarne
     assert not shared.asked
 
 
-def test_a_lookup_of_many_groups_asks_for_no_more_keys_than_one_of_one_group(
-    rig: TieringHarness, shared: FakeTier
-) -> None:
+def test_a_lookup_of_many_groups_asks_for_no_more_keys(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open(sizes=(UNIT,) * 4)
     keys = keys_of(*range(MOST_KEYS))
     states, _ = rig.cache.lookup(space, 1, 1, [(group, keys) for group in range(4)])
@@ -212,9 +208,7 @@ def look_up(rig: TieringHarness, space: Namespace, keys: bytes) -> list[list[int
     return [list(one) for one in rig.cache.lookup(space, 1, 1, [(0, keys), (1, keys)])[0]]
 
 
-def test_a_window_waits_for_what_the_others_have_and_only_its_last_comes_up(
-    rig: TieringHarness, shared: FakeTier
-) -> None:
+def test_a_window_waits_for_others_and_only_its_last_comes_up(rig: TieringHarness, shared: FakeTier) -> None:
     space, keys = windows(rig), keys_of(1, 2, 3, 4, 5)
     give(rig, shared, space, 1, 2, 3, 4)
     give(rig, shared, space, 1, 2, 3, 4, 5, group=1)
@@ -231,7 +225,7 @@ def test_a_window_waits_for_what_the_others_have_and_only_its_last_comes_up(
     assert look_up(rig, space, keys) == [[READY] * 4 + [ABSENT], [ABSENT, ABSENT, READY, READY, ABSENT]]
 
 
-def test_a_window_is_not_read_while_it_is_not_known_how_many_keys_count(rig: TieringHarness, shared: FakeTier) -> None:
+def test_a_window_is_not_read_before_its_end_is_known(rig: TieringHarness, shared: FakeTier) -> None:
     space, keys = windows(rig), keys_of(1, 2, 3)
     give(rig, shared, space, 1, 2, 3, group=1)
     shared.known.update(((rig.space(space, 1).tag, key), True) for key in split(keys))
@@ -258,9 +252,7 @@ class Asker:
         return self.rig.states(self.space, keys_of(*numbers))
 
 
-def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_then(
-    rig: TieringHarness, shared: FakeTier
-) -> None:
+def test_blocks_slower_to_read_than_compute_are_rarely_tried(rig: TieringHarness, shared: FakeTier) -> None:
     asked = Asker(rig, shared)  # it computes a block in a tenth of a second
     asked.level.bytes_per_second = 5.0 * UNIT
     assert asked(1) == [SHARED], "nothing was read lately"
@@ -278,7 +270,7 @@ def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_t
     rig.check()
 
 
-def test_behind_what_is_slower_read_than_computed_nothing_comes_up(rig: TieringHarness, shared: FakeTier) -> None:
+def test_behind_what_is_slower_to_read_nothing_comes_up(rig: TieringHarness, shared: FakeTier) -> None:
     asked = Asker(rig, shared)
     asked.level.bytes_per_second = 5.0 * UNIT
     assert asked(8) == [SHARED], "nothing was read lately"
@@ -287,7 +279,7 @@ def test_behind_what_is_slower_read_than_computed_nothing_comes_up(rig: TieringH
 
 
 @pytest.mark.parametrize("result", [Result.DEADLINE, Result.FAILED])
-def test_what_does_not_come_in_time_is_slow_until_the_store_was_away_and_is_back(
+def test_a_late_store_is_slow_until_it_was_away_and_is_back(
     rig: TieringHarness, shared: FakeTier, result: Result
 ) -> None:
     asked = Asker(rig, shared)
@@ -309,7 +301,7 @@ def test_what_does_not_come_in_time_is_slow_until_the_store_was_away_and_is_back
     assert asked(6) == [SHARED], "it is as fast again as before"
 
 
-def test_where_nobody_says_how_many_tokens_a_block_has_nothing_is_slower(rig: TieringHarness, shared: FakeTier) -> None:
+def test_without_tokens_of_blocks_nothing_is_slower(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.join("w", groups=[GroupSpec("full_attention", 0)])
     rig.cache.register_rank(space, 0, [UNIT], None)
     space.counters.prefill_tokens_per_second = 1e6
@@ -335,7 +327,7 @@ def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: 
     rig.check()
 
 
-def test_what_is_remembered_of_namespaces_and_servers_that_come_and_go_is_bounded(
+def test_memory_of_namespaces_and_servers_is_bounded(
     rig: TieringHarness, shared: FakeTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvoffd.tiering.tiering.MOST_UNSHARED", 100)
@@ -369,14 +361,14 @@ def test_what_others_use_stays_there_whatever_this_node_drops(rig: TieringHarnes
     assert len(shared.told) == 1
 
 
-def test_what_has_less_of_a_block_than_the_pool_now_is_removed_there(rig: TieringHarness, shared: FakeTier) -> None:
+def test_a_store_with_less_of_a_block_than_the_pool_drops_it(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.put(space, keys_of(1), first_block=1)
     rig.put(space, keys_of(1))
     assert shared.told == [("partial", keys_of(1))]
 
 
-def test_what_is_used_is_offered_again_and_what_was_there_takes_nothing_of_the_budget(rig: TieringHarness) -> None:
+def test_used_blocks_are_offered_again_within_the_budget(rig: TieringHarness) -> None:
     tier = rig.share(TieringSettings(mode=WriteMode.ALWAYS, per_day_bytes=8 * 4 * UNIT))
     budget = rig.tiering.stores[0].writer.budget
     space = rig.open()
@@ -393,9 +385,7 @@ def test_what_is_used_is_offered_again_and_what_was_there_takes_nothing_of_the_b
     assert len(tier.jobs) == 1
 
 
-def test_of_several_disks_the_one_with_room_and_least_to_do_is_written_to(
-    rig: TieringHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_with_room_and_least_to_do_is_written_to(rig: TieringHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     full, busy, half, empty = rig.tier, rig.add_disk(), rig.add_disk(), rig.add_disk()
     full.evicted_blocks = 1
     for tier, used, queued in ((full, 1, 0), (busy, 0, 9), (half, 50, 0), (empty, 10, 0)):

@@ -40,7 +40,7 @@ def test_disks_are_not_worn_by_what_benches_store(mode: WriteMode) -> None:
 @pytest.mark.parametrize(
     ("mode", "stored", "used"), [("always", 2, 2), ("reuse", 0, 1), ("evict", 0, 0), ("never", 0, 0)]
 )
-def test_what_each_mode_writes_of_blocks_that_are_stored_and_used(mode: str, stored: int, used: int) -> None:
+def test_modes_write_blocks_that_are_stored_or_used(mode: str, stored: int, used: int) -> None:
     rig = rig_of(WriteMode(mode))
     space = rig.open(world_size=2)
     rig.put(space, keys_of(1, 2))
@@ -53,7 +53,7 @@ def test_what_each_mode_writes_of_blocks_that_are_stored_and_used(mode: str, sto
     rig.check()
 
 
-def test_the_cold_end_is_written_ahead_when_room_is_short_and_nobody_reads() -> None:
+def test_the_cold_end_is_written_when_space_is_short() -> None:
     rig = rig_of(WriteMode.REUSE)
     space = rig.open()
     rig.put(space, keys_of(*range(28)))
@@ -110,9 +110,7 @@ def use(rig: TieringHarness, space: Namespace, *numbers: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [WriteMode.REUSE, WriteMode.EVICT])
-def test_what_hardly_comes_back_is_not_worth_a_write_to_a_full_tier(
-    mode: WriteMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_tier_gets_nothing_that_hardly_comes_back(mode: WriteMode, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, space = full_rig(monkeypatch, mode, {29: 0.09})
     rig.put(space, keys_of(*range(30)))
     for _ in range(3):
@@ -123,7 +121,7 @@ def test_what_hardly_comes_back_is_not_worth_a_write_to_a_full_tier(
     rig.check()
 
 
-def test_where_little_of_what_is_written_comes_back_less_is_asked_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_less_is_asked_of_a_block_where_little_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, space = full_rig(monkeypatch, WriteMode.REUSE, {21: 0.03, 22: 0.02})
     use(rig, space, *range(20))  # one read for twenty writes, of which the half is 0.025
     rig.tiering.tick()
@@ -137,7 +135,7 @@ def test_where_little_of_what_is_written_comes_back_less_is_asked_of_a_block(mon
     [(WriteMode.ALWAYS, {1: 0.0, 2: 0.0}, 1), (WriteMode.REUSE, {}, 1), (WriteMode.REUSE, {1: 0.0, 2: 0.0}, 0)],
     ids=["all is wanted", "the policy does not know", "nothing was read so far"],
 )
-def test_where_nothing_can_be_judged_all_is_written(
+def test_what_cannot_be_judged_is_written(
     mode: WriteMode, chances: dict[int, float], reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, space = full_rig(monkeypatch, mode, chances, reads)
@@ -146,7 +144,7 @@ def test_where_nothing_can_be_judged_all_is_written(
     assert not rig.tiering.disks.writer.spared_blocks
 
 
-def test_blocks_without_a_checksum_stay_and_take_nothing_of_the_budget() -> None:
+def test_blocks_without_a_checksum_are_not_written() -> None:
     rig = rig_of(WriteMode.ALWAYS, per_day_bytes=800 * UNIT)
     space = rig.open()
     budget = rig.tiering.disks.writer.budget.left_bytes
@@ -158,7 +156,7 @@ def test_blocks_without_a_checksum_stay_and_take_nothing_of_the_budget() -> None
     assert rig.tiering.disks.writer.budget.left_bytes == budget
 
 
-def test_beyond_the_days_bytes_nothing_is_written_and_that_is_counted() -> None:
+def test_beyond_the_days_bytes_nothing_is_written() -> None:
     rig = rig_of(WriteMode.ALWAYS, per_day_bytes=32 * UNIT)
     space = rig.open()
     rig.put(space, keys_of(*range(16)))
@@ -172,7 +170,7 @@ def test_beyond_the_days_bytes_nothing_is_written_and_that_is_counted() -> None:
     assert rig.in_tier(space, keys_of(99)) == 1
 
 
-def test_while_engines_copy_only_a_little_is_written_from_tick_to_tick() -> None:
+def test_while_engines_copy_a_little_is_written_each_tick() -> None:
     rig = rig_of(WriteMode.ALWAYS, trickle_bytes=2 * UNIT)
     space = rig.open()
     rig.engines_busy = True
@@ -187,7 +185,7 @@ def test_while_engines_copy_only_a_little_is_written_from_tick_to_tick() -> None
     assert len(rig.tier.blocks) == 16
 
 
-def test_while_a_tier_hangs_what_leaves_the_pool_does_not_wait_for_it() -> None:
+def test_what_leaves_the_pool_does_not_wait_for_a_tier() -> None:
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()
     longest = 0
@@ -233,7 +231,7 @@ def test_no_24_hours_see_more_than_the_days_bytes(step_s: float) -> None:
 
 
 @pytest.mark.parametrize(("lives", "least"), [(1, 980_000), (8, 850_000), (1000, 125_000)])
-def test_daemons_that_are_killed_spend_no_more_than_one_that_lives(lives: int, least: int) -> None:
+def test_killed_daemons_spend_no_more_than_one_that_lives(lives: int, least: int) -> None:
     """However often: what is noted for the next one is ahead of what is spent."""
     clock, left, written = Clock(), (0.0, 0.0), 0
     for _ in range(lives):
@@ -249,7 +247,7 @@ def test_daemons_that_are_killed_spend_no_more_than_one_that_lives(lives: int, l
     assert least < written <= 1_000_000
 
 
-def test_a_block_larger_than_what_may_be_saved_is_written_and_paid_off() -> None:
+def test_a_block_larger_than_what_may_be_saved_is_paid_off() -> None:
     now = 0.0
     budget = WriteBudget(8_000, lambda: now)
     assert budget.take(4_000)

@@ -15,6 +15,7 @@ from tests.tiers.shared_rig import ONE, OTHER, SHARDS, Answer, SharedRig, key_of
 
 DONE = Result.DONE
 Nodes = Callable[[], SharedRig]
+Double = FaultyStore | FaultyBucket
 
 
 class SharedConformance:
@@ -87,7 +88,7 @@ class SharedConformance:
         assert theirs.ask(block) == [Answer.NO]
 
     @pytest.mark.parametrize("off_s", [-3600, 3600])
-    def test_a_reset_by_a_clock_that_is_off_is_followed_and_so_is_the_next(
+    def test_resets_by_a_clock_that_is_off_are_followed(
         self, node: Nodes, monkeypatch: pytest.MonkeyPatch, off_s: int
     ) -> None:
         now, ours, theirs = time.time, node(), node()
@@ -127,7 +128,7 @@ class SharedConformance:
             (data,) = SHARDS[block.checksums]
             assert other.pool[(8 + number) << 20 :][: len(data)] == data
 
-    def test_what_one_node_forgets_others_have_and_it_does_not_come_back_to_it(self, node: Nodes) -> None:
+    def test_what_one_node_invalidates_others_still_have(self, node: Nodes) -> None:
         ours, theirs = node(), node()
         block = ours.block(1)
         ours.store(block)
@@ -180,17 +181,15 @@ class FaultConformance:
     cut = "disconnected"
 
     @pytest.fixture
-    def double(self) -> FaultyStore | FaultyBucket:
+    def double(self) -> Double:
         raise NotImplementedError
 
     @pytest.fixture
-    def url(self, double: FaultyStore | FaultyBucket) -> str:
+    def url(self, double: Double) -> str:
         return double.url
 
     @pytest.mark.parametrize("lie", LIES)
-    def test_what_is_not_the_block_is_a_miss_and_is_removed(
-        self, double: FaultyStore | FaultyBucket, rig: SharedRig, lie: str
-    ) -> None:
+    def test_what_is_not_the_block_is_removed(self, double: Double, rig: SharedRig, lie: str) -> None:
         block = rig.block(1, (5000, 300))
         rig.store(block)
         double.spoil = LIES[lie]
@@ -201,9 +200,7 @@ class FaultConformance:
         assert rig.ask(block) == [Answer.NO], "it is not asked for again soon"
 
     @pytest.mark.parametrize("cut_after", [0, 3, 40, 2000])
-    def test_a_connection_cut_in_a_value_is_a_miss_and_others_go_on(
-        self, double: FaultyStore | FaultyBucket, rig: SharedRig, cut_after: int
-    ) -> None:
+    def test_a_connection_cut_in_a_value_is_a_miss(self, double: Double, rig: SharedRig, cut_after: int) -> None:
         block, other = rig.block(1), rig.block(2)
         rig.store(block, rig.block(2))
         double.cut_after = cut_after
@@ -213,9 +210,7 @@ class FaultConformance:
         assert rig.load(other) is DONE
         assert rig.kinds == {self.cut: 1}
 
-    def test_slow_answers_are_misses_at_their_deadline_and_open_the_breaker(
-        self, double: FaultyStore | FaultyBucket
-    ) -> None:
+    def test_slow_answers_are_misses_and_open_the_breaker(self, double: Double) -> None:
         rig = SharedRig(double.url, ask_deadline_s=self.slow_s / 2).reachable()
         rig.store(block := rig.block(1))
         rig.tier.remove_all(ONE)

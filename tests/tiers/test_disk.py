@@ -61,7 +61,7 @@ def test_spaces_are_kept_apart(rig: DiskRig) -> None:
     assert rig.write(block_of(0, spaces[0])) == [None], "it is there"
 
 
-def test_a_namespace_of_another_geometry_takes_the_place_of_the_one_before(rig: DiskRig) -> None:
+def test_another_geometry_takes_the_place_of_the_one_before(rig: DiskRig) -> None:
     rig.write(block_of(1), block_of(2))
     other = make_space(ONE, 0, 0, [9000, 30_000])
     assert rig.write(block_of(1, other)) == [DONE]
@@ -218,7 +218,7 @@ def test_what_was_evicted_before_it_was_removed_stays_away_too(rig: DiskRig) -> 
     rig.check()
 
 
-def test_what_was_written_over_before_it_was_removed_stays_away_after_a_power_cut(rig: DiskRig) -> None:
+def test_written_over_then_removed_a_block_stays_away(rig: DiskRig) -> None:
     rig.write(*map(block_of, range(CAPACITY)))
     rig.tier.removals_kept()
     for file in rig.files.files.values():
@@ -248,7 +248,7 @@ def test_keys_of_several_lengths_are_found_and_removed() -> None:
     rig.check()
 
 
-def test_what_was_removed_and_is_written_again_is_never_the_old_bytes_after_a_power_cut() -> None:
+def test_written_again_a_block_is_never_its_old_bytes() -> None:
     """The new record may be on the device and the new bytes not: the old ones would match it."""
     places = set()
     for seed in range(40):
@@ -289,7 +289,7 @@ def test_a_removal_waits_for_what_clears_the_record_already() -> None:
         assert 1 not in rig.there([1])
 
 
-def test_records_of_a_region_whose_size_was_lost_do_not_come_back_with_it(rig: DiskRig) -> None:
+def test_records_of_a_region_whose_size_was_lost_are_gone(rig: DiskRig) -> None:
     for number in (1, 2):  # the thread that notes sizes is busy
         rig.begin_write(block_of(number))
         rig.tier._writes.work()  # type: ignore[attr-defined]
@@ -302,7 +302,7 @@ def test_records_of_a_region_whose_size_was_lost_do_not_come_back_with_it(rig: D
     assert rig.there([1, 2, 3]) == [3]
 
 
-def test_sizes_that_nobody_writes_any_more_give_their_regions_back() -> None:
+def test_sizes_that_nobody_writes_give_their_regions_back() -> None:
     rig = DiskRig(size_bytes=3 * REGION_BYTES + (64 << 10))
     for number, pages in enumerate((3, 4, 5, 6, 7, 8)):
         space = make_space(bytes([number]) * 32, 0, 0, [pages * 4096])
@@ -403,7 +403,7 @@ def test_all_of_a_large_namespace_is_removed_in_parts(rig: DiskRig, monkeypatch:
     assert rig.read(block_of(3)) is DONE
 
 
-def test_a_disk_that_cannot_note_a_removal_is_emptied_when_it_is_closed(rig: DiskRig) -> None:
+def test_a_disk_that_noted_no_removal_is_emptied_at_its_close(rig: DiskRig) -> None:
     rig.write(block_of(1), block_of(2))
     rig.files.fault = fails_always("note")
     rig.remove(1)
@@ -417,7 +417,7 @@ def test_a_disk_that_cannot_note_a_removal_is_emptied_when_it_is_closed(rig: Dis
 # --- what another daemon, or an older copy, has left -----------------------------------------------------
 
 
-def test_a_generation_that_is_over_is_not_found_and_does_not_come_back(rig: DiskRig) -> None:
+def test_an_earlier_generation_does_not_come_back(rig: DiskRig) -> None:
     new = make_space(ONE, 4, 0, [12_000])
     rig.write(block_of(1), block_of(2, make_space(OTHER, 0, 0, [12_000])))
     assert rig.tier.close(1.0)
@@ -443,7 +443,7 @@ def test_of_two_generations_the_higher_one_is_found(rig: DiskRig) -> None:
 
 
 @pytest.mark.parametrize("old", ["kvoffd.disk", INDEX_NAME])
-def test_where_one_file_is_older_than_the_other_nothing_wrong_is_read(rig: DiskRig, old: str) -> None:
+def test_with_one_file_older_nothing_wrong_is_read(rig: DiskRig, old: str) -> None:
     rig.write(*map(block_of, range(CAPACITY)))
     rig.restart()
     copy = rig.files.copy()
@@ -617,7 +617,7 @@ def test_lifetime_bytes_and_age_outlive_a_kill(rig: DiskRig) -> None:
 # --- kills, power cuts and everything together ----------------------------------------------------------
 
 
-def test_whatever_happens_bytes_are_right_and_what_was_removed_stays_away() -> None:
+def test_whatever_happens_bytes_are_right() -> None:
     for seed in range(40):
         with case(seed):
             live(Random(seed))

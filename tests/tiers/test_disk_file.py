@@ -49,7 +49,7 @@ def test_new_files_are_the_users_own_and_all_allocated(tmp_path: Path) -> None:
     file.close()
 
 
-def test_records_are_allocated_before_others_fill_the_file_system(tmp_path: Path) -> None:
+def test_records_are_allocated_before_a_file_system_fills(tmp_path: Path) -> None:
     file = DiskFile(tmp_path, 64 << 20, 16 << 20)
     for pages, slot_bytes in ((16, 64 << 10), (2, 8 << 10)):
         records = [(16 << 20) // slot_bytes * RECORD.itemsize] + [24 << 10] * (file.head.regions - 1)
@@ -77,7 +77,7 @@ def test_regions_fill_a_disk_of_any_size(size: int) -> None:
         (lambda path: path.mkdir(), "cannot be opened"),
     ],
 )
-def test_a_file_that_is_not_the_daemons_own_is_refused(
+def test_a_file_not_the_daemons_own_is_refused(
     name: str, spoil: Callable[[Path], object], why: str, tmp_path: Path
 ) -> None:
     spoil(tmp_path / name)
@@ -128,7 +128,7 @@ def test_of_two_heads_the_newer_whole_one_counts(tmp_path: Path) -> None:
     again.close()
 
 
-def test_without_o_direct_it_goes_through_the_page_cache_and_says_so() -> None:
+def test_without_o_direct_it_uses_the_page_cache() -> None:
     rig = DiskRig(MemoryDisk(direct=False))
     assert not rig.tier.direct
     assert rig.told.kinds == {"not_direct": 1}

@@ -66,9 +66,7 @@ def test_a_key_of_another_type_is_a_miss_and_is_removed(store: FaultyStore, rig:
     assert rig.load(blocks[1]) is DONE
 
 
-def test_addresses_of_a_name_that_do_not_answer_take_no_longer_together_than_one(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_addresses_take_no_longer_than_one(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     known = socket.getaddrinfo
 
     def look_up(host: str, *rest: Any, **named: Any) -> list[Any]:
@@ -107,7 +105,7 @@ def test_replies_that_nobody_asked_for_are_not_taken_for_others(store: FaultySto
     assert not rig.kinds
 
 
-def test_after_the_answer_to_another_question_the_connection_is_closed(store: FaultyStore, rig: SharedRig) -> None:
+def test_a_connection_with_a_wrong_answer_is_closed(store: FaultyStore, rig: SharedRig) -> None:
     blocks = rig.store_some(6)
     assert rig.ask_anew(*blocks) == [Answer.YES] * 6
     value = store.values[name_of(blocks[5], 0)]
@@ -144,9 +142,7 @@ def test_replies_that_are_none_are_misses_and_not_bugs_of_ours(store: FaultyStor
 
 @pytest.mark.parametrize("password", ["s3cret", "s3cret\udcff", "s3cret" * 30])
 @pytest.mark.parametrize("error", ["ERR unknown command 'AUTH', with args beginning with: '%.99s'", "ERR what is '%s'"])
-def test_what_a_server_says_of_its_errors_tells_no_password_and_fills_no_log(
-    store: FaultyStore, password: str, error: str
-) -> None:
+def test_a_servers_errors_show_no_password(store: FaultyStore, password: str, error: str) -> None:
     store.error = error % password + "\x1b[31m\n" + "A" * 1000
     rig = SharedRig(store.url, password)
     rig.until(lambda: bool(rig.tier.problem))
@@ -157,9 +153,7 @@ def test_what_a_server_says_of_its_errors_tells_no_password_and_fills_no_log(
 
 
 @pytest.mark.parametrize("hang_after", [3, 100_000])
-def test_a_network_that_is_cut_in_a_value_is_a_miss_in_time_and_nothing_lands_later(
-    store: FaultyStore, rig: SharedRig, hang_after: int
-) -> None:
+def test_a_network_cut_in_a_value_is_a_miss_in_time(store: FaultyStore, rig: SharedRig, hang_after: int) -> None:
     block = rig.block(1, (200_000,))
     rig.store(block)
     assert rig.ask(block) == [Answer.YES]
@@ -176,9 +170,7 @@ def test_a_network_that_is_cut_in_a_value_is_a_miss_in_time_and_nothing_lands_la
     assert rig.pool[at : at + 200_000] == bytes(200_000)
 
 
-def test_a_store_that_nobody_asks_is_known_to_be_gone_and_back(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_nobody_asks_is_watched(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffd.tiers.shared.QUIET_S", 0.02)
     rig = SharedRig(store.url).reachable()
     rig.until(lambda: store.commands[b"PING"] >= 4)
@@ -215,7 +207,7 @@ def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig:
         (b"-MISCONF Errors writing to the AOF file\r\n", "MISCONF"),
     ],
 )
-def test_a_server_that_refuses_writes_is_still_read(
+def test_a_server_that_refuses_writes_is_read(
     store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, answer: bytes, told: str
 ) -> None:
     rig.store(block := rig.block(1))
@@ -273,9 +265,7 @@ def test_no_more_is_queued_than_the_bounds_allow(store: FaultyStore, rig: Shared
     rig.until(lambda: len(ends) == 64, 30.0)
 
 
-def test_what_is_remembered_of_namespaces_that_come_and_go_is_bounded(
-    rig: SharedRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_namespaces_is_bounded(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffd.tiers.shared.MOST_NAMESPACES", 10)
     asked = [number.to_bytes(32, "big") for number in range(100)]
     for fingerprint in asked:
@@ -303,7 +293,7 @@ def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStor
     assert rig.load(block) is DONE
 
 
-def test_who_may_not_write_reads_from_a_store_that_forgot_the_generation(store: FaultyStore) -> None:
+def test_a_reader_reads_where_the_generation_is_forgotten(store: FaultyStore) -> None:
     writer, reader = (SharedRig(store.url, generations={ONE: 7}).reachable() for _ in range(2))
     writer.store(block := writer.block(1))
     store.forced = {b"SET": b"-NOPERM User reader has no permissions to run the 'set' command\r\n"}
@@ -314,7 +304,7 @@ def test_who_may_not_write_reads_from_a_store_that_forgot_the_generation(store: 
     assert "+set" in reader.tier.refusal
 
 
-def test_of_two_that_raise_a_generation_at_a_time_neither_undoes_the_other_s(store: FaultyStore) -> None:
+def test_two_nodes_raise_a_generation_at_a_time(store: FaultyStore) -> None:
     stores = [open_store(store.url, Credentials())() for _ in range(2)]
     until, own_key = time.monotonic() + 10.0, generation_key(ONE)
     store.values[own_key] = b"5"
@@ -326,7 +316,7 @@ def test_of_two_that_raise_a_generation_at_a_time_neither_undoes_the_other_s(sto
         one.close()
 
 
-def test_a_node_that_followed_no_generation_follows_the_first_that_it_sees(store: FaultyStore) -> None:
+def test_a_new_node_follows_the_first_generation_it_sees(store: FaultyStore) -> None:
     store.values[generation_key(ONE)] = store.values[generation_key(OTHER)] = b"7"
     rig = SharedRig(store.url, generations={OTHER: 7}).reachable()
     rig.ask(rig.block(1))
@@ -335,9 +325,7 @@ def test_a_node_that_followed_no_generation_follows_the_first_that_it_sees(store
 
 
 @pytest.mark.parametrize("value", [b"x", b"-1", b"9" * 18, b"9" * 19, b"9" * 600])
-def test_a_generation_that_is_no_number_is_named_and_nothing_is_found(
-    store: FaultyStore, rig: SharedRig, value: bytes
-) -> None:
+def test_a_generation_that_is_no_number_is_reported(store: FaultyStore, rig: SharedRig, value: bytes) -> None:
     block = rig.block(1)
     rig.store(block)
     rig.tier.remove_all(ONE)
@@ -353,9 +341,7 @@ def test_a_generation_that_is_no_number_is_named_and_nothing_is_found(
 
 
 @pytest.mark.parametrize("reply", [b"$1\r\nx\r\n", WRONG_TYPE, b"$99999999999999\r\n"])
-def test_a_generation_that_is_none_is_of_its_own_namespace_alone(
-    store: FaultyStore, rig: SharedRig, reply: bytes
-) -> None:
+def test_a_bad_generation_is_of_its_own_namespace_alone(store: FaultyStore, rig: SharedRig, reply: bytes) -> None:
     other = rig.block(1, fingerprint=OTHER)
     rig.store(other)
     store.forced_values[generation_key(ONE)] = reply
@@ -367,7 +353,7 @@ def test_a_generation_that_is_none_is_of_its_own_namespace_alone(
     assert rig.kinds == {"generation": 10}
 
 
-def test_a_thread_that_hangs_opens_the_breaker_and_keeps_nobody_waiting(
+def test_a_thread_that_hangs_opens_the_breaker(
     store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = rig.block(1)

@@ -82,7 +82,7 @@ def test_each_answer_stands_for_its_time_and_is_asked_for_then(rig: Rig, found: 
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_what_may_not_be_read_stays_absent_whatever_is_answered_meanwhile(rig: Rig, forgotten: bool) -> None:
+def test_invalidated_keys_stay_absent_whatever_is_answered(rig: Rig, forgotten: bool) -> None:
     rig.tier.remove(SPACE, [KEY], "invalidated")
     assert rig.find() == [ABSENT]
     if forgotten:
@@ -99,7 +99,7 @@ def test_what_may_not_be_read_stays_absent_whatever_is_answered_meanwhile(rig: R
 
 
 @pytest.mark.parametrize("result", [Result.DONE, Result.PRESENT])
-def test_what_is_invalidated_while_it_is_written_is_not_read_from_there(rig: Rig, result: Result) -> None:
+def test_invalidated_while_written_a_block_is_not_read(rig: Rig, result: Result) -> None:
     ends: list[Result] = []
     assert rig.tier.write(Block(SPACE, KEY, (0,), (1,)), [0], ends.append)
     rig.tier.remove(SPACE, [KEY], "invalidated")
@@ -133,7 +133,7 @@ def test_what_was_there_is_believed_longer_than_it_is_found(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "fit"), [(64, True), (198, True), (199, False), (4096, False)])
-def test_a_block_of_more_ranks_than_a_header_has_room_for_is_not_written(rig: Rig, ranks: int, fit: bool) -> None:
+def test_a_block_of_too_many_ranks_is_not_written(rig: Rig, ranks: int, fit: bool) -> None:
     space = make_space(SPACE.fingerprint, 0, 0, [1] * ranks)
     block = Block(space, b"k" * 64, (0,) * ranks, (1,) * ranks)
     assert rig.tier.wants(space, [block.key]) == [fit]
@@ -141,7 +141,7 @@ def test_a_block_of_more_ranks_than_a_header_has_room_for_is_not_written(rig: Ri
     assert (len(encode_header(block)) == HEADER_BYTES) == fit
 
 
-def test_of_a_prefix_what_is_behind_a_gap_is_not_asked_for_and_of_a_window_the_last(rig: Rig) -> None:
+def test_a_prefix_ends_at_a_gap_and_a_window_is_its_last_keys(rig: Rig) -> None:
     keys = [number.to_bytes(32, "big") for number in range(9000)]
     rig.find(keys[2:3])
     rig.answer(False)
@@ -167,7 +167,7 @@ def test_no_more_is_kept_than_the_bounds_and_the_newest_stay(rig: Rig, monkeypat
         assert len(rig.tier._answers) <= 1000
 
 
-def test_the_breaker_opens_after_three_failures_and_probes_ever_less_often() -> None:
+def test_the_breaker_opens_after_three_failures_and_probes() -> None:
     clock = Clock()
     breaker = Breaker(clock, jitter=lambda: 0.5)
     assert breaker.open

@@ -105,7 +105,7 @@ def test_masters_are_read_with_their_slots_and_announced_names() -> None:
     ],
     ids=lambda odd: odd[:60],
 )
-def test_masters_that_cannot_be_are_refused_before_memory_is_taken(odd: str) -> None:
+def test_impossible_masters_are_refused(odd: str) -> None:
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"master|invalid literal"):
         masters_of(odd, ("seed", 1))
@@ -121,7 +121,7 @@ def test_a_server_that_is_in_no_cluster_yet_is_reported(store: FaultyStore) -> N
     rig.until(lambda: "redis-cli --cluster create" in rig.tier.problem)
 
 
-def test_who_has_the_slots_of_a_master_that_is_cut_off_from_the_others_is_asked_for_them(store: FaultyStore) -> None:
+def test_slots_of_a_master_that_is_cut_off_are_asked_elsewhere(store: FaultyStore) -> None:
     """It answers PING, and by its own view has its slots; the others have made a replica master."""
     with FaultyStore() as second, FaultyStore() as third:
         masters = store, second, third
@@ -143,7 +143,7 @@ def test_who_has_the_slots_of_a_master_that_is_cut_off_from_the_others_is_asked_
         assert rig.tier.breaker.opened == 0
 
 
-def test_slots_that_nobody_had_when_they_were_asked_for_are_asked_for_again(store: FaultyStore) -> None:
+def test_slots_that_nobody_had_are_asked_for_again(store: FaultyStore) -> None:
     """As others see it, a master that has become a replica has no slots, and its successor not yet."""
 
     def have(slots: str) -> None:
@@ -160,9 +160,7 @@ def test_slots_that_nobody_had_when_they_were_asked_for_are_asked_for_again(stor
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
 
 
-def test_without_one_of_three_masters_what_the_others_have_is_found(
-    masters: RedisCluster, fault: signal.Signals
-) -> None:
+def test_without_one_master_the_others_are_read(masters: RedisCluster, fault: signal.Signals) -> None:
     rig = SharedRig(masters.url, ask_deadline_s=0.2).reachable()
     blocks = rig.store_some(12)
     victim = 1
@@ -207,7 +205,7 @@ def test_without_one_of_three_masters_what_the_others_have_is_found(
 # --- certificates -----------------------------------------------------------------------------------
 
 
-def test_masters_that_do_not_prove_their_name_are_refused_and_reported(
+def test_masters_that_do_not_prove_their_name_are_refused(
     tls_cluster: RedisCluster, trusted: Certificate, sign: Callable[[str], Certificate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, victim = sign("other.example"), tls_cluster.servers[1]
@@ -261,7 +259,7 @@ def end_move(cluster: RedisCluster, slot: int, target: int) -> None:
         assert cluster.servers[number].command("CLUSTER", "SETSLOT", str(slot), "NODE", node_id) == b"+OK\r\n"
 
 
-def test_while_a_slot_moves_its_keys_are_misses_and_all_others_are_served() -> None:
+def test_keys_of_a_slot_that_moves_are_misses() -> None:
     with RedisCluster() as cluster:
         rig, other = SharedRig(cluster.url).reachable(), SharedRig(cluster.url).reachable()
         blocks = rig.store_some(12)
@@ -304,7 +302,7 @@ def test_a_slot_that_moves_with_a_generation_in_it_hides_nothing() -> None:
 
 
 @pytest.mark.parametrize("fault", ["killed", "takes turns"])
-def test_a_replica_that_becomes_master_serves_what_was_written_before_and_after(fault: str) -> None:
+def test_a_replica_that_becomes_master_serves_all(fault: str) -> None:
     with RedisCluster() as cluster, RedisServer(*cluster.options) as replica:
         cluster.meet(replica)
         master = cluster.servers[1]

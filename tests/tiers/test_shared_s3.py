@@ -127,9 +127,7 @@ CHUNKS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
 
 
 @pytest.mark.parametrize(("there", "heads"), [("", 2), ("a", 5), ("e", 5), ("abcde", 5), ("ab", 5), ("c", 2)])
-def test_of_a_chain_that_is_to_be_written_the_ends_are_asked_for_first(
-    bucket: FaultyBucket, there: str, heads: int
-) -> None:
+def test_the_ends_of_a_chain_are_asked_for_first(bucket: FaultyBucket, there: str, heads: int) -> None:
     """Where both are absent all of it is written, also what another node has written of it."""
     store = open_s3(bucket.url, Credentials("", ""))()
     store.connect()
@@ -144,9 +142,7 @@ def test_of_a_chain_that_is_to_be_written_the_ends_are_asked_for_first(
 
 
 @pytest.mark.parametrize("fault", CHUNKS)
-def test_an_object_of_another_length_than_it_says_is_a_miss_and_is_not_received_whole(
-    bucket: FaultyBucket, rig: SharedRig, fault: str
-) -> None:
+def test_an_object_of_a_wrong_length_is_not_received_whole(bucket: FaultyBucket, rig: SharedRig, fault: str) -> None:
     (block,) = rig.store_some(1)
     sent = 0
 
@@ -166,7 +162,7 @@ def test_an_object_of_another_length_than_it_says_is_a_miss_and_is_not_received_
     assert rig.tier.counters.mismatches == 1
 
 
-def test_a_generation_that_another_node_raised_a_moment_ago_is_not_lowered(bucket: FaultyBucket) -> None:
+def test_a_generation_that_another_node_raised_is_not_lowered(bucket: FaultyBucket) -> None:
     one, other = (open_s3(bucket.url, Credentials("", ""))() for _ in range(2))
     until, own_key = time.monotonic() + 10.0, generation_key(ONE)
     for store, generation in ((one, 5), (other, 12)):
@@ -192,7 +188,7 @@ def test_a_generation_that_another_node_raised_a_moment_ago_is_not_lowered(bucke
         ((500, "InternalError"), "protocol"),
     ],
 )
-def test_errors_are_misses_with_a_sentence_that_says_why(
+def test_errors_are_misses_with_a_reason(
     bucket: FaultyBucket, rig: SharedRig, error: tuple[int, str], kind: str
 ) -> None:
     rig.store(block := rig.block(1))
@@ -232,7 +228,7 @@ def test_s3_keys_that_nobody_named_are_a_sentence(monkeypatch: pytest.MonkeyPatc
         ((500, "InternalError"), "protocol"),
     ],
 )
-def test_a_bucket_that_refuses_writes_is_still_read(
+def test_a_bucket_that_refuses_writes_is_read(
     bucket: FaultyBucket, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, error: tuple[int, str], kind: str
 ) -> None:
     monkeypatch.setattr("kvoffd.tiers.shared.FULL_PAUSE_S", 0.0)
@@ -248,7 +244,7 @@ def test_a_bucket_that_refuses_writes_is_still_read(
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the request", "each object"])
-def test_a_bucket_in_which_nothing_may_be_removed_is_still_read_and_says_so(
+def test_a_bucket_that_refuses_removals_is_read(
     bucket: FaultyBucket, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     blocks = rig.store_some(5)
@@ -270,9 +266,7 @@ def test_a_bucket_in_which_nothing_may_be_removed_is_still_read_and_says_so(
     assert len(bucket.values) == 5
 
 
-def test_a_bucket_that_cannot_be_asked_what_it_has_says_which_rights_are_needed(
-    bucket: FaultyBucket, rig: SharedRig
-) -> None:
+def test_a_bucket_that_may_not_be_asked_names_the_rights(bucket: FaultyBucket, rig: SharedRig) -> None:
     (block,) = rig.store_some(1)
     bucket.errors["HEAD"] = (403, "AccessDenied")
     for _ in range(3):

@@ -33,7 +33,7 @@ def test_a_url_that_can_be_used() -> None:
             check_url(url)
 
 
-def test_a_url_that_cannot_be_used_is_refused_and_no_secret_of_it_is_reported() -> None:
+def test_a_url_that_cannot_be_used_is_refused_without_its_secret() -> None:
     for url in (
         "host:6379",
         "http://host",
@@ -89,7 +89,7 @@ def test_credentials_are_in_a_line_for_each(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("mode", "told"), [(0o600, False), (0o640, False), (0o644, True)])
-def test_a_file_that_every_user_can_read_is_reported(
+def test_a_file_that_all_can_read_is_reported(
     tmp_path: Path, mode: int, told: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "passwords"

@@ -398,7 +398,7 @@ def test_a_load_is_compared_before_its_first_byte_moves(harness: Harness) -> Non
 
 
 @pytest.mark.parametrize("harness", [CudaHarness], indirect=True)
-def test_a_copy_thread_reads_checksums_only_where_readers_are_behind(harness: Harness) -> None:
+def test_copy_threads_read_checksums_where_readers_are_behind(harness: Harness) -> None:
     """It copies no further store then, and nothing ends without; loads go on."""
     sums = Sums(64 * MIB)
     sums.gate.clear()
@@ -446,7 +446,7 @@ def test_a_store_whose_checksums_do_not_come_fails_once(harness: Harness, how: s
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_an_overdue_copy_is_reported_once_and_ends_only_when_it_is_done(harness: Harness, direction: Direction) -> None:
+def test_an_overdue_copy_is_reported_once(harness: Harness, direction: Direction) -> None:
     told: list[Transfer] = []
     job, behind = (Job(direction=direction, deadline=harness.now + 5) for _ in range(2))
     job.transfer.on_overdue = told.append
@@ -484,7 +484,7 @@ def test_several_threads_of_a_direction_copy_at_once() -> None:
 
 
 @pytest.mark.parametrize("hangs", [True, False], ids=["waits", "wants a CPU"])
-def test_an_overdue_copy_hangs_when_its_thread_waits_and_not_when_it_gets_no_cpu(hangs: bool) -> None:
+def test_an_overdue_copy_hangs_only_when_its_thread_waits(hangs: bool) -> None:
     now = [0.0]
     begun, ended = threading.Event(), threading.Event()
     much = random_bytes(32 * MIB)

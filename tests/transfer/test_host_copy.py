@@ -145,7 +145,7 @@ def merged(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return found
 
 
-def test_pieces_of_any_size_are_copied_across_looks_at_the_stop_flag(library: Native) -> None:
+def test_pieces_are_copied_across_looks_at_the_stop_flag(library: Native) -> None:
     """It looks each MiB, in the middle of a piece too, or 512 pieces."""
     for piece in (64, 4096, 700_000, MIB + 64, 5 * MIB):
         nbytes = min(5 * MIB, 1200 * piece) // piece * piece

@@ -182,7 +182,7 @@ def test_pieces_that_touch_on_both_sides_are_one() -> None:
     assert plan.size.tolist() == [3 * 8192, 8192]
 
 
-def test_where_layers_lie_in_several_allocations_of_a_gpu_pieces_are_ordered_by_layer() -> None:
+def test_pieces_of_several_allocations_are_ordered_by_layer() -> None:
     segments = [(2**40 + at, 16 * 4096) for at in (2**30, 0, 2**20)]
     tensors = [TensorLayout(layer, 0, 4096, 16) for layer in range(3)]
     pages = [PageRef(layer, 4096) for layer in range(3)]
@@ -212,7 +212,7 @@ def side_by_side(order: list[int], blocks_per_key: int) -> GroupLayout:
     return layout
 
 
-def test_block_outermost_memory_is_one_layer_and_a_block_one_piece() -> None:
+def test_block_outermost_memory_is_one_layer() -> None:
     layout = side_by_side([0, 1, 2, 3], 1)
     assert (layout.layers[:, 1:].tolist(), layout.block_bytes) == ([[16384, 16384, 0]], 16384)
     assert plan_of(layout, [2, 6], [0, 2**20]).size.tolist() == [16384, 16384]

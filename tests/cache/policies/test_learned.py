@@ -94,7 +94,7 @@ steps = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(steps, max_size=60))
-def test_its_books_are_right_whatever_is_asked_for_stored_and_dropped(order: list[tuple[str, list[int], int]]) -> None:
+def test_its_books_are_right_after_any_requests(order: list[tuple[str, list[int], int]]) -> None:
     rig = learned_rig(24, 8)
     namespace = rig.open("a", sizes=(UNIT, 2 * UNIT))
     bench = rig.open("bench b")
@@ -121,7 +121,7 @@ def documents(count: int, blocks: int, requests: int) -> list[list[int]]:
     return list(islice(cycle(every), requests))
 
 
-def test_what_is_asked_for_once_does_not_drive_out_what_comes_back() -> None:
+def test_single_requests_do_not_evict_what_comes_back() -> None:
     shared = documents(30, 20, 1200)
     once = [list(range(10**6 + number * 30, 10**6 + number * 30 + 30)) for number in range(1200)]
     trace = trace_of([request for pair in zip(shared, once, strict=True) for request in pair])
@@ -219,7 +219,7 @@ def test_it_learns_what_comes_back(load: str) -> None:
         assert learned.hit_percent > lru.hit_percent + lead, (lru, learned)
 
 
-def test_the_chance_of_a_block_to_come_back_is_told_by_its_kind_and_the_time_that_is_left() -> None:
+def test_the_chance_to_come_back_is_by_kind_and_time_left() -> None:
     rig = learned_rig(40, 4, MIB)  # 40 blocks
     namespace, other = (rig.open(name) for name in "ab")
     for number in range(400):
@@ -236,7 +236,7 @@ def test_the_chance_of_a_block_to_come_back_is_told_by_its_kind_and_the_time_tha
     assert policy.chance(unknown, keys_of(1), pool)[0] == 1
 
 
-def test_a_model_that_begins_in_a_full_pool_is_not_declined_for_what_another_one_asks_for() -> None:
+def test_a_new_model_is_not_judged_by_another_ones_requests() -> None:
     rig = learned_rig(40, 4)  # 40 blocks
     old, new = rig.open("old"), rig.open("new")
 
@@ -336,7 +336,7 @@ def trained() -> CacheRig:
     return rig
 
 
-def test_the_next_daemon_knows_what_to_reject_as_soon_as_a_namespace_has_asked_for_a_pool() -> None:
+def test_the_next_daemon_knows_what_to_reject() -> None:
     successors = [learned_rig(40, 4, MIB) for _ in range(2)]
     policy_of(successors[1]).restore(policy_of(trained()).state())
     rejected = []
@@ -405,7 +405,7 @@ def test_damaged_statistics_are_refused_and_change_nothing() -> None:
 # --- whatever clients send -----------------------------------------------------------------------
 
 
-def test_one_request_for_more_than_the_pool_makes_nothing_forgotten_and_nothing_old() -> None:
+def test_one_huge_request_makes_nothing_forgotten() -> None:
     rig = learned_rig(40, 4, MIB)
     polite, hostile = rig.open("polite"), rig.open("hostile", world_size=8, sizes=(4 * MIB,))
     for first in range(0, 600, 20):

@@ -131,7 +131,7 @@ def test_arc_remembers_no_more_than_about_what_the_pool_holds() -> None:
     assert len(order.candidates) == 50
 
 
-def test_of_small_blocks_arc_remembers_a_fiftieth_of_the_pool_s_bytes_at_most() -> None:
+def test_arc_remembers_small_blocks_in_a_fiftieth_of_the_pool() -> None:
     order = Order("arc")
     order.insert(*range(1000))
     without = order.policy.nbytes

@@ -151,7 +151,7 @@ def test_a_wait_that_is_missing_shows_in_the_bytes(machine: Machine, direction: 
     assert not job.is_copied()
 
 
-def test_batches_are_bounded_and_few_steps_are_with_the_gpu_at_a_time(machine: Machine) -> None:
+def test_batches_and_steps_with_the_gpu_are_bounded(machine: Machine) -> None:
     """So that a load behind a store on the same copy engine waits for them, and not for the store."""
     machine.pin()
     machine.stub.hang("cuEventSynchronize")
@@ -174,7 +174,7 @@ def test_batches_are_bounded_and_few_steps_are_with_the_gpu_at_a_time(machine: M
 
 
 @pytest.mark.parametrize(("call", "size"), [("cuMemcpyBatchAsync", 64 * KIB), ("cuMemcpy2DAsync_v2", 4 * KIB)])
-def test_what_a_call_is_refused_for_is_copied_one_by_one(
+def test_refused_pieces_are_copied_one_by_one(
     machine: Machine, caplog: pytest.LogCaptureFixture, call: str, size: int
 ) -> None:
     """Said and counted once; in the other direction such calls go on."""
@@ -195,7 +195,7 @@ def rows(machine: Machine) -> list[str]:
     return [line.removeprefix("rows ") for line in machine.stub.log() if line.startswith("rows ")]
 
 
-def test_where_rows_of_several_pieces_are_refused_each_is_two_rows(machine: Machine) -> None:
+def test_where_rows_are_refused_each_piece_is_two_rows(machine: Machine) -> None:
     """Only where that is refused too, small pieces go to the GPU as all others do."""
     machine.pin()
     machine.stub.fail("cuMemcpy2DAsync_v2", 1, 1)
@@ -240,7 +240,7 @@ def test_pieces_of_any_size_at_any_distance_arrive_whole(machine: Machine) -> No
     assert all(made[kind] for kind in ("rows", "batch", "copy")), made
 
 
-def test_rows_end_where_the_distance_changes_and_where_pinned_chunks_may_end(machine: Machine) -> None:
+def test_rows_end_where_distances_or_chunks_do(machine: Machine) -> None:
     machine.pin()
     assert Job(machine, [4 * KIB, 4 * KIB, 2 * KIB, 4 * KIB, 4 * KIB], Direction.LOAD).is_done()
     assert rows(machine) == ["2 of 4096", "2 of 1024", "2 of 4096"]
@@ -282,7 +282,7 @@ def test_a_lost_context_is_told_from_a_copy_that_failed(machine: Machine) -> Non
     assert machine.driver.lost is not None
 
 
-def test_where_the_stream_cannot_be_waited_for_the_context_is_lost(machine: Machine) -> None:
+def test_a_stream_that_cannot_be_waited_for_loses_the_context(machine: Machine) -> None:
     machine.pin()
     machine.stub.fail("cuEventRecord", 1, UNKNOWN)
     machine.stub.fail("cuStreamSynchronize", 1, UNKNOWN)

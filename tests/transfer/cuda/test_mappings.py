@@ -39,7 +39,7 @@ def chunks() -> Iterator[list[int]]:
         os.close(fd)
 
 
-def test_a_handle_is_not_taken_for_the_memory_of_another_registration(stub: StubCuda, handles: HandleCache) -> None:
+def test_a_handle_is_of_one_registration(stub: StubCuda, handles: HandleCache) -> None:
     """Memory that was freed and allocated again may have the same handle; the driver would give out the old mapping."""
     buffer = stub.allocate(SIZE)
     (old,) = handles.open([IpcExport(buffer.handle, SIZE)])
@@ -52,7 +52,7 @@ def test_a_handle_is_not_taken_for_the_memory_of_another_registration(stub: Stub
     new.close()
 
 
-def test_a_handle_that_could_not_be_closed_is_never_taken_for_new_memory(stub: StubCuda, handles: HandleCache) -> None:
+def test_a_handle_that_did_not_close_is_never_new_memory(stub: StubCuda, handles: HandleCache) -> None:
     """It is closed before it is opened again; while that fails too it is refused."""
     buffer = stub.allocate(SIZE)
     (old,) = handles.open([IpcExport(buffer.handle, SIZE)])
@@ -70,14 +70,14 @@ def test_a_handle_that_could_not_be_closed_is_never_taken_for_new_memory(stub: S
     assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
 
 
-def test_the_same_pid_at_both_ends_is_told_apart(stub: StubCuda, handles: HandleCache) -> None:
+def test_the_same_pid_at_both_ends_has_its_reason(stub: StubCuda, handles: HandleCache) -> None:
     stub.set("same_pid_allowed", 0)
     buffer = stub.allocate(SIZE)
     with pytest.raises(UnmappableHandle, match=rf"same process id \({os.getpid()}\).*under an init or with hostPID"):
         handles.open([IpcExport(buffer.handle, SIZE)])
 
 
-def test_another_users_memory_is_told_apart(
+def test_another_users_memory_has_its_reason(
     stub: StubCuda, handles: HandleCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer, user = stub.allocate(SIZE), os.geteuid()
@@ -94,7 +94,7 @@ def test_another_users_memory_is_told_apart(
     assert "user" not in caught.value.message
 
 
-def test_a_low_limit_of_descriptors_is_told_apart(stub: StubCuda, handles: HandleCache, chunks: list[int]) -> None:
+def test_a_low_limit_of_descriptors_has_its_reason(stub: StubCuda, handles: HandleCache, chunks: list[int]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = os.dup(0)  # the lowest that is free
     os.close(limit)
@@ -130,9 +130,7 @@ def test_refusals_of_the_driver_are_explained_and_leave_nothing(stub: StubCuda, 
         assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
 
 
-def test_chunks_of_virtual_memory_lie_one_after_the_other(
-    stub: StubCuda, handles: HandleCache, chunks: list[int]
-) -> None:
+def test_chunks_lie_one_after_the_other(stub: StubCuda, handles: HandleCache, chunks: list[int]) -> None:
     before = open_descriptors()
     (segment,) = handles.open([VmmExport(chunks, [CHUNK] * 3)])
     view = DeviceBuffer(segment.address, 3 * CHUNK).view
@@ -165,9 +163,7 @@ def test_an_import_that_fails_leaves_nothing_behind(stub: StubCuda, handles: Han
             handles.open([VmmExport(chunks, sizes)])
 
 
-def test_a_part_that_cannot_be_unmapped_does_not_keep_the_others(
-    stub: StubCuda, handles: HandleCache, chunks: list[int]
-) -> None:
+def test_a_part_that_stays_mapped_keeps_no_other(stub: StubCuda, handles: HandleCache, chunks: list[int]) -> None:
     (segment,) = handles.open([VmmExport(chunks, [CHUNK] * 3)])
     stub.fail("cuMemUnmap", 1, 999)
     with pytest.raises(CudaError):

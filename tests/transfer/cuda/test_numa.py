@@ -33,7 +33,7 @@ def test_lists_of_cpus() -> None:
         assert parse_cpu_list(text) == cpus, text
 
 
-def test_only_the_calling_thread_moves_and_only_to_cpus_it_may_use() -> None:
+def test_only_the_calling_thread_moves_to_cpus_it_may_use() -> None:
     before = os.sched_getaffinity(0)
     one = min(before)
     seen: list[set[int]] = []

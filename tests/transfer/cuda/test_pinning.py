@@ -48,7 +48,7 @@ def pins(stub: StubCuda) -> list[int]:
     return [int(line.split()[1]) for line in stub.log() if line.startswith("pin ")]
 
 
-def test_all_of_it_is_pinned_once_for_all_gpus_and_let_go_with_the_last(stub: StubCuda, pool: PinnedPool) -> None:
+def test_the_pool_is_pinned_once_until_the_last_gpu(stub: StubCuda, pool: PinnedPool) -> None:
     assert pool.progress == (0, 0, 0)
     assert stub.made_contexts() == 0
     stub.set("devices", 2)
@@ -81,7 +81,7 @@ def test_what_is_pinned_already_is_used_while_the_rest_is_not(stub: StubCuda, po
     pool.release()
 
 
-def test_a_chunk_that_cannot_be_pinned_is_left_out_and_said_so(
+def test_a_chunk_that_cannot_be_pinned_is_left_out(
     stub: StubCuda, pool: PinnedPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub.fail("cuMemHostRegister_v2", 2, status=2)
@@ -112,9 +112,7 @@ def test_a_chunk_that_cannot_be_pinned_is_left_out_and_said_so(
         ("cuMemGetInfo_v2", 2, False),
     ],
 )
-def test_whatever_fails_the_context_is_given_back(
-    stub: StubCuda, pool: PinnedPool, call: str, nth: int, refused: bool
-) -> None:
+def test_failures_give_the_context_back(stub: StubCuda, pool: PinnedPool, call: str, nth: int, refused: bool) -> None:
     stub.fail(call, nth, status=999)
     pool.acquire(0)
     wait_until(lambda: pool.progress.pinned_bytes + pool.progress.refused_bytes == POOL)
@@ -156,9 +154,7 @@ def test_giving_up_in_the_middle_unpins_what_was_pinned(stub: StubCuda, pool: Pi
     assert stub.calls("cuMemHostRegister_v2") == 3
 
 
-def test_after_its_linger_the_pool_is_unpinned_by_itself(
-    stub: StubCuda, make_pool: Callable[[float], PinnedPool]
-) -> None:
+def test_after_its_linger_the_pool_is_unpinned(stub: StubCuda, make_pool: Callable[[float], PinnedPool]) -> None:
     pool = make_pool(0.2)
     for _ in range(2):
         pool.acquire(0)
@@ -183,7 +179,7 @@ def test_a_pool_that_was_refused_in_part_does_not_linger(
     pool.release()
 
 
-def test_pinned_early_it_stays_so_until_the_first_engine_has_come_and_gone(stub: StubCuda, pool: PinnedPool) -> None:
+def test_pinned_early_it_stays_so_for_the_first_engine(stub: StubCuda, pool: PinnedPool) -> None:
     pool.pin(0)
     wait_pinned(pool)
     chunks = len(pins(stub))
