@@ -9,7 +9,6 @@ from functools import cache
 from hypothesis import HealthCheck, given, settings
 from msgspec import Struct
 
-from kvoffd.config import SETTINGS, Config
 from kvoffd_proto import codec, events, lifeline, messages
 from tests.fuzz.pages import snapshot
 from tests.kit.made_up_messages import instances
@@ -27,7 +26,6 @@ def seeds(name: str) -> list[bytes]:
         "lifeline_stream": _frames,
         "event_batch": lambda: made_up([events.EventBatch], codec.encode),
         "namespaces": lambda: [snapshot()],
-        "config_file": _config,
     }.get(name, lambda: [bytes(range(64)), b"\0\1\2\3" * 40])()
 
 
@@ -49,8 +47,3 @@ def _frames() -> list[bytes]:
     frames = [*typing.get_args(lifeline.FromDaemon), *typing.get_args(lifeline.FromClient)]
     encoded = made_up(frames, lifeline.encode_frame)
     return [*encoded, b"".join(encoded)]
-
-
-def _config() -> list[bytes]:
-    shown = {setting.name: setting.show(getattr(Config(), setting.field_name)) for setting in SETTINGS}
-    return [f'{name} = "{text}"\n'.encode() for name, text in shown.items()] + [b"pool_size = 5\ndisk_deadline = 2.5\n"]

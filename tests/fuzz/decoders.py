@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from functools import cache
 
 import msgspec
 
-from kvoffd.config import SETTINGS, ConfigError, load_config
 from kvoffd_client.scheduler_client import EventStream
 from kvoffd_proto import codec, events, lifeline
 from tests.fuzz import corpus
@@ -103,50 +100,8 @@ def bent_lifeline(data: bytes) -> None:
     lifeline_stream(right + len(body).to_bytes(lifeline.LENGTH_BYTES, "little") + body + right)
 
 
-def config_file(data: bytes) -> None:
-    """A configuration file: loaded or refused with a sentence."""
-    _load(data, {}, {})
-
-
-def config_values(data: bytes) -> None:
-    """Flags, variables and keys of the file that exist, with any values."""
-    choices = Choices(data)
-    texts = [choices.bytes(choices.byte() % 12).decode("latin-1") for _ in range(4)]
-    texts += ["1GiB", "10s", "0", "-1", "1e400", "nan", "inf", "", " ", "9" * 30, "1,2,3", "127.0.0.1:1", "[::1]:0"]
-    flags = {choices.of(SETTINGS).name: choices.of(texts) for _ in range(choices.byte() % 4)}
-    environ = {choices.of(SETTINGS).variable: choices.of(texts) for _ in range(choices.byte() % 4)}
-    lines = []
-    for _ in range(choices.byte() % 4):
-        value = choices.of(("1", "-5", "1.5", "nan", "inf", "true", "[1, 2]", '"x"', "{a = 1}", "1979-05-27", "9" * 30))
-        lines.append(f"{choices.of(SETTINGS).name} = {value}")
-    _load("\n".join(lines).encode(), environ, flags)
-
-
-def _load(file: bytes, environ: dict[str, str], flags: dict[str, str]) -> None:
-    path = _file_of(file)
-    try:
-        config = load_config(flags, environ, path)
-    except ConfigError:
-        return
-    assert config.pool_bytes > 0
-
-
-def _file_of(data: bytes) -> str:
-    """The path of a file that holds ``data`` until the next call."""
-    fd = _scratch()
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, data, 0)
-    os.fchmod(fd, 0o600)
-    return f"/proc/self/fd/{fd}"
-
-
-@cache
-def _scratch() -> int:
-    return os.memfd_create("kvoffd-fuzz", os.MFD_CLOEXEC)
-
-
 PLAIN = {target.__name__: target for target in (request, reply, completions, event_batch)}
-OTHERS = (lifeline_stream, bent_lifeline, namespaces, bent_namespaces, disk_pages, config_file, config_values)
+OTHERS = (lifeline_stream, bent_lifeline, namespaces, bent_namespaces, disk_pages)
 DECODERS: dict[str, Callable[[bytes], None]] = {
     **PLAIN,
     **{f"bent_{name}": bent(name) for name in PLAIN},

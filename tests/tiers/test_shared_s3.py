@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Self
 
 import pytest
 
 from kvoffd.tiers.store import Credentials, generation_key
 from kvoffd.tiers.tier import Result
+from tests.kit.cases import case
 from tests.kit.require import require
 from tests.kit.s3_server import BUCKET, PLACES, START_S, S3Server
 from tests.kit.waiting import wait_until
@@ -24,7 +24,7 @@ from tests.tiers.shared_rig import ONE, Answer, SharedRig, key_of, name_of
 
 pytest.importorskip("obstore")
 from kvoffd.tiers import s3_store as s3
-from kvoffd.tiers.s3_store import NO_KEYS, S3, _receive, open_bucket, open_s3
+from kvoffd.tiers.s3_store import NO_KEYS, S3, open_bucket, open_s3
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = Result.DONE
@@ -139,6 +139,17 @@ def test_the_ends_of_a_chain_are_asked_for_first(bucket: FaultyBucket, there: st
     assert store.touch([b"a"], deadline) == ["a" in there]
     assert store.touch([], deadline) == []
     store.close()
+
+
+def test_an_object_is_put_where_it_belongs_however_it_is_cut(
+    bucket: FaultyBucket, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.store(block := rig.block(1, (2, 0, 4001, 1)))
+    for size, least in itertools.product((1, 7, 4096, 5000), (1, 3, 4095, 4096, 4099, 10_000)):
+        monkeypatch.setattr(s3, "RECEIVE_BYTES", least)
+        bucket.chunks = lambda value, size=size: (value[at : at + size] for at in range(0, len(value), size))
+        with case(size, least):
+            assert rig.load(block) is DONE
 
 
 @pytest.mark.parametrize("fault", CHUNKS)
@@ -320,37 +331,3 @@ def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monk
         monkeypatch.setenv("SSL_CERT_FILE", authority)
         rig = SharedRig(server.url)
         rig.until(lambda: rig.kinds["bucket"] > 0, 10.0)
-
-
-class Arriving(NamedTuple):
-    """What ``obstore`` has of an object that is on its way."""
-
-    said_bytes: int
-    parts: list[bytes]
-
-    @property
-    def meta(self) -> dict[str, int]:
-        return {"size": self.said_bytes}
-
-    async def stream(self, least_bytes: int) -> AsyncIterator[bytes]:
-        """As obstore's: every part but the last has at least so many bytes."""
-        assert least_bytes <= s3.RECEIVE_BYTES, "a whole object would be held beside the pool"
-        held = b""
-        for part in self.parts:
-            held += part
-            if len(held) >= least_bytes:
-                yield held
-                held = b""
-        if held:
-            yield held
-
-
-def test_an_object_is_put_where_it_belongs_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    for more, size, least in itertools.product((-1, 0, 1), (1, 2, 3, 5, 7), (1, 3, 7, 8, 100)):
-        monkeypatch.setattr(s3, "RECEIVE_BYTES", least)
-        whole = bytes(range(7 + more))
-        parts = [whole[at : at + size] for at in range(0, len(whole), size)]
-        into = [bytearray(length) for length in (2, 0, 4, 1)]
-        answer = cast(Any, Arriving(7, parts))
-        assert asyncio.run(_receive(answer, into)) is (more == 0), (more, size, least)
-        assert more != 0 or b"".join(into) == whole, (size, least)

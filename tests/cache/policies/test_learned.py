@@ -303,24 +303,18 @@ def test_what_one_rank_was_rejected_the_others_are_too() -> None:
     assert namespace.counters.rejected_keys >= 4
 
 
-def test_what_it_remembers_is_bounded() -> None:
-    rig = learned_rig(400, 4, MIB)  # 400 blocks
+@pytest.mark.parametrize(("unit", "pools", "least"), [(MIB, REMEMBERED_POOLS, 300 * REMEMBERED_POOLS), (UNIT, 4, 600)])
+def test_what_it_remembers_is_bounded(unit: int, pools: int, least: int) -> None:
+    """Of small blocks it remembers less, since what it may take is a share of the pool."""
+    rig = learned_rig(400, 4, unit)
     namespace = rig.open("a")
     for first in range(0, 60_000, 60):
         look(rig, namespace, list(range(first, first + 60)))
     policy = policy_of(rig)
-    assert 300 * REMEMBERED_POOLS < policy.ghosts <= 400 * (REMEMBERED_POOLS + 1)
-    check_learned(rig)
+    assert least < policy.ghosts <= 400 * (pools + 1)
+    assert bytes_of(policy) <= rig.slots.pool_bytes // 50
     assert bytes_of(policy) / policy.known.known_keys <= GHOST_BYTES
-
-
-def test_small_blocks_are_remembered_for_a_shorter_time() -> None:
-    rig = learned_rig(400, 4)
-    namespace = rig.open("a")
-    for first in range(0, 6_000, 60):
-        look(rig, namespace, list(range(first, first + 60)))
-    assert 600 < policy_of(rig).ghosts < 2000
-    assert bytes_of(policy_of(rig)) <= rig.slots.pool_bytes // 50
+    check_learned(rig)
 
 
 # --- what the next daemon is told ----------------------------------------------------------------
