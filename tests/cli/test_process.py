@@ -108,19 +108,6 @@ def test_a_terminal_that_tells_no_width_will_do(tmp_path: Path) -> None:
 # --- what goes on until Ctrl-C ---------------------------------------------------------------------
 
 
-def test_ctrl_c_is_quiet(shared_daemon: DaemonProcess) -> None:
-    where = ("--directory", str(shared_daemon.directory))
-    with FakeEngine(shared_daemon.directory, "tiny") as engine:
-        with start_cli(*WATCH, "--json", *where) as watch, start_cli("events", "--json", *where) as events:
-            first_line(watch)
-            store_until_heard(engine, events)
-            for process in (watch, events):
-                process.send_signal(signal.SIGINT)
-                assert process.wait(DEADLINE_S) == 130
-                assert process.stderr is not None
-                assert process.stderr.read() == ""
-
-
 def first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline()
@@ -147,6 +134,9 @@ def test_events_are_printed_as_they_happen(shared_daemon: DaemonProcess) -> None
             found = json.loads(store_until_heard(engine, machine))
         for process in (human, machine):
             process.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE_S) == 130
+            assert process.stderr is not None
+            assert process.stderr.read() == "", "Ctrl-C is quiet"
     assert all(word in line for word in ("tiny", "stored", "2 blocks"))
     assert found["label"] == "tiny"
     (event,) = found["events"]

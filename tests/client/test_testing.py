@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from pathlib import Path
 
@@ -14,10 +13,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.daemon import DaemonProcess
 from tests.kit.fake_daemon import FakeDaemon
-
-
-def keys(*numbers: int) -> list[bytes]:
-    return [hashlib.sha256(str(number).encode()).digest() for number in numbers]
+from tests.kit.wire import keys
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -159,29 +159,6 @@ def test_heads_that_several_ranks_have_are_stored_by_each_of_them(tmp_path: Path
 
 
 @pytest.mark.shapes
-def test_speculation_without_a_draft_models_kv_cache_shares_with_none(tmp_path: Path) -> None:
-    """Blocks hold accepted tokens: with n-grams, however many are proposed, they are those of plain decoding."""
-    model = make_tiny_llama(tmp_path / "model")
-    ngram = {"method": "ngram", "prompt_lookup_max": 4}
-    kinds = [None, {**ngram, "num_speculative_tokens": 3}, {**ngram, "num_speculative_tokens": 4}]
-    with DaemonProcess("256MiB") as daemon:
-        answers = []
-        for kind in kinds:
-            with EngineProcess(
-                model, daemon.directory, extra_config={"offload_prompt_only": False}, speculative_config=kind
-            ) as engine:
-                wait_connected(daemon.directory)
-                answers.append(engine.generate(REPEATING, max_tokens=80))
-                wait_stored(daemon.directory)
-        first, *others = answers
-        assert [answer.cached for answer in first] == [0, 0]
-        for answer in others:
-            assert [one.tokens for one in answer] == [one.tokens for one in first]
-            assert [one.cached for one in answer] == [full_blocks(len(each)) for each in REPEATING]
-        assert len(books(daemon.directory).namespaces) == 1
-
-
-@pytest.mark.shapes
 @pytest.mark.parametrize(("method", "layers"), [("eagle", 1), ("draft_model", 4)])
 def test_a_draft_models_blocks_do_not_depend_on_draft_tokens(method: str, layers: int, tmp_path: Path) -> None:
     """One engine loads what another stored that drafts fewer tokens, and both would have stored the same bytes."""

@@ -34,22 +34,16 @@ STEPS = 9
 
 
 @pytest.fixture
-def groups() -> list[KVCacheGroupSpec]:
-    """KV cache groups of the engine; none for one of full attention."""
-    return []
-
-
-@pytest.fixture
 def client() -> Any:
     """The daemon, which has nothing unless a test answers."""
     return FakeSchedulerClient(Clock())
 
 
 @pytest.fixture
-def connector(model: Path, tmp_path: Path, client: Any, groups: list[KVCacheGroupSpec]) -> Iterator[KvoffdConnector]:
+def connector(model: Path, tmp_path: Path, client: Any) -> Iterator[KvoffdConnector]:
     """A scheduler's connector that stores whatever is offered and looks nothing up."""
     config = make_config(model, {"directory": str(tmp_path)})
-    built = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config(*groups))
+    built = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
     built._manager.loads = False
     namespace = built._manager.namespace
     namespace.client, namespace.current, namespace.registered = client, NamespaceSpec.named("model"), True
