@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import socket
 import threading
@@ -22,28 +21,10 @@ from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.events import BlockStored
 from kvoffd_proto.lifeline import Greeting, Refused, encode_frame
 from kvoffd_proto.paths import SocketPaths
 from tests.kit.daemon import DaemonProcess
 from tests.kit.fake_daemon import FakeDaemon
-
-
-def test_it_asks_a_real_daemon_everything(daemon: DaemonProcess) -> None:
-    key = hashlib.sha256(b"a").digest()
-    with FakeEngine(daemon.directory, layers=1, blocks=2) as engine, AdminClient(daemon.directory) as admin:
-        assert engine.store([key], [0]).ok
-        assert admin.health().healthy
-        assert admin.stats().store.jobs == 1
-        assert {session.role for session in admin.sessions().sessions} == {"scheduler", "worker", "admin"}
-        assert [item.namespace for item in admin.namespaces().namespaces] == [engine.namespace.fingerprint]
-        assert admin.clear(engine.namespace.fingerprint) == 1
-        assert admin.clear() == 0
-        daemon.kill()
-        with pytest.raises(DaemonUnavailable, match=str(daemon.directory)):
-            admin.stats()
-        daemon.start()
-        assert admin.health().healthy
 
 
 def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
@@ -144,6 +125,7 @@ def test_typos_of_operators_and_short_sessions_are_no_errors_of_the_daemon(daemo
         for _ in range(30):
             with AdminClient(daemon.directory) as short:
                 short.namespaces()
+        assert list(admin.events(idle_timeout_s=0.1)) == []
         space = engine.namespace.fingerprint
         for kind, fields in (
             (a.Clear, (bytes(32),)),
@@ -162,33 +144,6 @@ def test_an_answer_of_the_wrong_kind_is_an_error(fake: FakeDaemon) -> None:
     fake.answers[s.Stats] = lambda request, _: m.Done(request.request_id)
     with AdminClient(fake.directory) as admin, pytest.raises(DaemonUnavailable, match="did not answer Stats"):
         admin.stats()
-
-
-def test_the_event_tail_yields_what_happens_and_ends_at_its_timeout(daemon: DaemonProcess) -> None:
-    stop = threading.Event()
-
-    def keep_storing(engine: FakeEngine) -> None:
-        # PUB drops what comes before the subscription, so something happens until the tail has seen it.
-        number = 0
-        while not stop.wait(0.01):
-            number += 1
-            engine.store([hashlib.sha256(str(number).encode()).digest()], [0])
-
-    with FakeEngine(daemon.directory, layers=1, blocks=2) as engine, AdminClient(daemon.directory) as admin:
-        busy = threading.Thread(target=keep_storing, args=(engine,))
-        busy.start()
-        try:
-            topic, sequence, batch = next(admin.events(idle_timeout_s=10))
-        finally:
-            stop.set()
-            busy.join()
-        assert topic == b"kv@" + engine.namespace.fingerprint.hex().encode()
-        assert sequence >= 0
-        assert isinstance(batch.events[0], BlockStored)
-        assert list(admin.events(idle_timeout_s=0.3)) == []
-
-
-# --- names of namespaces ---------------------------------------------------------------------------
 
 
 def test_a_namespace_is_named_by_label_or_first_digits() -> None:
