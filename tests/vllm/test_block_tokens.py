@@ -164,6 +164,10 @@ def test_a_disk_has_the_tokens_of_the_blocks_that_were_stored(rig: Rig) -> None:
     rig.removed(0, medium=STORAGE)
     rig.take()
     assert rig.published[STORAGE] == {1}
+    rig.cleared()
+    rig.stored(0)
+    rig.take()
+    assert rig.published == {CPU: {0}, STORAGE: set()}, "what goes at once is removed by name"
 
 
 def test_a_block_without_tokens_is_published_once_it_is_found(rig: Rig) -> None:
@@ -181,15 +185,6 @@ def test_a_block_without_tokens_is_published_once_it_is_found(rig: Rig) -> None:
     rig.removed(0, 1, 2, 3)
     rig.take()
     assert rig.published[CPU] == set()
-
-
-def test_what_goes_at_once_is_removed_by_name(rig: Rig) -> None:
-    rig.stored(0, 1, 2)
-    rig.stored(0, medium=STORAGE, tells=False)
-    rig.cleared()
-    rig.stored(0)
-    rig.take()
-    assert rig.published == {CPU: {0}, STORAGE: set()}
 
 
 def test_after_the_engines_own_clear_blocks_are_published_anew(rig: Rig) -> None:

@@ -77,10 +77,8 @@ def test_a_change_of_what_is_needed_is_refused_by_its_name(monkeypatch: pytest.M
                 compat.require_vllm()
             assert f"changed: {name}. This" in str(refused.value)
 
-
-def test_a_method_that_the_connector_lacks_is_refused() -> None:
     class Half(base.OffloadingWorker):
-        """Lacks all methods."""
+        """Lacks all methods that vLLM asks for."""
 
     with pytest.raises(ImportError, match=r"has changed: OffloadingWorker's methods\. This"):
         compat.require_methods(KvoffdConnector, Half)

@@ -74,29 +74,21 @@ def test_of_a_mixed_group_every_layers_spec_counts(engine_config: Any) -> None:
     assert factors(32)["groups"][0]["layout"] != factors(64)["groups"][0]["layout"]
 
 
-def test_the_longest_context_counts_only_where_rope_depends_on_it(engine_config: Any) -> None:
-    def factors(length: int, rope: str) -> dict[str, Any]:
+def test_the_longest_context_counts_only_where_rope_or_llama_4_depends_on_it(engine_config: Any) -> None:
+    def factors(length: int, *, rope: str = "default", tuning: bool | None = None, kind: str = "") -> dict[str, Any]:
         config = copy.deepcopy(engine_config)
         config.model_config.max_model_len = length
         config.model_config.hf_config.rope_parameters = {"rope_type": rope}
-        return factors_of(config)
-
-    assert factors(1024, "default") == factors(2048, "default")
-    assert factors(1024, "longrope") != factors(2048, "longrope")
-
-
-def test_the_scale_of_queries_counts_in_llama_4(engine_config: Any) -> None:
-    def factors(length: int, tuning: bool | None = None, kind: str = "llama4_text") -> dict[str, Any]:
-        config = copy.deepcopy(engine_config)
-        config.model_config.max_model_len = length
         config.model_config.override_generation_config = {"attn_temperature_tuning": tuning}
         config.model_config.hf_config.text_config = {"model_type": kind}
         return factors_of(config)
 
-    assert factors(32_768) == factors(32_768)
-    assert factors(32_768) != factors(65_536)
-    assert factors(65_536, True) != factors(65_536, False)
-    assert factors(32_768, True, "llama") == factors(65_536, False, "llama")
+    assert factors(1024) == factors(2048)
+    assert factors(1024, rope="longrope") != factors(2048, rope="longrope")
+    llama = {"kind": "llama4_text"}
+    assert factors(1024, **llama) == factors(1024, **llama) != factors(2048, **llama)
+    assert factors(2048, tuning=True, **llama) != factors(2048, tuning=False, **llama)
+    assert factors(1024, tuning=True, kind="llama") == factors(2048, tuning=False, kind="llama")
 
 
 def set_path(config: Any, path: str, value: object) -> None:
@@ -275,9 +267,6 @@ def test_files_of_a_model_are_told_apart_by_content(name: str, tmp_path: Path) -
             (tmp_path / name).write_bytes(content * 100_000)
         found.add(weights_identity(str(tmp_path)))
     assert len(found) == 3
-
-
-def test_where_no_weights_are_found_the_path_tells_models_apart(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
+    for place in ("a", "b"):  # where no weights are found the path tells models apart
+        (tmp_path / place).mkdir()
     assert weights_identity(str(tmp_path / "a")) != weights_identity(str(tmp_path / "b"))

@@ -77,18 +77,14 @@ def test_an_adapter_loaded_in_place_is_read_again(tmp_path: Path) -> None:
     assert adapters.content_of(request(path)) is None, "vLLM computes it with the one that has its id now"
 
 
-def test_an_id_that_vllm_has_loaded_for_another_adapter_is_unknown(tmp_path: Path) -> None:
+def test_an_adapter_without_files_or_with_another_ones_id_is_unknown(tmp_path: Path) -> None:
+    adapters = LoraAdapters()
+    (tmp_path / "empty").mkdir()
+    for without_files in (tmp_path / "nothing", "not-there/at-all", tmp_path / "empty"):
+        assert adapters.content_of(request(without_files)) is None
     one, other = write_lora_adapter(tmp_path / "one", seed=1), write_lora_adapter(tmp_path / "other", seed=2)
     adapters = LoraAdapters()
     first = adapters.content_of(request(one))
     assert adapters.content_of(request(other)) is None
     assert adapters.content_of(request(one)) == first
     assert adapters.content_of(request(other, 2)) is None, "vLLM's own cache has blocks of the first under its name"
-
-
-def test_an_adapter_without_files_is_unknown(tmp_path: Path) -> None:
-    adapters = LoraAdapters()
-    assert adapters.content_of(request(tmp_path / "nothing")) is None
-    assert adapters.content_of(request("not-there/at-all")) is None
-    (tmp_path / "empty").mkdir()
-    assert adapters.content_of(request(tmp_path / "empty")) is None
