@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import xxhash
 
+from kvoffd.pool.allocator import PoolSegment, cut_pool
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.slot_table import FREE_RECORD, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
+from kvoffd.system.limits import MemoryLimit
+from kvoffd.system.numa import Locality
 
 MIB = 1 << 20
 
@@ -78,6 +83,14 @@ def test_the_table_is_at_most_two_percent_of_the_pool() -> None:
         assert TableGeometry(pool_bytes, max(4 * MIB, pool_bytes // 64)).size_bytes <= pool_bytes * 0.02
 
 
+def test_what_is_never_written_is_never_in_memory(pool: Pool) -> None:
+    fd = pool.memory_fds[1]
+    pool.table.records["checksum"][100] = 1
+    assert os.fstat(fd).st_blocks * 512 < pool.table_bytes // 10
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(fd, 0)
+
+
 def test_no_flipped_bit_makes_a_record_ready() -> None:
     states = (FREE_RECORD, READY_RECORD, int.from_bytes(b"!kvBAD!!", "little"))
     assert all((one ^ other).bit_count() >= 16 for one in states for other in states if one is not other)
@@ -92,3 +105,44 @@ def test_checksums_are_those_of_the_library(pool: Pool) -> None:
     assert pool.digests([]) == []
     with pytest.raises(AssertionError):
         pool.digests([(64 * MIB - 64, 65)])
+
+
+# --- NUMA nodes ----------------------------------------------------------------------------------
+
+
+def test_segments_cover_the_pool_in_whole_regions() -> None:
+    nodes = [Locality(number, frozenset()) for number in (0, 1, 3)]
+    assert cut_pool(10 * MIB + 5, MIB, nodes) == [
+        PoolSegment(0, 3 * MIB, nodes[0]),
+        PoolSegment(3 * MIB, 7 * MIB, nodes[1]),
+        PoolSegment(7 * MIB, 10 * MIB + 5, nodes[2]),
+    ]
+    assert [part.end - part.begin for part in cut_pool(2 * MIB, MIB, nodes)] == [MIB, MIB]
+    assert cut_pool(2 * MIB, MIB, []) == []
+
+
+def test_each_segment_is_touched_by_threads_near_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [Locality(0, frozenset({0})), Locality(1, frozenset({1}))]
+    place_of: dict[int, frozenset[int]] = {}
+    touched: dict[frozenset[int], list[tuple[int, int]]] = defaultdict(list)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda _, cpus: place_of.update({threading.get_ident(): frozenset(cpus)})
+    )
+    monkeypatch.setattr(
+        "kvoffd.pool.memory._populate",
+        lambda address, length: touched[place_of[threading.get_ident()]].append((address, length)),
+    )
+    pool = Pool(96 * MIB, region_bytes=4 * MIB, limit=MemoryLimit(1 << 60, "a test"), nodes=nodes)
+    try:
+        seen: list[int] = []
+        assert pool.touch(2, seen.append) == 96 * MIB
+        assert seen[-1] == 96 * MIB
+        for node, begin in zip(nodes, (0, 48 * MIB), strict=True):
+            pieces = sorted(touched[node.cpus])
+            assert pieces == [
+                (pool.mapping.address + begin, 32 * MIB),
+                (pool.mapping.address + begin + 32 * MIB, 16 * MIB),
+            ]
+    finally:
+        pool.close()

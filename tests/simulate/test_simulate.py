@@ -76,10 +76,10 @@ def test_an_lru_is_replayed_as_one() -> None:
     assert replay(trace_of([[1, 2], [1, 2]]), "lru", 2).written == 2
 
 
-def test_it_prints_json_as_documented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_json_as_documented(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
-    assert main([str(file), "--policy", "all", "--blocks", "2,3", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    assert console(["trace", "replay", str(file), "--policy", "all", "--blocks", "2,3", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
     assert (told["trace"], told["accesses"]) == ("small", 12)
     assert [(one["policy"], one["blocks"]) for one in told["results"]] == [
         (policy, blocks) for blocks in (2, 3) for policy in POLICY_NAMES
@@ -133,6 +133,8 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.Captu
         with case(arguments):
             assert main([str(file), *arguments.split()]) == 2
             assert sentence in capfd.readouterr().err
+    assert console(["trace", "replay", str(file), "--blocks", "0"]) == 2
+    assert "is no list of numbers of blocks" in capfd.readouterr().err
 
 
 def test_what_a_recording_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,15 +253,6 @@ def test_where_it_cannot_print_that_is_said_and_not_of_the_trace(tmp_path: Path)
     ended = subprocess.run(words, stdout=written, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(written)
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_the_console_has_it_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
-    assert console(["trace", "replay", str(file), "--policy", "lru", "--blocks", "3", "--json"]) == 0
-    told = capfd.readouterr().out
-    assert json.loads(told)["results"][0]["hit_percent"] == 75.0
-    assert console(["trace", "replay", str(file), "--blocks", "0"]) == 2
-    assert "is no list of numbers of blocks" in capfd.readouterr().err
 
 
 def test_a_trace_of_too_many_requests_is_refused(
