@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
+
+from kvoffd.simulate.trace import KEY_BYTES, Trace
 
 Chain = list[int]
 Load = Iterator[Chain]
@@ -68,6 +70,10 @@ class Traffic:
         """Requests of several, each of which has that share."""
         while True:
             yield next(self.chance.choices([load for _, load in loads], [share for share, _ in loads])[0])
+
+
+def trace_of(requests: Sequence[Chain], tokens: int = 512) -> Trace:
+    return Trace("made", tokens, [b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys) for keys in requests])
 
 
 def chat_among_single_requests(seed: int, requests: int) -> list[Chain]:

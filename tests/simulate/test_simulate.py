@@ -22,10 +22,7 @@ from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, MOST_LINE_BYTES, BadTrace, Trace, read_trace
 from kvoffd_client.cli import main as console
 from tests.kit.cases import case
-
-
-def trace_of(requests: list[list[int]]) -> Trace:
-    return Trace("made", 512, [b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys) for keys in requests])
+from tests.kit.made_up_loads import trace_of
 
 
 def write(path: Path, requests: list[list[int]]) -> Path:

@@ -114,10 +114,21 @@ def test_impossible_masters_are_refused(odd: str) -> None:
     assert most < 8 << 20
 
 
+def show_nodes(asked: Sequence[FaultyStore], *owned: tuple[FaultyStore, str]) -> None:
+    """Have servers tell which slots each has."""
+    nodes = [f"{at} 127.0.0.1:{one.port}@1 master - 0 0 1 connected{slots}" for at, (one, slots) in enumerate(owned)]
+    told = "\n".join(nodes).encode()
+    for one in asked:
+        one.forced[b"CLUSTER"] = b"$%d\r\n%s\r\n" % (len(told), told)
+
+
+def node_of_cluster(store: FaultyStore) -> SharedRig:
+    return SharedRig(store.url.replace("redis:", "redis+cluster:"))
+
+
 def test_a_server_that_is_in_no_cluster_yet_is_reported(store: FaultyStore) -> None:
-    nodes = b"a 127.0.0.1:%d@1 myself,master - 0 0 0 connected\n" % store.port
-    store.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len(nodes), nodes)}
-    rig = SharedRig(store.url.replace("redis:", "redis+cluster:"))
+    show_nodes([store], (store, ""))
+    rig = node_of_cluster(store)
     rig.until(lambda: "redis-cli --cluster create" in rig.tier.problem)
 
 
@@ -125,37 +136,25 @@ def test_slots_of_a_master_that_is_cut_off_are_asked_elsewhere(store: FaultyStor
     """It answers PING, and by its own view has its slots; the others have made a replica master."""
     with FaultyStore() as second, FaultyStore() as third:
         masters = store, second, third
-
-        def have(asked: Sequence[FaultyStore], *slots: str) -> None:
-            owned = zip("abc", masters, slots, strict=True)
-            lines = [f"{name} 127.0.0.1:{one.port}@1 master - 0 0 1 connected{part}\n" for name, one, part in owned]
-            for one in asked:
-                one.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len("".join(lines)), "".join(lines).encode())}
-
-        have(masters, " 0-5460", " 5461-10921", " 10922-16383")
-        rig = SharedRig(store.url.replace("redis:", "redis+cluster:")).reachable()
+        show_nodes(masters, (store, " 0-5460"), (second, " 5461-10921"), (third, " 10922-16383"))
+        rig = node_of_cluster(store).reachable()
         rig.store(block := a_block_of(rig, 0))
         second.values |= store.values
         down = b"-CLUSTERDOWN The cluster is down\r\n"
         store.forced |= dict.fromkeys((b"GET", b"EXISTS", b"TOUCH", b"SET"), down)
-        have(masters[1:], "", " 0-10921", " 10922-16383")
+        show_nodes(masters[1:], (store, ""), (second, " 0-10921"), (third, " 10922-16383"))
         rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
         assert rig.tier.breaker.opened == 0
 
 
 def test_slots_that_nobody_had_are_asked_for_again(store: FaultyStore) -> None:
     """As others see it, a master that has become a replica has no slots, and its successor not yet."""
-
-    def have(slots: str) -> None:
-        nodes = f"a 127.0.0.1:{store.port}@1 master - 0 0 1 connected {slots}\n".encode()
-        store.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len(nodes), nodes)}
-
-    have("0-5460 10922-16383")
-    rig = SharedRig(store.url.replace("redis:", "redis+cluster:")).reachable()
+    show_nodes([store], (store, " 0-5460 10922-16383"))
+    rig = node_of_cluster(store).reachable()
     block = a_block_of(rig, 1)
     assert rig.write(block) is Result.FAILED
     assert rig.ask_anew(block) == [Answer.NO]
-    have("0-16383")
+    show_nodes([store], (store, " 0-16383"))
     rig.until(lambda: rig.write(block) is DONE)
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
 

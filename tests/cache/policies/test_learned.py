@@ -27,11 +27,10 @@ from kvoffd.cache.learned import Learned
 from kvoffd.cache.lru_fallback import FIRST_STAY, JUDGED_AFTER, LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.simulate.replay import replay
-from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import READY
 from kvoffd_proto.stats import HitCurve
 from tests.kit.cuda_abi import compiler
-from tests.kit.made_up_loads import LOADS, Traffic, chat_among_single_requests
+from tests.kit.made_up_loads import LOADS, Traffic, chat_among_single_requests, trace_of
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 
 CHECK = Path(__file__).with_name("learned_check.c")
@@ -109,10 +108,6 @@ def test_its_books_are_right_after_any_requests(order: list[tuple[str, list[int]
             rig.cache.invalidate(namespace, [(group, keys_of(*chain))])
         check_learned(rig)
     check_invariants(rig.cache)
-
-
-def trace_of(requests: list[list[int]], tokens: int = 512) -> Trace:
-    return Trace("made", tokens, [b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys) for keys in requests])
 
 
 def documents(count: int, blocks: int, requests: int) -> list[list[int]]:
