@@ -103,6 +103,13 @@ class Done(NamedTuple):
     out: str
     err: str
 
+    @property
+    def sentence(self) -> str:
+        """The one sentence with which it was refused."""
+        assert (self.status, self.out, self.err.count("\n")) == (2, "", 1), self
+        assert self.err.startswith("kvoffd-cli: "), self
+        return self.err
+
 
 Cli = Callable[..., Done]
 """Runs a command on a daemon, in this process."""
