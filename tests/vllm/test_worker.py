@@ -339,22 +339,6 @@ def gpu() -> Iterator[Gpu]:
         event.happened.set()
 
 
-def test_stores_and_loads_go_out_after_their_kernels(gpu: Gpu) -> None:
-    client = gpu.clients[0]
-    gpu.worker.submit_store(1, BLOCKS, KEYED)
-    gpu.worker.flush()
-    gpu.worker.submit_store(2, BLOCKS, KEYED)
-    gpu.worker.submit_load(3, LEASED, BLOCKS)
-    gpu.worker.flush()
-    assert len(gpu.events) == 2, "one for the jobs of a step"
-    assert not wait_sent(gpu.sender, [1], 0.05)
-    assert client.messages == []
-    for event, sent in zip(gpu.events, ([[1]], [[1], [2, 3]]), strict=True):
-        event.happened.set()
-        assert wait_sent(gpu.sender, sent[-1], WAIT_S)
-        assert client.messages == sent
-
-
 def test_a_fence_waits_a_moment_for_kernels_and_then_takes_jobs_back(gpu: Gpu) -> None:
     gpu.worker.submit_store(1, BLOCKS, KEYED)
     gpu.worker.submit_store(2, BLOCKS, KEYED)
