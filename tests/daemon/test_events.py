@@ -103,16 +103,6 @@ def test_blocks_of_a_disk_have_a_medium_of_their_own(tmp_path: Path) -> None:
             assert index == {POOL: set(), DISK: set()}
 
 
-def test_a_new_namespace_begins_empty_and_its_messages_count_from_0(shared_daemon: DaemonProcess) -> None:
-    spaces = [bytes([number]) * 32 for number in range(5)]
-    with KvSubscriber(shared_daemon.directory) as events, WireClient(shared_daemon.directory) as worker:
-        for space in spaces:
-            worker.open_namespace(space)
-        messages = events.messages()
-    assert [(message.namespace, message.number) for message in messages] == [(space, 0) for space in spaces]
-    assert [event.kind for message in messages for event in message.events] == ["cleared"] * 5
-
-
 def test_an_event_has_the_parents_and_tokens_that_its_store_told(shared_daemon: DaemonProcess) -> None:
     """Each key has its own, those of a store that told none have none, and what was there before is in no event."""
     chain, tokens = keys(0, 1, 2, 3), [bytes([number]) * 64 for number in range(4)]

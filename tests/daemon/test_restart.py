@@ -6,7 +6,6 @@ import os
 import re
 import stat
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,8 @@ import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
+from tests.kit.checked import overwrite
+from tests.kit.command import refusal_to_serve
 from tests.kit.daemon import DaemonProcess
 from tests.kit.service_manager import ServiceManager
 from tests.kit.wire import books, keys
@@ -185,18 +186,7 @@ def test_systemd_descriptors_for_another_process_are_ignored() -> None:
 
 
 def refused(pool_file: Path, directory: Path, pool_size: str = "32MiB") -> str:
-    """The one sentence of a daemon that does not start."""
-    command = [sys.executable, "-m", "kvoffd", "serve", "--directory", str(directory), "--pool-size", pool_size]
-    ended = subprocess.run(
-        [*command, "--pool-file", str(pool_file), "--http-address", ""],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 2, ended.stderr
-    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
-    return ended.stderr
+    return refusal_to_serve("--directory", str(directory), "--pool-size", pool_size, "--pool-file", str(pool_file))
 
 
 def test_pool_file_belongs_to_one_daemon(in_file: DaemonProcess, pool_file: Path, tmp_path: Path) -> None:
@@ -246,12 +236,6 @@ def test_pool_file_on_a_disk_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "pool").exists()
 
 
-def write_at(file: Path, position: int, content: bytes) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(position)
-        opened.write(content)
-
-
 def test_pool_file_of_another_format_is_replaced(pool_file: Path) -> None:
     """Tables that are not to be trusted are of tests/pool. Each is a start with an empty pool."""
     pool_file.touch(0o600)  # an empty file is taken
@@ -264,7 +248,7 @@ def test_pool_file_of_another_format_is_replaced(pool_file: Path) -> None:
         ):
             daemon.kill()
             before = pool_file.stat().st_ino
-            write_at(pool_file, position, content)
+            overwrite(pool_file, position, content)
             assert reason in starts_empty(daemon), position
             assert pool_file.stat().st_ino != before
         daemon.kill()
@@ -283,7 +267,7 @@ def test_pool_file_with_a_flipped_byte_or_a_hole_is_used(in_file: DaemonProcess,
     store(in_file, world_size=1)
     in_file.kill()
     # Records have the key in them; the pool's bytes are random.
-    write_at(pool_file, pool_file.read_bytes().index(KEYS[BLOCKS - 1]) + 31, b"\xee")
+    overwrite(pool_file, pool_file.read_bytes().index(KEYS[BLOCKS - 1]) + 31, b"\xee")
     in_file.start()
     assert len(load(in_file, world_size=1)) == BLOCKS - 1
     assert re.search(r"15 blocks .* are ready", in_file.log)

@@ -21,6 +21,7 @@ import pytest
 
 from kvoffd_client import AdminClient, SharedMemory
 from tests.daemon.refused_calls import refusing
+from tests.kit.command import refusal_to_serve as refused
 from tests.kit.daemon import START_DEADLINE_S, STOP_DEADLINE_S, DaemonProcess
 from tests.kit.service_manager import ServiceManager
 from tests.kit.waiting import wait_until
@@ -28,16 +29,6 @@ from tests.kit.wire import WireClient, books, keys, store_of
 
 MIB = 1 << 20
 SOCKETS = ("jobs.sock", "events.sock", "lifeline.sock")
-
-
-def refused(*arguments: str, before: tuple[str, ...] = ()) -> str:
-    """The one sentence with which ``kvoffd serve`` ends. It has no HTTP port, since another daemon may have it."""
-    command = [*before, sys.executable, "-m", "kvoffd", "serve", "--http-address", "", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.startswith("kvoffd: ")
-    assert ended.stderr.count("\n") == 1
-    return ended.stderr
 
 
 def limited(kind: int, limit: int) -> list[str]:

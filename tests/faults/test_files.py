@@ -20,24 +20,25 @@ NOTICED_S = 4.0
 # --- files that are removed ------------------------------------------------------------------------
 
 
-def test_a_daemon_serves_on_without_its_files(lasting: DaemonProcess, pool_file: Path) -> None:
+def test_a_daemon_serves_on_without_its_files(pool_file: Path) -> None:
     """The pool's file was removed: health says so, bytes stay right, and the next daemon says why its pool is empty."""
-    truth = Truth()
-    with CheckedEngine(lasting, truth) as engine:
-        engine.put(ALL)
-        for path in pool_file.parent.iterdir():
-            path.unlink()
-        assert engine.has(ALL)
-    wait_until(lambda: books(lasting.directory).health == "degraded", NOTICED_S)
-    assert any("pool" in name for name in books(lasting.directory).problems)
-    lasting.kill()
-    before = len(lasting.log)
-    lasting.start()
-    assert any("WARNING" in line and "empty" in line for line in lasting.log[before:].splitlines())
-    with CheckedEngine(lasting, truth) as engine:
-        assert engine.get(ALL) == []
-        engine.put(range(4))
-        assert engine.has(range(4))
+    with DaemonProcess("16MiB", pool_file=str(pool_file)) as lasting:
+        truth = Truth()
+        with CheckedEngine(lasting, truth) as engine:
+            engine.put(ALL)
+            for path in pool_file.parent.iterdir():
+                path.unlink()
+            assert engine.has(ALL)
+        wait_until(lambda: books(lasting.directory).health == "degraded", NOTICED_S)
+        assert any("pool" in name for name in books(lasting.directory).problems)
+        lasting.kill()
+        before = len(lasting.log)
+        lasting.start()
+        assert any("WARNING" in line and "empty" in line for line in lasting.log[before:].splitlines())
+        with CheckedEngine(lasting, truth) as engine:
+            assert engine.get(ALL) == []
+            engine.put(range(4))
+            assert engine.has(range(4))
 
 
 def test_a_disk_without_its_file_serves_right_bytes(tmp_path: Path) -> None:

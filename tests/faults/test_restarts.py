@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -24,6 +25,13 @@ ALL = range(BLOCKS)
 MIB = 1 << 20
 PAGE, SLOT = 65536, 4096
 NAMESPACES = 400
+
+
+@pytest.fixture
+def lasting(pool_file: Path) -> Iterator[DaemonProcess]:
+    """A running daemon with a pool of 16 MiB in a file."""
+    with DaemonProcess("16MiB", pool_file=str(pool_file)) as running:
+        yield running
 
 
 def test_a_load_that_lies_is_seen() -> None:

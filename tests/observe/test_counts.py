@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,15 +9,11 @@ from typing import Any
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 
 from kvoffd_client import AdminClient, NamespaceSpec
-from kvoffd_client.cli.format import percent
-from kvoffd_client.cli.top import Reading, Screen
 from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import PENDING, GroupKeys, GroupSpec
-from kvoffd_proto.stats import DaemonStats
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port, http_get
@@ -135,17 +130,6 @@ def partial(load: Load) -> None:
     load.misses.update({"partial": -1, "unknown": 1})  # of the three keys one was never stored
 
 
-def check_top(stats: DaemonStats, total: dict[str, Any]) -> None:
-    """Hold the screen of top against the statistics."""
-    screen = Screen(1.0, Reading(stats))
-    screen.history.add(stats)
-    lines = [line.plain.rstrip() for line in screen.lines(Console(width=80, height=24, file=io.StringIO()))]
-    assert [one for one in lines if f"{total['loaded_tokens']:,} tokens loaded" in one], lines
-    (row,) = (one.split() for one in lines if one.startswith("since start"))
-    keys = total["loaded_keys"], total["not_needed_keys"], sum(total["misses"].values())
-    assert row[4:10] == [word for count in keys for word in percent(count, total["asked_keys"]).split()]
-
-
 def check_views(daemon: DaemonProcess, port: int, loads: dict[str, Load]) -> dict[str, Any]:
     """Hold all that shows statistics against what was done; returns what is shown of the namespaces, by model."""
     printed = json.loads(run_cli("stats", "--json", "--directory", str(daemon.directory)).stdout)
@@ -173,7 +157,6 @@ def check_views(daemon: DaemonProcess, port: int, loads: dict[str, Load]) -> dic
             field = spaces[labels["model"]].get(name.removesuffix("_total"))
             key = labels.get("reason") or labels.get("source")
             assert value == (field.get(key, 0) if key else field), name
-        check_top(msgspec.json.decode(msgspec.json.encode(stats), type=DaemonStats), total)
     return spaces
 
 

@@ -23,6 +23,7 @@ from kvoffd.errors import BadBlockIds, KvoffdError
 from kvoffd.server.jobs import checked_parts
 from kvoffd.server.memory import EngineMemory, OnMapped
 from kvoffd.server.persistence import State
+from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import CopyEngine, Transfer
@@ -32,6 +33,7 @@ from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.cases import case
+from tests.kit.slot_cache import CacheRig, keys_of
 from tests.sim.parts import NoStateFile, make_pool, make_service
 
 NAMESPACE, REGISTRATION, KEY = b"n" * 32, b"r" * 16, b"12345678"
@@ -143,6 +145,29 @@ def test_the_policy_knows_what_was_asked_for_before_it_judges_a_store(
     assert not seen
     bench.copy(worker)
     assert seen == ["asked", "judged"]
+
+
+# --- the scrubber ------------------------------------------------------------------------------
+
+
+def test_checksums_that_stores_left_out_are_taken_when_there_is_time() -> None:
+    rig = CacheRig(units=64, region_units=8)
+    space = rig.open("one")
+    ticket = rig.begin(space, 0, 0, keys_of(1, 2, 3))
+    slots = ticket.parts[0].slots.tolist()
+    rig.commit(ticket, checksum=0)
+    scrubber = Scrubber(rig.cache, lambda: 0.0)
+    assert scrubber.has_work
+    checks = scrubber.next_step()
+    assert sorted(check.slot for check in checks) == sorted(slots)
+    scrubber.finish_step(checks, [100 + check.slot for check in checks])
+    assert not scrubber.has_work
+    assert rig.table.records["checksum"][slots].tolist() == [100 + slot for slot in slots]
+    assert rig.cache.checked_slots == 0, "there was nothing to compare with"
+    scrubber.start()
+    checks = scrubber.next_step()
+    scrubber.finish_step(checks, [100 + check.slot for check in checks])
+    assert (scrubber.report(1).checked_slots, scrubber.report(1).mismatches) == (3, 0)
 
 
 # --- registrations ---------------------------------------------------------------------------------
