@@ -381,20 +381,6 @@ def test_a_client_that_acknowledges_nothing(client: WireClient, lacking: int, at
         assert client.store(cache, keys(2), [0]).ok
 
 
-def test_made_up_routing_ids(daemon: DaemonProcess) -> None:
-    """A name that is none of the daemon's tokens harms neither others nor the daemon."""
-    with WireClient(daemon.directory) as other, SharedMemory(SIZE, "other") as memory:
-        other.open_namespace()
-        cache = other.register(memory)
-        for number, name in enumerate((b"k", b"k" + bytes(16), other.routing_id[:-1], other.routing_id + b"k")):
-            with WireClient(daemon.directory, None, routing_id=name) as thief:
-                for frame in GARBAGE.values():
-                    thief.send_raw(frame)
-                assert other.health() == "ok"
-                assert other.store(cache, keys(number), [0]).ok
-        assert other.unacknowledged().unfinished == []
-
-
 def test_a_connection_that_breaks(client: WireClient, memory: SharedMemory) -> None:
     """ZeroMQ ends that of a client which sends far too much. The client's ZeroMQ connects again without a word."""
     cache, limit = client.register(memory), client.limits["max_frame_bytes"]

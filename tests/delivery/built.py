@@ -9,6 +9,7 @@ import sys
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,18 +33,11 @@ def run(
     *command: str | Path, cwd: Path | None = None, timeout_s: float = 300, environ: dict[str, str] | None = None
 ) -> str:
     """What a command prints on stdout; fails the test with all that it printed."""
-    ended = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env={**os.environ, **(environ or {})},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    words, environ = list(map(str, command)), {**os.environ, **(environ or {})}
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    ended = subprocess.run(words, cwd=cwd, env=environ, timeout=timeout_s, check=False, **streams)
     if ended.returncode:
-        pytest.fail(f"{' '.join(map(str, command))} ended with {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
+        pytest.fail(f"{' '.join(words)} ended with {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
     return ended.stdout
 
 

@@ -55,21 +55,9 @@ def machine(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_typo_and_kills_lose_no_block(machine: Path) -> None:
-    command = [
-        "systemd-nspawn",
-        f"--directory={machine}",
-        "--register=no",
-        "--keep-unit",
-        "--private-network",
-        "--boot",
-    ]
-    booted = subprocess.run(
-        [*command, "systemd.unit=graphical.target"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    options = [f"--directory={machine}", "--register=no", "--keep-unit", "--private-network", "--boot"]
+    command = ["systemd-nspawn", *options, "systemd.unit=graphical.target"]
+    booted = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
     checked = machine / "checked"
     if not checked.exists():
         pytest.skip(f"no systemd can be booted here: {(booted.stderr or booted.stdout).strip().splitlines()[-3:]}")

@@ -23,17 +23,11 @@ MOST_BYTES = 400 * 2**20
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 USERS = 10064
 # Where root may not raise limits, and where runtimes know no mixture of the two versions of cgroups.
+LIMITS = ["--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096"]
 WAYS = (
     ["podman", "run"],
-    ["podman", "run", "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096"],
-    [
-        "podman",
-        "--cgroup-manager=cgroupfs",
-        "--runtime=runc",
-        "run",
-        "--ulimit=nofile=4096:4096",
-        "--ulimit=nproc=4096:4096",
-    ],
+    ["podman", "run", *LIMITS],
+    ["podman", "--cgroup-manager=cgroupfs", "--runtime=runc", "run", *LIMITS],
 )
 
 
@@ -46,15 +40,8 @@ def image() -> str:
     trust = []
     if CERTIFICATES.exists():  # where a proxy has its own
         trust = [f"--volume={CERTIFICATES}:/run/certificates:ro", "--build-arg=PIP_CERT=/run/certificates"]
-    script = ROOT / "deploy" / "docker" / "build_image.sh"
-    run(
-        script,
-        f"--tag={IMAGE}",
-        "--build-arg=BASE=localhost/kvoffd-base:delivery",
-        "--isolation=chroot",
-        *trust,
-        timeout_s=900,
-    )
+    given = f"--tag={IMAGE}", "--build-arg=BASE=localhost/kvoffd-base:delivery", "--isolation=chroot", *trust
+    run(ROOT / "deploy" / "docker" / "build_image.sh", *given, timeout_s=900)
     return IMAGE
 
 
@@ -104,13 +91,9 @@ def test_blocks_outlive_the_container(image: str, podman_run: list[str], node: t
     daemon = [*podman_run, *hardened, f"--name={name}", "--detach", f"--volume={sockets}:/run/kvoffd"]
     daemon += [f"--volume={pool}:/pool", "--env=KVOFFD_POOL_FILE=/pool/kvoffd.pool", "--env=KVOFFD_HTTP_ADDRESS="]
     daemon += ["--env=KVOFFD_POOL_SIZE=64MiB", "--env=KVOFFD_ALLOWED_UIDS=2000", image]
-    engine = [
-        *podman_run,
-        *hardened,
-        f"--volume={sockets}:/run/kvoffd:ro",
-        f"--volume={HERE / 'traffic.py'}:/traffic.py:ro",
-    ]
-    engine += ["--user=2000:2000", f"--group-add={USERS}", "--entrypoint=/opt/kvoffd/bin/python", image, "/traffic.py"]
+    engine = [*podman_run, *hardened, f"--volume={sockets}:/run/kvoffd:ro"]
+    engine += [f"--volume={HERE / 'traffic.py'}:/traffic.py:ro", "--user=2000:2000", f"--group-add={USERS}"]
+    engine += ["--entrypoint=/opt/kvoffd/bin/python", image, "/traffic.py"]
 
     def healthy() -> bool:
         command = ["podman", "exec", name, "kvoffd-cli", "health", "--ready"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +23,15 @@ from kvoffd_proto.units import (
 )
 
 
+def assert_refused(parse: Callable[[Any], object], *texts: object) -> None:
+    """Each with one short sentence."""
+    for text in texts:
+        with pytest.raises(UnitError) as refusal:
+            parse(text)
+        assert "\n" not in str(refusal.value)
+        assert 10 < len(str(refusal.value)) < 250
+
+
 def test_sizes_are_read() -> None:
     for text, size_bytes in (
         ("20GiB", 20 * 2**30),
@@ -31,48 +43,15 @@ def test_sizes_are_read() -> None:
         (MAX_SIZE_BYTES, MAX_SIZE_BYTES),
     ):
         assert parse_size(text) == size_bytes, text
-
-
-def test_what_is_no_size_is_refused_with_one_short_sentence() -> None:
-    for text in (
-        "",
-        "GiB",
-        "20 bananas",
-        "20G",
-        -1,
-        "1e3",
-        "1,5GiB",
-        "٢GiB",
-        "9" * 5000,
-        2**63,
-        10**5000,
-        True,
-        1.5,
-        None,
-    ):
-        with pytest.raises(UnitError) as refusal:
-            parse_size(text)  # type: ignore[arg-type]
-        assert "\n" not in str(refusal.value)
-        assert 10 < len(str(refusal.value)) < 250
+    assert_refused(parse_size, "", "GiB", "20 bananas", "20G", -1, "1e3", "1,5GiB", "٢GiB", True, 1.5, None)
+    assert_refused(parse_size, "9" * 5000, 2**63, 10**5000)
 
 
 def test_durations_are_read() -> None:
-    for text, seconds in (
-        ("500ms", 0.5),
-        ("30s", 30.0),
-        (30, 30.0),
-        (0.25, 0.25),
-        ("2m", 120.0),
-    ):
+    for text, seconds in (("500ms", 0.5), ("30s", 30.0), (30, 30.0), (0.25, 0.25), ("2m", 120.0)):
         assert parse_duration(text) == seconds, text
-
-
-def test_what_is_no_duration_is_refused_with_one_short_sentence() -> None:
-    for text in ("", "soon", "5 bananas", "-1s", float("nan"), float("inf"), "nan", "9" * 20, 10**400, False, None, []):
-        with pytest.raises(UnitError) as refusal:
-            parse_duration(text)  # type: ignore[arg-type]
-        assert "\n" not in str(refusal.value)
-        assert 10 < len(str(refusal.value)) < 250
+    assert_refused(parse_duration, "", "soon", "5 bananas", "-1s", float("nan"), float("inf"), "nan", False, None, [])
+    assert_refused(parse_duration, "9" * 20, 10**400)
 
 
 @given(st.integers(0, MAX_SIZE_BYTES))
