@@ -75,14 +75,12 @@ class Audit:
         """Blocks that the disk had before the namespace was opened, of which no event tells."""
 
     def accept(self, session_id: int, job_id: int) -> None:
-        """The daemon took a job."""
         if (session_id, job_id) in self.unfinished:
             raise Broken(f"job {job_id} was accepted twice")
         self.unfinished.add((session_id, job_id))
         self.accepted += 1
 
     def publication(self, topic: bytes, sequence: bytes, payload: bytes) -> None:
-        """The daemon published something."""
         number = int.from_bytes(sequence, "big")
         if topic.startswith(KV_TOPIC_PREFIX):
             events = decode_event_batch(payload).events
@@ -152,7 +150,6 @@ class Audit:
         assert found == dict(pins), f"pins of nobody, or too few: {found} and {dict(pins)}"
 
     def check_cache(self) -> None:
-        """Check the cache's own invariants."""
         try:
             check_invariants(self._service.cache)
             self._check_pins()
@@ -175,7 +172,6 @@ def watch_quotas(cache: Cache) -> None:
 
 
 def readable_in(service: Service, fingerprint: bytes) -> Readable:
-    """The blocks that are readable by the daemon's index."""
     return _blocks_of(service, fingerprint, service.cache.blocks.state == READY)
 
 

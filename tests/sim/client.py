@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from kvoffd_client import ClientOptions
 from kvoffd_client.session import Session
 from kvoffd_proto import codec, lifeline
-from tests.sim.clock import Broken, Clock, Process
+from tests.sim.clock import Broken, Process
 from tests.sim.memory import Segment
 from tests.sim.network import Dealer, Lifeline, Network, Subscription
 
@@ -26,18 +26,10 @@ class SimTransport:
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        network: Network,
-        process: Process,
-        segments: Sequence[Segment],
-        on_change: Callable[[], None],
+        self, network: Network, process: Process, segments: Sequence[Segment], on_change: Callable[[], None]
     ) -> None:
-        self._clock = clock
-        self._network = network
-        self._process = process
-        self._segments = segments
-        self._on_change = on_change
+        self._clock, self._network, self._process = network.clock, network, process
+        self._segments, self._on_change = segments, on_change
         self._armed_for = float("inf")
         self._arming = 0
         self._ticked_at = 0.0
@@ -67,7 +59,6 @@ class SimTransport:
         self.act(self._session.on_close)
 
     def act(self, action: Callable[[float], None]) -> None:
-        """Run ``action`` on the session, now."""
         action(self._clock.now)
         self._arm()
         self._on_change()
@@ -95,14 +86,14 @@ class SimTransport:
     def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
         def on_reply(frames: Sequence[bytes]) -> None:
             if self._dealer is dealer:
-                self._reply(frames)
+                self.act(lambda now: self._session.on_reply(codec.decode_reply(frames[0]), now))
 
         def on_publication(frames: Sequence[bytes]) -> None:
             if self._subscription is subscription:
                 topic, sequence, payload = frames
                 self.act(lambda now: self._session.on_publication(topic, sequence, payload, now))
 
-        dealer = self._network.dealer(self._process, route, on_reply)
+        dealer = Dealer(self._network, self._process, route, on_reply)
         subscription = self._network.subscribe(self._process, topics, on_publication)
         self._dealer, self._subscription = dealer, subscription
 
@@ -126,9 +117,6 @@ class SimTransport:
         if self._subscription is not None:
             self._subscription.open = False
             self._subscription = None
-
-    def _reply(self, frames: Sequence[bytes]) -> None:
-        self.act(lambda now: self._session.on_reply(codec.decode_reply(frames[0]), now))
 
     # --- time ------------------------------------------------------------------------------------
 

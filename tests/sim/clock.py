@@ -41,7 +41,6 @@ class Clock:
         heappush(self._queue, (max(when, self.now), self._entries, event))
 
     def after(self, delay_s: float, event: Event) -> None:
-        """Have ``event`` happen in ``delay_s`` seconds."""
         self.at(self.now + delay_s, event)
 
     def step(self) -> bool:
@@ -54,7 +53,6 @@ class Clock:
         return True
 
     def next_at(self) -> float:
-        """When the next event happens."""
         return self._queue[0][0] if self._queue else float("inf")
 
     def note(self, line: str) -> None:
@@ -64,7 +62,6 @@ class Clock:
         self.trace.append(stamped)
 
     def digest(self) -> str:
-        """SHA-256 over all lines of the trace so far."""
         return self._hash.hexdigest()
 
 
@@ -99,9 +96,7 @@ class Process:
             self._backlog.popleft()
 
     def after(self, delay_s: float, event: Event) -> None:
-        """Have ``event`` happen in this process in ``delay_s`` seconds."""
         self._clock.after(delay_s, lambda: self.run(event))
 
     def pause(self, seconds: float) -> None:
-        """Stop the process for a while."""
         self.paused_until = max(self.paused_until, self._clock.now + seconds)

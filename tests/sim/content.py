@@ -42,7 +42,6 @@ class Content:
 
     @property
     def groups(self) -> range:
-        """The indices of the KV cache groups."""
         return range(len(self.spec.groups))
 
     def tokens(self, key: bytes) -> bytes:
@@ -51,7 +50,6 @@ class Content:
         return (key * nbytes)[:nbytes]
 
     def shard_bytes(self, rank: int, group: int) -> int:
-        """The size of a shard in bytes."""
         return self.blocks_per_key * sum(self.pages[rank][group])
 
     def block_bytes(self, group: int) -> int:

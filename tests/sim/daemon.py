@@ -67,24 +67,6 @@ def job_end_bound_s(config: Config) -> float:
     return config.limits.job_deadline_s + OVERDUE_GRACE_S + STUCK_AFTER_S + 4 * TICK_S
 
 
-class Descriptors:
-    """Real descriptors that stand for segments: the daemon closes them, and a leak shows."""
-
-    def __init__(self) -> None:
-        self._null = os.open(os.devnull, os.O_RDONLY)
-        self.segments: dict[int, Segment] = {}
-
-    def make(self, segment: Segment) -> int:
-        """A fresh descriptor of a segment."""
-        fd = os.dup(self._null)
-        self.segments[fd] = segment
-        return fd
-
-    def close(self) -> None:
-        """Close the descriptor that the others were duplicated from."""
-        os.close(self._null)
-
-
 class FailureLog(logging.Handler):
     """Keeps what the daemon logged as its own failure."""
 
@@ -101,29 +83,19 @@ class SimDaemon:
     """One life of the daemon."""
 
     def __init__(self, world: World, life: int, kept: KeptPool | None) -> None:
-        self._world = world
+        self.world = world
         self.clock = world.clock
         self.process = Process(world.clock, f"daemon {life}")
-        self.descriptors = world.descriptors
+        self._segments: dict[int, Segment] = {}
+        """By the real descriptor that stands for it: the daemon closes it, and a leak shows."""
         self._rng = world.scenario.rng(f"daemon {life}")
         self.config = make_config(world.scenario.rng("config"))
         self.space = AddressSpace()
         self._pool: Pool = make_pool(world.pool_bytes, kept)
         data = as_bytes(self._pool.mapping.address, self._pool.pool_bytes)
         self.pool = WatchedPool(self._pool, data, world.content_of)
-        pool_mapping = self.space.map(data)
-        self.pool.mapping = pool_mapping
-        number = self.space.number(pool_mapping.address)
-        self.engine = SimTransferEngine(
-            world.clock,
-            self.process,
-            self.space,
-            self.pool,
-            number,
-            world.faults,
-            world.scenario.rng(f"copies {life}"),
-            self.config.limits.job_deadline_s,
-        )
+        self.pool.mapping = self.space.map(data)
+        self.engine = SimTransferEngine(self, world.scenario.rng(f"copies {life}"))
         self.pool.before_write = self._maybe_die
         self.torn: KeptPool | None = None
         """The pool as it was when the process was killed in the middle of something."""
@@ -164,24 +136,21 @@ class SimDaemon:
         if self.service.background():
             self._schedule_work()
         if self.service.pending or self.service.events.pending:
-            self._schedule_flush()
+            self.schedule_flush()
 
     def _make_tiers(self, life: int) -> SimTiers | None:
-        device, objects = self._world.device, self._world.shared
+        device, objects = self.world.device, self.world.shared
         if device is None:
             return None
-        scenario, faults = self._world.scenario, self._world.faults
-        rng = scenario.rng(f"disk {life}")
-        disk = SimDisk(device, self.pool, self.clock, self.process, faults, rng)
+        rng = self.world.scenario.rng(f"disk {life}")
+        disk = SimDisk(device, self, rng)
         config = with_tiers(self.config, rng)
         tiers = self.service.tiers = SimTiers(config, self.service, disk, self.post)
-        disk.on_turn = self._schedule_flush
-        drained = faults.calm
+        drained = self.world.faults.calm
         if objects is not None:
-            rng = scenario.rng(f"shared {life}")
+            rng = self.world.scenario.rng(f"shared {life}")
             drained = drained or rng.random() < 0.7  # or the disk has most of what is asked for
-            given = (objects, self.pool, self.process, self.clock, rng, lambda: faults.calm)
-            tiers.share([SimShared(*given, tiers.use().reports, self._schedule_flush)])
+            tiers.share([SimShared(objects, self, rng, tiers.use().reports)])
         if drained:
             disk.takes_writes = False
         return tiers
@@ -189,7 +158,6 @@ class SimDaemon:
     # --- lifelines, as LifelineServer does it ------------------------------------------------------
 
     def accept(self, stream: Lifeline) -> None:
-        """A client has connected."""
         try:
             session = self.service.sessions.open(stream, Peer(1, 1, 1))
         except KvoffdError as refusal:
@@ -205,7 +173,6 @@ class SimDaemon:
         )
 
     def lifeline_frame(self, stream: Lifeline, frame: tuple[lifeline.Attach, Segment] | None) -> None:
-        """A frame or the end of a lifeline was read."""
         session = stream.session
         if session is None or not stream.server_open or session.ended:
             return
@@ -213,7 +180,8 @@ class SimDaemon:
             self._end(stream)
             return
         message, segment = frame
-        fd = self.descriptors.make(segment)
+        fd = os.open(os.devnull, os.O_RDONLY)
+        self._segments[fd] = segment
         try:
             self.service.sessions.attach(session, message.segment_id, fd)
         except KvoffdError as refusal:
@@ -235,17 +203,16 @@ class SimDaemon:
 
         self.service.sessions.end(session, drained)
         self._schedule_work()
-        self._schedule_flush()
+        self.schedule_flush()
 
     # --- the jobs socket, as Transport does it ------------------------------------------------------
 
     def receive(self, dealer: Dealer, frames: Sequence[bytes]) -> None:
-        """A message was read from the jobs socket."""
         self._dealers[dealer.name] = dealer
         self._handle(dealer, frames[0] if len(frames) == 1 else b"")
         if self._flush_due:
             return
-        if self._world.faults.hit("late_flush"):  # as when more requests wait in the socket
+        if self.world.faults.hit("late_flush"):  # as when more requests wait in the socket
             self._flush_due = True
             self.process.after(self._rng.uniform(0.0, 0.01), self._flush_now)
         else:
@@ -269,8 +236,8 @@ class SimDaemon:
         self.clock.note(
             f"{dealer.name.hex()} {type(request).__name__} {crc32(frame)} {[type(reply).__name__ for reply in replies]}"
         )
-        if self._world.log.failure is not None:
-            raise Broken(f"{type(request).__name__} failed inside the daemon: {self._world.log.failure!r}")
+        if self.world.log.failure is not None:
+            raise Broken(f"{type(request).__name__} failed inside the daemon: {self.world.log.failure!r}")
         if any(isinstance(reply, m.Error) and reply.code is not ErrorCode.INTERNAL for reply in replies):
             after = self._holdings()
             if before != after:
@@ -304,7 +271,7 @@ class SimDaemon:
         for_good, unsaved = self._removals.pop((sender, reply.request_id), (None, None))
         if for_good is not None and unsaved is not None and not unsaved() and isinstance(reply, m.Done):
             for_good()
-            self._world.faults.counts["disk_kept"] += 1
+            self.world.faults.counts["disk_kept"] += 1
 
     def _holdings(self) -> tuple[object, ...]:
         """What a refused request must leave as it is."""
@@ -315,14 +282,13 @@ class SimDaemon:
         return service.cache.usage, len(service.cache.leases), service.jobs.unfinished, sessions
 
     def flush(self) -> None:
-        """Send all pending publications, and then all replies."""
         if self.torn is not None:
             return
         publications, replies = self.service.outgoing()
         for topic, sequence, payload in publications:
             self.audit.publication(topic, sequence, payload)
             self.clock.note(f"publish {topic[:12]!r} {int.from_bytes(sequence, 'big')} {crc32(payload)}")
-            self._world.network.publish((topic, sequence, payload))
+            self.world.network.publish((topic, sequence, payload))
         for sender, frame in replies:
             reply = codec.decode_reply(frame)
             crc = 0 if isinstance(reply, UNTRACED) else crc32(frame)
@@ -335,11 +301,11 @@ class SimDaemon:
             self._rest_due = True
             self.process.after(REST_S, self._rest)
         if self.service.events.pending:  # what came up from disk took others' place
-            self._schedule_flush()
+            self.schedule_flush()
         else:
             self.check()
 
-    def _schedule_flush(self) -> None:
+    def schedule_flush(self) -> None:
         if not self._flush_due:
             self._flush_due = True
             self.process.after(self._rng.choice((0.0, 0.0, 0.0003)), self._flush_now)
@@ -352,24 +318,20 @@ class SimDaemon:
         self._rest_due = False
         self.flush()
 
-    # --- copies and time ---------------------------------------------------------------------------
+    # --- copies and time: those without an underscore are ``Host``'s ---------------------------------
 
     def now(self) -> float:
-        """As ``Host``'s, as the other functions without an underscore here."""
         return self.clock.now
 
     def random(self, count: int) -> bytes:
-        """As ``Host``'s."""
         return self._rng.randbytes(count)
 
     def unmap(self, segments: Sequence[MappedSegment], then: Callable[[], None]) -> None:
-        """As ``Host``'s."""
         close_segments(segments, then)
 
     def post(self, call: Callable[[], None]) -> None:
-        """As ``Host``'s."""
         delay = self._rng.uniform(0.0, 0.0005)
-        if self._world.faults.hit("slow_post"):
+        if self.world.faults.hit("slow_post"):
             delay = self._rng.uniform(0.005, 0.1)
         self.process.after(delay, lambda: self._work_off(call))
 
@@ -394,11 +356,10 @@ class SimDaemon:
                 raise Broken("a store was committed although its client had closed the lifeline")
             if outcome is not Outcome.DONE:
                 raise Broken("a store was committed that did not copy everything")
-        self._schedule_flush()
+        self.schedule_flush()
 
     def map_memfd(self, fd: int, size: int) -> MappedSegment:
-        """As ``Host``'s."""
-        segment = self.descriptors.segments[fd]
+        segment = self._segments[fd]
         if size != segment.data.size:
             raise KvoffdError("The segment has another size.", ErrorCode.UNSAFE_SEGMENT)
         return cast(MappedSegment, self.space.map(segment.data, segment))
@@ -407,7 +368,7 @@ class SimDaemon:
         self.service.tick()
         if self.service.memory.stuck:
             self.clock.note("daemon ends itself: a copy hangs")
-            self._world.faults.counts["gave_up"] += 1
+            self.world.faults.counts["gave_up"] += 1
             self.die()
             return
         for stream in list(self.lifelines):
@@ -415,7 +376,7 @@ class SimDaemon:
             if session is not None and session.role is None and session.opened_at < self.clock.now - HELLO_DEADLINE_S:
                 self._end(stream)
         self._schedule_work()
-        self._schedule_flush()
+        self.schedule_flush()
         self.process.after(TICK_S, self._tick)
 
     def evict_all(self) -> None:
@@ -428,7 +389,7 @@ class SimDaemon:
             cache.abort_store(cache.begin_store(space, 0, [Part(0, keys)]))
         loose = [block for batch in cache.policy.candidates() for block in batch if not cache.blocks.pins[block]]
         cache._evict(np.array(loose, np.uint32))
-        self._schedule_flush()
+        self.schedule_flush()
 
     # --- invariants --------------------------------------------------------------------------------
 
@@ -436,11 +397,10 @@ class SimDaemon:
         """Check the jobs after every turn, and everything each ``check_every`` turns."""
         self.audit.check_jobs()
         self._turns += 1
-        if self._turns % self._world.scenario.check_every == 0:
+        if self._turns % self.world.scenario.check_every == 0:
             self.check_all()
 
     def check_all(self) -> None:
-        """Check every invariant."""
         self.audit.check_cache()
         self.audit.check_events(self.tiers)
         in_use = {segment for session in self.service.sessions for segment in session.segments.values()}
@@ -487,12 +447,11 @@ class SimDaemon:
 
     def _maybe_die(self) -> None:
         """Killed at this very instant: what follows in this event happens to nobody but this object."""
-        if self.torn is None and self._world.faults.hit("torn"):
+        if self.torn is None and self.world.faults.hit("torn"):
             self.clock.note("daemon is killed in the middle of a change")
             self.torn = keep_copy(self._pool)
 
     def die(self) -> None:
-        """The process is killed at this point."""
         self.clock.note("daemon dies")
         self.process.alive = False
         if self.tiers is not None:
@@ -516,7 +475,7 @@ class SimDaemon:
             if namespace.generation != state.generation(namespace.fingerprint)
         }
         self._pool.close()
-        self._world.daemon_died(kept, expected, cleared)
+        self.world.daemon_died(kept, expected, cleared)
 
     def readable(self) -> dict[bytes, Readable]:
         """For each namespace with blocks that are readable, these blocks."""

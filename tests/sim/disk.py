@@ -10,7 +10,8 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 from kvoffd.cache.block_table import READY
 from kvoffd.pool.allocator import page_up
@@ -19,9 +20,12 @@ from kvoffd.server.service import Service
 from kvoffd.tiers.disk import DiskOptions, DiskTier, Job
 from kvoffd.tiers.tier import Block, Result, Space, TierListener, decode_header
 from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads, names_of
-from tests.sim.clock import Broken, Clock, Process
-from tests.sim.pool import PAGE, BlockName, WatchedPool
-from tests.sim.scenario import Faults
+from tests.sim.clock import Broken
+from tests.sim.pool import PAGE, BlockName
+
+if TYPE_CHECKING:
+    from tests.sim.daemon import SimDaemon
+    from tests.sim.shared import SimShared
 
 REGIONS = 6
 """About so many regions of slots of one size; they hold what a pool holds, or several times that."""
@@ -40,11 +44,10 @@ class Device(MemoryDisk):
 
 
 class SimWorkers(WorkersWithoutThreads):
-    """Does what the threads do, each call some time after it was begun."""
+    """Does what a tier's threads do, each call some time after it was begun."""
 
-    def __init__(self, disk: SimDisk, *given: Any) -> None:
-        self._disk = disk
-        self.dead = False
+    def __init__(self, tier: SimDisk | SimShared, *given: Any) -> None:
+        self._tier = tier
         super().__init__(*given)
 
     def put(self, task: Any) -> None:
@@ -54,37 +57,28 @@ class SimWorkers(WorkersWithoutThreads):
     def _begin_all(self) -> None:
         for number in range(len(self._works)):
             if tasks := self.begin(number):
-                self._disk.process.after(self._disk.seconds_of(), partial(self._end, number, tasks))
+                self._tier.process.after(self._tier.seconds_of(self), partial(self._end, number, tasks))
         if self._waiting and not self._running:  # it has to wait for others
-            self._disk.process.after(0.02, self._begin_all)
+            self._tier.process.after(0.02, self._begin_all)
 
     def _end(self, number: int, tasks: list[Any]) -> None:
         if self._running.get(number, (0.0, None))[1] is tasks:
-            self._disk.spoil_some(tasks)
+            self._tier.before_call(tasks)
             self._do(number, tasks)
             self._begin_all()
-
-    def die(self, hit: Callable[[], bool]) -> None:
-        """Of what is being done a part may be done."""
-        for number, (_, tasks) in list(self._running.items()):
-            if (not isinstance(tasks[0], Job) or tasks[0].block is not None) and hit():
-                self._works[number](tasks)
 
 
 class SimDisk:
     """What one life of the daemon has of the disk: the tier itself, and who uses which slot meanwhile is watched."""
 
-    def __init__(
-        self, file: Device, pool: WatchedPool, clock: Clock, process: Process, faults: Faults, rng: random.Random
-    ) -> None:
-        self.file, self.process = file, process
-        self._pool, self._clock, self._faults, self._rng = pool, clock, faults, rng
+    def __init__(self, file: Device, daemon: SimDaemon, rng: random.Random) -> None:
+        self.file, self.process, self._daemon, self._rng = file, daemon.process, daemon, rng
+        self._pool, self._clock, self._faults = daemon.pool, daemon.clock, daemon.world.faults
         self._fails_next = False
         self._reads: dict[object, tuple[BlockName, int]] = {}
         """Those under way, with the offset of the first shard."""
         self._stale: set[object] = set()
         """Those of them whose block was dropped since they began."""
-        self.on_turn: Callable[[], None] = lambda: None
         self._most_s = rng.choice((0.003, 0.003, 0.05))
         """The longest that a call takes if nothing is wrong."""
         self.tier: DiskTier
@@ -104,8 +98,8 @@ class SimDisk:
             most_reads=most,
             most_writes=most,
         )
-        self.tier = self._open(file, size, options, self._post, listener, partial(SimWorkers, self))
         self._size = size
+        self.tier = self._open(file, options, self._post, listener, partial(SimWorkers, self))
         self._write, self._read = self.tier.write, self.tier.read
         self.tier.write, self.tier.read = self.write, self.read  # type: ignore[method-assign]
         file.fault = self._fault
@@ -114,7 +108,6 @@ class SimDisk:
     def _open(
         self,
         file: MemoryDisk,
-        size: int,
         options: DiskOptions,
         post: Callable[[Callable[[], None]], None],
         listener: TierListener,
@@ -122,7 +115,7 @@ class SimDisk:
     ) -> DiskTier:
         return DiskTier(
             Path("/"),
-            size,
+            self._size,
             pool=memoryview(self._pool.data),
             clock=self._clock,
             post=post,
@@ -184,11 +177,11 @@ class SimDisk:
     def _post(self, call: Callable[[], None]) -> None:
         def turn() -> None:
             call()
-            self.on_turn()
+            self._daemon.schedule_flush()
 
         self.process.after(0.0, turn)
 
-    def seconds_of(self) -> float:
+    def seconds_of(self, workers: SimWorkers) -> float:
         seconds = self._rng.uniform(0.0002, self._most_s)
         if self._faults.hit("disk_slow"):
             seconds = self._rng.uniform(0.02, 0.3)
@@ -196,7 +189,7 @@ class SimDisk:
             seconds = self._rng.uniform(1.0, 4.0)
         return seconds
 
-    def spoil_some(self, tasks: Sequence[Any]) -> None:
+    def before_call(self, tasks: Sequence[Any]) -> None:
         """Before a read: flip a bit of what it is about to read."""
         for job in tasks:
             if isinstance(job, Job) and job.block is None and self._faults.hit("disk_corrupt"):
@@ -217,8 +210,10 @@ class SimDisk:
         """The daemon is dead: of what it was writing a part may be there. If the machine is too, so it is of more."""
         self.file.fault = lambda name, number: None if self._rng.random() < 0.5 else self._die()
         for workers in (self.tier._writes, self.tier._notes):
-            assert isinstance(workers, SimWorkers)
-            workers.die(lambda: self._faults.hit("disk_torn"))
+            for number, (_, tasks) in list(workers._running.items()):
+                is_read = isinstance(tasks[0], Job) and tasks[0].block is None
+                if not is_read and self._faults.hit("disk_torn"):
+                    workers._works[number](tasks)
         if self._faults.hit("disk_torn"):
             self.file.lose_power(self._rng)
         self.file.locked = False
@@ -262,9 +257,8 @@ class SimDisk:
         """What the next life would find if the machine failed now, and could read."""
         rest = self.file.copy()
         rest.lose_power(self._rng)
-        listener: Any = _Deaf()
         options = DiskOptions(region_bytes=self.file.region_bytes)
-        tier = self._open(rest, self._size, options, lambda call: None, listener, WorkersWithoutThreads)
+        tier = self._open(rest, options, lambda call: None, Mock(TierListener), WorkersWithoutThreads)
         return [
             BlockName(space.fingerprint, space.group, key)
             for space, key in names_of(tier)
@@ -284,14 +278,6 @@ class SimDisk:
         (state,), blocks = cache.blocks.find(group.number, name.key, group.key_bytes)
         if state == READY and cache.slots.offsets(blocks)[0] == offset:
             raise Broken("a block that was dropped while it came up is served")
-
-
-class _Deaf:
-    def stored(self, *told: object) -> None: ...
-
-    def removed(self, *told: object) -> None: ...
-
-    def error(self, *told: object) -> None: ...
 
 
 def _is_whole(files: MemoryDisk, tier: DiskTier, space: Space, key: bytes) -> bool:

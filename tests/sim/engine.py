@@ -50,7 +50,7 @@ class Engine:
         self.ranks: list[Rank] = []
         self.readable: Readable = set()
         self.process = Process(world.clock, f"{name}.scheduler")
-        self.transport = SimTransport(world.clock, world.network, self.process, (), self._scheduler_changed)
+        self.transport = SimTransport(world.network, self.process, (), self._scheduler_changed)
         own = world.scenario.rng(f"{name}.scheduler")
         self.scheduler: SchedulerClient = make_scheduler(self.transport, content, self.process.name, own)
         for rank in range(content.world_size):
@@ -61,18 +61,15 @@ class Engine:
     # --- what requests ask for -------------------------------------------------------------------
 
     def lookup(self, keys: list[bytes], again: bool = False) -> Lookup:
-        """Ask for all keys of a prompt, in every group."""
         groups = [GroupKeys(group, b"".join(keys)) for group in self.content.groups]
         future = self.scheduler.lookup(groups, again)
         self._asked.append((future, self.clock.now))
         return future
 
     def release(self, lease_id: int) -> None:
-        """Give a lease up."""
         self.scheduler.release(lease_id)
 
     def give_back(self, blocks: list[list[int]]) -> None:
-        """Free the blocks of a request."""
         for free, given in zip(self._free, blocks, strict=True):
             free.extend(given)
 
@@ -83,7 +80,6 @@ class Engine:
     # --- serving ---------------------------------------------------------------------------------
 
     def submit(self) -> None:
-        """Add a prompt to the queue."""
         self.waiting += 1
         self.process.run(self.poke)
 

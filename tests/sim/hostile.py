@@ -12,6 +12,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.messages import PROTOCOL_VERSION, CudaIpcHandle, Handle, MemfdHandle, PageRef, TensorLayout
 from tests.sim.clock import Broken, Process
 from tests.sim.memory import Segment
+from tests.sim.network import Dealer
 from tests.sim.rank import ids
 
 if TYPE_CHECKING:
@@ -40,14 +41,13 @@ class Hostile:
         self._segment = Segment(PAGE * BLOCKS)
         self._segment.owner_dead = True  # where it lets the daemon write is its own affair
         self._segment.registered[:] = True
-        self._dealer = world.network.dealer(self.process, b"nobody" + bytes([number]), self._reply)
+        self._dealer = Dealer(world.network, self.process, b"nobody" + bytes([number]), self._reply)
         try:
             self._lifeline = world.network.lifeline(self.process, self._frame)
         except OSError:
             self.process.alive = False
 
     def die(self) -> None:
-        """Hang up without a word."""
         if self.process.alive:
             self.process.alive = False
             self._lifeline.hang_up()
@@ -58,7 +58,7 @@ class Hostile:
             self.die()
         elif isinstance(frame, lifeline.Greeting):
             self._session_id = frame.session_id
-            self._dealer = self._world.network.dealer(self.process, lifeline.routing_id(frame.token), self._reply)
+            self._dealer = Dealer(self._world.network, self.process, lifeline.routing_id(frame.token), self._reply)
             pause = 0.0
             for deed in self._plan():
                 pause += self._rng.uniform(0.0, 0.01)
@@ -207,7 +207,7 @@ class Hostile:
     def _foreign_route(self) -> None:
         """Guess the token of another session."""
         guessed = lifeline.routing_id(self._rng.randbytes(16))
-        stranger = self._world.network.dealer(self.process, guessed, self._reply)
+        stranger = Dealer(self._world.network, self.process, guessed, self._reply)
         for request in (self._request(m.Reset, self._victim()), self._request(a.Clear, None)):
             stranger.send((codec.encode(request),))
 

@@ -41,13 +41,11 @@ class Mapping:
 
     @property
     def address(self) -> int:
-        """The first address of the mapping."""
         if self.closed:
             raise Broken("the address of an unmapped segment was asked for")
         return self._address
 
     def close(self) -> None:
-        """Unmap the memory."""
         if not self.closed:
             self._space.check_idle(self)
         self.closed = True
@@ -62,14 +60,12 @@ class AddressSpace:
         """By number of the mapping, transfers that hold addresses inside it."""
 
     def map(self, data: Bytes, segment: Segment | None = None) -> Mapping:
-        """Map bytes at a fresh address."""
         mapping = Mapping(self, (len(self._mappings) + 1) << _BASE_BITS, data, segment)
         self._mappings.append(mapping)
         return mapping
 
     @staticmethod
     def number(address: int) -> int:
-        """The mapping's number in an address."""
         return address >> _BASE_BITS
 
     def find(self, address: int, size: int) -> tuple[Mapping, int]:
@@ -90,7 +86,6 @@ class AddressSpace:
             raise Broken("memory is unmapped while a transfer uses it")
 
     def mapped_segments(self) -> set[Segment]:
-        """The segments of workers that are mapped now."""
         return {mapping.segment for mapping in self._mappings if mapping.segment is not None and not mapping.closed}
 
     def busy_segments(self) -> set[Segment]:
@@ -148,12 +143,10 @@ class WorkerMemory:
         return places
 
     def compute(self, group: int, key: bytes, sub: int, block: int) -> None:
-        """The engine computes one engine block of a key."""
         for layer, (segment, start, size) in enumerate(self._places(group, block)):
             segment.data[start : start + size] = self.content.page(self.rank, group, key, layer, sub)
 
     def scribble(self, group: int, block: int) -> None:
-        """The engine writes something else there."""
         value = self._rng.randrange(256)
         for segment, start, size in self._places(group, block):
             segment.data[start : start + size] = value
@@ -174,6 +167,5 @@ class WorkerMemory:
             segment.writable[start : start + size] = allowed
 
     def die(self) -> None:
-        """The process is gone: what happens to its memory is nobody's concern."""
         for segment in self.segments:
             segment.owner_dead = True

@@ -22,36 +22,19 @@ HIGH_WATER = 3
 """Messages that wait to be read by one client; what is published or answered beyond it is lost."""
 
 
-class Delays:
-    """Random delays of messages."""
-
-    def __init__(self, faults: Faults, rng: random.Random) -> None:
-        self.faults = faults
-        self.rng = rng
-
-    def next(self) -> float:
-        """Seconds of one message: some hundred microseconds, rarely much longer."""
-        if self.faults.hit("slow_message"):
-            return self.rng.uniform(0.01, 0.8)
-        return self.rng.uniform(0.00002, 0.0006)
-
-
 class Line(Generic[Item]):
     """One direction of one connection: first in, first out."""
 
-    def __init__(self, clock: Clock, delays: Delays, receiver: Process, deliver: Callable[[Item], None]) -> None:
-        self._clock = clock
-        self._delays = delays
-        self._receiver = receiver
-        self._deliver = deliver
+    def __init__(self, network: Network, receiver: Process, deliver: Callable[[Item], None]) -> None:
+        self._network, self._receiver, self._deliver = network, receiver, deliver
         self._last = 0.0
         self.under_way = 0
 
     def send(self, item: Item) -> None:
         """Have ``item`` delivered some time after everything that was sent before."""
-        self._last = max(self._last, self._clock.now + self._delays.next())
+        self._last = max(self._last, self._network.clock.now + self._network.delay())
         self.under_way += 1
-        self._clock.at(self._last, lambda: self._receiver.run(lambda: self._arrive(item)))
+        self._network.clock.at(self._last, lambda: self._receiver.run(lambda: self._arrive(item)))
 
     def _arrive(self, item: Item) -> None:
         self.under_way -= 1
@@ -67,10 +50,10 @@ class Lifeline:
         self.server_open = True
         self.session: Session | None = None
         self.to_daemon: Line[tuple[lifeline.Attach, Segment] | None] = Line(
-            network.clock, network.delays, self.daemon.process, lambda frame: self.daemon.lifeline_frame(self, frame)
+            network, self.daemon.process, lambda frame: self.daemon.lifeline_frame(self, frame)
         )
-        self.to_client: Line[lifeline.FromDaemon | None] = Line(network.clock, network.delays, client, on_frame)
-        network.clock.after(network.delays.next(), lambda: self.daemon.process.run(lambda: self.daemon.accept(self)))
+        self.to_client: Line[lifeline.FromDaemon | None] = Line(network, client, on_frame)
+        network.clock.after(network.delay(), lambda: self.daemon.process.run(lambda: self.daemon.accept(self)))
 
     # --- the daemon's end: what ``kvoffd.server.sessions.Lifeline`` asks for -------------------------
 
@@ -82,7 +65,6 @@ class Lifeline:
         return self.to_daemon.under_way - (not self.client_open)
 
     def close(self) -> None:
-        """Close the daemon's end."""
         if self.server_open:
             self.server_open = False
             self.to_client.send(None)
@@ -93,27 +75,26 @@ class Lifeline:
     # --- the client's end ------------------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """Close or shut down the client's end."""
         if self.client_open:
             self.client_open = False
             self.to_daemon.send(None)
 
 
 class Dealer:
-    """The client's jobs socket: connects again by itself when the daemon does."""
+    """The client's jobs socket, under a routing id: connects again by itself when the daemon does."""
 
-    def __init__(self, network: Network, name: bytes, client: Process, on_reply: Callable[[Frames], None]) -> None:
+    def __init__(self, network: Network, client: Process, name: bytes, on_reply: Callable[[Frames], None]) -> None:
         self.name = name
         self.open = True
         self._network = network
         self._life = network.daemon
         self._waiting: list[Frames] = []
         self._line = self._connect()
-        self._replies: Line[Frames] = Line(network.clock, network.delays, client, on_reply)
+        self._replies: Line[Frames] = Line(network, client, on_reply)
 
     def _connect(self) -> Line[Frames]:
-        network, life = self._network, self._life
-        return Line(network.clock, network.delays, life.process, lambda frames: life.receive(self, frames))
+        life = self._life
+        return Line(self._network, life.process, lambda frames: life.receive(self, frames))
 
     def send(self, frames: Frames) -> bool:
         """Send to the daemon; False when the queue is full."""
@@ -135,14 +116,12 @@ class Dealer:
         return True
 
     def reply(self, frames: Frames) -> None:
-        """Deliver a reply of the daemon."""
         if self._replies.under_way >= HIGH_WATER:
             self._network.faults.counts["high_water"] += 1
         elif self.open and not self._network.faults.hit("reply_drop"):
             self._replies.send(frames)
 
     def close(self) -> None:
-        """Close; what is under way may still arrive at the daemon, but nothing here."""
         self.open = False
 
 
@@ -155,18 +134,18 @@ class Subscription:
         self.open = True
         self._topics = tuple(topics)
         self._network = network
-        self._line: Line[Frames] = Line(network.clock, network.delays, client, on_frames)
+        self._line: Line[Frames] = Line(network, client, on_frames)
         self._active_from = 0.0
         self.connect()
 
     def connect(self) -> None:
         """Subscribe: what is published before that has reached the daemon is not for us."""
-        late = self._network.faults.hit("late_subscription")
-        pause = self._network.delays.rng.uniform(0.005, 0.3) if late else self._network.delays.next()
-        self._active_from = self._network.clock.now + pause
+        network = self._network
+        late = network.faults.hit("late_subscription")
+        pause = network.rng.uniform(0.005, 0.3) if late else network.delay()
+        self._active_from = network.clock.now + pause
 
     def offer(self, frames: Frames) -> None:
-        """Deliver what the daemon has published."""
         network = self._network
         if not self.open or network.clock.now < self._active_from or not frames[0].startswith(self._topics):
             return
@@ -182,9 +161,15 @@ class Network:
     def __init__(self, clock: Clock, faults: Faults, rng: random.Random) -> None:
         self.clock = clock
         self.faults = faults
-        self.delays = Delays(faults, rng)
+        self.rng = rng
         self.daemon: SimDaemon
         self.subscriptions: list[Subscription] = []
+
+    def delay(self) -> float:
+        """Seconds of one message: some hundred microseconds, rarely much longer."""
+        if self.faults.hit("slow_message"):
+            return self.rng.uniform(0.01, 0.8)
+        return self.rng.uniform(0.00002, 0.0006)
 
     def lifeline(self, client: Process, on_frame: Callable[[lifeline.FromDaemon | None], None]) -> Lifeline:
         """Connect a lifeline. Raises OSError when no daemon listens."""
@@ -192,18 +177,12 @@ class Network:
             raise ConnectionRefusedError(111, "Connection refused")
         return Lifeline(self, client, on_frame)
 
-    def dealer(self, client: Process, route: bytes, on_reply: Callable[[Frames], None]) -> Dealer:
-        """Connect a jobs socket under a routing id."""
-        return Dealer(self, route, client, on_reply)
-
     def subscribe(self, client: Process, topics: Sequence[bytes], on_frames: Callable[[Frames], None]) -> Subscription:
-        """Connect an events socket."""
         self.subscriptions = [one for one in self.subscriptions if one.open]
         subscription = Subscription(self, topics, client, on_frames)
         self.subscriptions.append(subscription)
         return subscription
 
     def publish(self, frames: Frames) -> None:
-        """Deliver a message of the daemon to all subscribers."""
         for subscription in self.subscriptions:
             subscription.offer(frames)

@@ -203,7 +203,6 @@ class SimStateFile(StateFile):
 
 
 def make_state(written: list[bytes], process: Process, rng: random.Random) -> State:
-    """What earlier lives of the daemon have left."""
     state = State(SimStateFile(written, process, rng))
     state.restore()
     return state

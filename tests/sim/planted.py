@@ -50,7 +50,6 @@ class Planted:
 
     @staticmethod
     def read(entry: str) -> Planted:
-        """An entry of ``planted.diff``."""
         head, *lines = entry.splitlines()
         name, promise, function, *door_only = head.split(" | ")
         of = {mark: [line[2:] for line in lines if line.startswith(mark)] for mark in "-+ "}
@@ -99,7 +98,6 @@ PLANTED = tuple(map(Planted.read, LIST.read_text().strip().split("\n\n")))
 
 
 def fault(name: str) -> Planted:
-    """The planted fault of this name."""
     return next(planted for planted in PLANTED if planted.name == name)
 
 

@@ -48,7 +48,6 @@ def judge(planted: Planted, tests: str) -> tuple[str, str, float]:
 
 
 def main() -> int:
-    """Run the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("faults", nargs="*", help="faults; all that have a test at the door without one")
     parser.add_argument("--tests", help="other tests than those of the fault's")

@@ -41,7 +41,7 @@ class Rank:
         self._on_change = on_change
         self._rng = rng
         self._unsent: list[Job] = []
-        self.transport = SimTransport(world.clock, world.network, self.process, memory.segments, self._take_results)
+        self.transport = SimTransport(world.network, self.process, memory.segments, self._take_results)
         self.client: WorkerClient = make_worker(self.transport, memory, name, rng)
 
     def store(self, groups: Sequence[GroupTransfer]) -> int:
@@ -93,7 +93,6 @@ class Rank:
         self.process.after(timeout_s, overdue)
 
     def ended(self, job_ids: Sequence[int]) -> bool:
-        """Whether all of these jobs have a result."""
         return all(job_id in self.results for job_id in job_ids)
 
     def _take_results(self) -> None:
@@ -114,7 +113,6 @@ class Rank:
         self._on_change()
 
     def die(self) -> None:
-        """The process is killed."""
         self.process.alive = False
         self.memory.die()
         self.transport.disconnect(drain=False)

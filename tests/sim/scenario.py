@@ -79,7 +79,6 @@ class Scenario:
         return random.Random(f"{self.seed}/{purpose}")
 
     def but(self, *kinds: str) -> Scenario:
-        """The same run without some faults."""
         return replace(self, without=self.without | set(kinds))
 
 
@@ -99,7 +98,6 @@ class Faults:
         self._rng = {kind: self.scenario.rng(kind) for kind in CHANCES if kind in self._enabled}
 
     def hit(self, kind: str) -> bool:
-        """Whether the fault happens at this opportunity."""
         rng = self._rng.get(kind)
         if rng is None or self.calm or rng.random() >= CHANCES[kind]:
             return False

@@ -9,16 +9,18 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.shared import Ask, SharedTier
 from kvoffd.tiers.store import GetRequest, Store, StoreError, generation_key, object_key
 from kvoffd.tiers.tier import Block, Result, Space, TierListener, encode_header, make_space
-from tests.kit.memory_disk import WorkersWithoutThreads
-from tests.sim.clock import Broken, Clock, Process
+from tests.sim.clock import Broken
 from tests.sim.content import Content
-from tests.sim.pool import WatchedPool
+from tests.sim.disk import SimWorkers
+
+if TYPE_CHECKING:
+    from tests.sim.daemon import SimDaemon
 
 MOST_OBJECTS = 64
 CHANCES = {
@@ -133,83 +135,61 @@ class SimStore(Store):
     def interrupt(self) -> None: ...
 
 
-class SimWorkers(WorkersWithoutThreads):
-    """Does what the threads do, each thing some time after it was asked for."""
-
-    def __init__(self, tier: SimShared, *given: Any) -> None:
-        self._tier = tier
-        super().__init__(*given)
-
+class _Workers(SimWorkers):
     def put(self, task: Any) -> None:
-        objects, hit = self._tier.objects, self._tier.hit
         if isinstance(task, Ask):
-            space = task.space
-            if hit("dark"):
-                objects.dark_until = self._clock() + self._tier.rng.uniform(0.05, 1.5)
-            if hit("reset"):  # by another node
-                objects.generations[generation_key(space.fingerprint)] += 1
-            for key in task.keys:
-                if hit("elsewhere"):
-                    objects.put_by_another_node(space.fingerprint, space.group, key)
+            self._tier.before_ask(task)  # type: ignore[union-attr]
         super().put(task)
-        self._begin_all()
-
-    def _begin_all(self) -> None:
-        for number in range(len(self._works)):
-            if tasks := self.begin(number):
-                asks = self is self._tier._asking
-                delay = self._tier.rng.uniform(0.0002, 0.005 if asks else 0.003)
-                for fault in filter(self._tier.hit, ("late",) if asks else ("slow", "hang")):
-                    hangs = fault == "hang"
-                    delay = self._tier.rng.uniform(1.0, 4.0) if hangs else self._tier.rng.uniform(0.02, 0.3)
-                self._tier.process.after(delay, partial(self._end, number, tasks))
-
-    def _end(self, number: int, tasks: list[Any]) -> None:
-        if self._running.get(number, (0.0, None))[1] is tasks:
-            self._do(number, tasks)
-            self._begin_all()
 
 
 class SimShared(SharedTier):
     """What one life of the daemon has of it: the tier itself, and who uses which slot meanwhile is watched."""
 
-    def __init__(
-        self,
-        objects: SharedObjects,
-        pool: WatchedPool,
-        process: Process,
-        clock: Clock,
-        rng: random.Random,
-        calm: Callable[[], bool],
-        listener: TierListener,
-        on_turn: Callable[[], None],
-    ) -> None:
-        self.objects, self.process, self.clock, self.rng = objects, process, clock, rng
-        self._watched = pool
-        self._calm = calm
-        self._on_turn = on_turn
+    def __init__(self, objects: SharedObjects, daemon: SimDaemon, rng: random.Random, listener: TierListener) -> None:
+        self.objects, self.process, self.clock, self.rng = objects, daemon.process, daemon.clock, rng
+        self._daemon, self._watched = daemon, daemon.pool
         self.left: set[bytes] = set()
         """Namespaces that an engine has reset: nothing may come of them."""
         super().__init__(
             "redis://sim",
             lambda: SimStore(self),
-            pool=memoryview(pool.data),
-            clock=clock,
+            pool=memoryview(self._watched.data),
+            clock=self.clock,
             post=self._in_loop,
             listener=listener,
-            make_workers=partial(SimWorkers, self),
+            make_workers=partial(_Workers, self),
         )
         self.breaker._jitter = rng.random
 
     def hit(self, fault: str) -> bool:
-        happens = not self._calm() and self.rng.random() < self.objects.chances[fault]
+        happens = not self._daemon.world.faults.calm and self.rng.random() < self.objects.chances[fault]
         self.objects.counts[f"shared_{fault}"] += happens
         return happens
+
+    def before_ask(self, task: Ask) -> None:
+        """What other nodes and the network do until then."""
+        objects, space = self.objects, task.space
+        if self.hit("dark"):
+            objects.dark_until = self.clock() + self.rng.uniform(0.05, 1.5)
+        if self.hit("reset"):
+            objects.generations[generation_key(space.fingerprint)] += 1
+        for key in task.keys:
+            if self.hit("elsewhere"):
+                objects.put_by_another_node(space.fingerprint, space.group, key)
+
+    def before_call(self, tasks: Sequence[Any]) -> None: ...
+
+    def seconds_of(self, workers: SimWorkers) -> float:
+        asks = workers is self._asking
+        seconds = self.rng.uniform(0.0002, 0.005 if asks else 0.003)
+        for fault in filter(self.hit, ("late",) if asks else ("slow", "hang")):
+            seconds = self.rng.uniform(1.0, 4.0) if fault == "hang" else self.rng.uniform(0.02, 0.3)
+        return seconds
 
     def _in_loop(self, call: Callable[[], None]) -> None:
         def turn() -> None:
             call()
-            self._on_turn()
+            self._daemon.schedule_flush()
 
         self.process.after(0.0, turn)
 
@@ -233,7 +213,7 @@ class SimShared(SharedTier):
     def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
         begin = partial(super().write, block, offsets)
         return (
-            not self._calm()
+            not self._daemon.world.faults.calm
             and self._watched.lend(offsets, "ready", "the shared tier writes", begin, on_end)
             and self._watch(block.space, block.key, "writes")
         )

@@ -8,16 +8,18 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from tests.sim.scenario import KINDS, Scenario
-from tests.sim.shrink import shrink
 from tests.sim.world import Outcome, run
 
 PRINT_EVERY_S = 10.0
 LONG_EVERY = 50
 """Each seed of this number is a long run."""
+MOST_TRIED = 200
+"""Runs, to shrink one."""
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -59,11 +61,11 @@ class Part(NamedTuple):
     digests: dict[int, str]
 
 
-def run_part(seeds: Iterable[int], scenario: Callable[[int], Scenario] = Scenario) -> Part:
+def run_part(seeds: Iterable[int]) -> Part:
     """Run seeds up to the first that fails, which is printed."""
     part = Part([], Counter(), {})
     for seed in seeds:
-        outcome = run(scenario(seed))
+        outcome = run(Scenario(seed))
         part.counts.update(outcome.counts)
         part.digests[seed] = outcome.digest
         if outcome.problem is not None:
@@ -74,11 +76,49 @@ def run_part(seeds: Iterable[int], scenario: Callable[[int], Scenario] = Scenari
 
 
 def print_failure(outcome: Outcome) -> None:
-    """Print a failing seed, shrunk."""
     print(f"\nSeed {outcome.scenario.seed} fails: {outcome.problem}\nShrinking ...")
     small = shrink(outcome)
     print("\n".join(small.trace[-200:]))
     print(f"\n{small.problem}\nin {small.steps} steps of {small.scenario}")
+
+
+def shrink(outcome: Outcome) -> Outcome:
+    """A failing run with fewer kinds of faults, engines, requests and seconds; ``outcome`` itself if none is found.
+
+    Audits come after every step in what is returned, so that the failure is seen where it happens.
+    """
+    best = outcome
+    runs = 0
+    improved = True
+    while improved and runs < MOST_TRIED:
+        improved = False
+        for smaller in _smaller(best):
+            runs += 1
+            tried = run(smaller)
+            if tried.problem is not None:
+                best, improved = tried, True
+                break
+            if runs >= MOST_TRIED:
+                break
+    return best
+
+
+def _smaller(outcome: Outcome) -> Iterable[Scenario]:
+    scenario = outcome.scenario
+    if scenario.check_every > 1:
+        yield replace(scenario, check_every=1)
+    if scenario.max_engines > 1:
+        yield replace(scenario, max_engines=scenario.max_engines - 1)
+    if scenario.duration_s > 0.1:
+        yield replace(scenario, duration_s=scenario.duration_s * 0.6)
+    if scenario.max_requests > 1:
+        yield replace(scenario, max_requests=scenario.max_requests // 2)
+    happened = [kind for kind in KINDS if outcome.counts[kind] and kind not in scenario.without]
+    if len(happened) > 3:
+        yield scenario.but(*happened[: len(happened) // 2])
+        yield scenario.but(*happened[len(happened) // 2 :])
+    for kind in happened:
+        yield scenario.but(kind)
 
 
 def _print_progress(first: int, seeds: int, steps: int, started: float, counts: Counter[str]) -> None:
@@ -90,7 +130,6 @@ def _print_progress(first: int, seeds: int, steps: int, started: float, counts: 
 
 
 def main() -> int:
-    """Run the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=int(time.time()) * 1000, help="first seed (default: by the clock)")
     parser.add_argument("--count", type=int, help="end after so many seeds")

@@ -8,7 +8,6 @@ import gc
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,18 +19,14 @@ import kvoffd.system.mappings
 from kvoffd.config import Config, Limits
 from kvoffd.errors import KvoffdError
 from kvoffd.server.daemon import Daemon
-from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SchedulerClient, SharedMemory, WorkerClient
-from kvoffd_client.jobs import GroupTransfer
-from kvoffd_proto.messages import GroupKeys, PageRef, TensorLayout
+from kvoffd_client import ClientOptions, DaemonUnavailable, ErrorCode, RequestRefused
+from kvoffd_client.testing import FakeEngine
 from tests.kit.open_files import open_files
-from tests.sim.rank import ids
 
-PAGE = 4096
-BLOCKS = 8
-KEYS = b"".join(bytes([number]) * 32 for number in range(4))
+BLOCKS = 4
+KEYS = [bytes([number]) * 32 for number in range(BLOCKS)]
 OPTIONS = ClientOptions(handshake_timeout_s=0.3, request_timeout_s=0.3, backoff_max_s=0.05)
 PATIENCE_S = 1.5
-SPEC = NamespaceSpec.named("live")
 MOST = 3
 """Failures tried of each kind: a life needs few of the calls that set things up, and the others are all alike."""
 
@@ -75,19 +70,17 @@ def live(directory: Path, pool_file: Path | None) -> str:
 
         def use() -> None:
             try:
-                _use(directory, ended)
+                _use(directory)
             except BaseException as error:
                 failures.append(error)
             finally:
                 loop.call_soon_threadsafe(daemon._stop.set)
 
-        ended = threading.Event()
         client = threading.Thread(target=use, name="client")
         client.start()
         try:
             await daemon.serve()
         finally:
-            ended.set()
             await loop.run_in_executor(None, client.join)
 
     reason = ""
@@ -100,42 +93,23 @@ def live(directory: Path, pool_file: Path | None) -> str:
     return reason
 
 
-def _use(directory: Path, ended: threading.Event) -> None:
+def _use(directory: Path) -> None:
     """A client's whole day. Not being served is no failure; being served wrong bytes, or left waiting, is."""
-    with SharedMemory(BLOCKS * PAGE, "live") as memory:
-        page, tensor = PageRef(0, PAGE), TensorLayout(0, 0, PAGE, BLOCKS)
-        registration = Registration(0, 1, (memory,), (tensor,), ((page,),))
-        worker = WorkerClient(directory, SPEC, registration, options=OPTIONS)
-        scheduler = SchedulerClient(directory, SPEC, options=OPTIONS)
-        try:
-            memory.view[: 4 * PAGE] = content = [block // PAGE + 1 for block in range(4 * PAGE)]
-            until = time.monotonic() + PATIENCE_S
-            while not (worker.wait_ready(0.02) and scheduler.wait_ready(0.02)):
-                if ended.is_set() or time.monotonic() > until:
-                    return
-            worker.store(1, [GroupTransfer(0, KEYS, ids(range(4)))])
-            _wait_for(worker, 1)
-            future = scheduler.lookup([GroupKeys(0, KEYS)])
-            future.wait(PATIENCE_S)
-            found = future.leading_ready()
-            if found:
-                blocks = ids(range(4, 4 + found))
-                worker.load(2, future.lease_id, [GroupTransfer(0, KEYS[: found * 32], blocks)])
-                if _wait_for(worker, 2):
-                    assert memory.view[4 * PAGE : (4 + found) * PAGE].tolist() == content[: found * PAGE], "wrong bytes"
-                scheduler.release(future.lease_id)
-        finally:
-            scheduler.close()
-            worker.close()
-
-
-def _wait_for(worker: WorkerClient, job_id: int) -> bool:
-    until = time.monotonic() + 2 * PATIENCE_S
-    while time.monotonic() < until:
-        for result in worker.wait_results(0.1):
-            if result.job_id == job_id:
-                return result.ok
-    raise AssertionError(f"job {job_id} got no result")
+    try:
+        engine = FakeEngine(
+            directory, layers=1, blocks=2 * BLOCKS, page_bytes=4096, options=OPTIONS, connect_timeout_s=PATIENCE_S
+        )
+    except (DaemonUnavailable, RequestRefused):
+        return
+    with engine:
+        engine.fill(range(BLOCKS), seed=1)
+        stored = engine.checksums(range(BLOCKS))
+        assert engine.store(KEYS, range(BLOCKS), 2 * PATIENCE_S).error is not ErrorCode.DEADLINE, "no result"
+        found = engine.lookup(KEYS, PATIENCE_S)
+        into = range(BLOCKS, BLOCKS + found)
+        loaded = engine.load(KEYS[:found], into, 2 * PATIENCE_S)
+        assert loaded.error is not ErrorCode.DEADLINE, "no result"
+        assert not loaded.ok or engine.checksums(into) == stored[:found], "wrong bytes"
 
 
 def _os_error(code: int) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.sim.planted import PLANTED, fault, recorded_seeds, search
 from tests.sim.scenario import Scenario
-from tests.sim.shrink import shrink
+from tests.sim.soak import shrink
 from tests.sim.world import run
 
 SIMULATED = [planted.name for planted in PLANTED if planted.simulated]

@@ -15,7 +15,7 @@ from tests.sim.daemon import job_end_bound_s
 from tests.sim.parts import make_config
 from tests.sim.scenario import CHANCES, KINDS, TIMED, Scenario
 from tests.sim.shared import CHANCES as SHARED_CHANCES
-from tests.sim.soak import Part, run_part, scenario_of
+from tests.sim.soak import Part, run_part
 from tests.sim.world import run
 
 SEEDS = range(200)
@@ -24,8 +24,6 @@ EVENTS = (*KINDS, *(f"shared_{fault}" for fault in SHARED_CHANCES), "load_failed
 PARTS = 8
 SAME = 10
 """So many seeds are run in another process too."""
-MORE = range(1000, 6000)
-"""The seeds of `make nightly`, besides."""
 
 
 @cache
@@ -88,9 +86,3 @@ def test_without_faults_nothing_fails() -> None:
         outcome = run(Scenario(seed).but(*CHANCES, *TIMED))
         assert outcome.problem is None
         assert not [kind for kind in KINDS if outcome.counts[kind]]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(0)
-def test_more_seeds_break_no_promise() -> None:
-    assert run_part(MORE, scenario_of).failures == []

@@ -45,7 +45,6 @@ class SimTiers(Tiers):
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being read or written."""
         return self.disk.busy or any(
             one.queued_reads + one.queued_writes for one in (tier.stats() for tier in self.shared)
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvoffd.transfer.engine import OVERDUE_GRACE_S, CopyEngine, CopyStats, Transfer
 from kvoffd.transfer.plan import Direction, Outcome
-from tests.sim.clock import Broken, Clock, Injected, Process
-from tests.sim.memory import AddressSpace
-from tests.sim.pool import Slot, WatchedPool
-from tests.sim.scenario import Faults
+from tests.sim.clock import Broken, Injected
+from tests.sim.pool import Slot
+
+if TYPE_CHECKING:
+    from tests.sim.daemon import SimDaemon
 
 
 @dataclass(eq=False)
@@ -44,25 +46,10 @@ class _Queue:
 class SimTransferEngine(CopyEngine):
     """One thread per direction, as HostEngine has, in the daemon's process."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        process: Process,
-        space: AddressSpace,
-        pool: WatchedPool,
-        pool_number: int,
-        faults: Faults,
-        rng: random.Random,
-        deadline_s: float,
-    ) -> None:
-        self._clock = clock
-        self._process = process
-        self._space = space
-        self._pool = pool
-        self._pool_number = pool_number
-        self._faults = faults
-        self._rng = rng
-        self._deadline_s = deadline_s
+    def __init__(self, daemon: SimDaemon, rng: random.Random) -> None:
+        self._clock, self._process, self._faults = daemon.clock, daemon.process, daemon.world.faults
+        self._space, self._pool, self._rng = daemon.space, daemon.pool, rng
+        self._deadline_s = daemon.config.limits.job_deadline_s
         self.queues = dict.fromkeys(Direction, self)  # type: ignore[assignment]
         self._queues = {direction: _Queue() for direction in Direction}
         self._closed = False
@@ -127,7 +114,6 @@ class SimTransferEngine(CopyEngine):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or runs."""
         return not any(queue.waiting or queue.running or queue.unread for queue in self._queues.values())
 
     # --- the copy --------------------------------------------------------------------------------
@@ -142,7 +128,7 @@ class SimTransferEngine(CopyEngine):
         for destination, source, size in pieces:
             pool_side, engine_side = (destination, source) if storing else (source, destination)
             mapping, offset = self._space.find(pool_side, size)
-            if mapping.segment is not None or self._space.number(pool_side) != self._pool_number:
+            if mapping is not self._pool.mapping:
                 raise Broken("a plan's pool side lies outside the pool")
             for slot in self._pool.slots_at(offset, size):
                 if slot.state != ("writing" if storing else "ready"):
@@ -223,7 +209,6 @@ class SimTransferEngine(CopyEngine):
             self._process.after(self._rng.uniform(0, 0.0005), lambda: self._start(queue))
 
     def _finish_sums(self, queue: _Queue, copy: _Copy) -> None:
-        """Take the checksums, and end the store."""
         queue.unread.remove(copy)
         copy.transfer.read_slots()
         self._end(copy, copy.transfer.ending or Outcome.DONE)

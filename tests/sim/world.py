@@ -16,7 +16,7 @@ from tests.sim.audit import Readable
 from tests.sim.client import SimTransport
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.content import Content, Corpus
-from tests.sim.daemon import Descriptors, FailureLog, SimDaemon, job_end_bound_s
+from tests.sim.daemon import FailureLog, SimDaemon, job_end_bound_s
 from tests.sim.disk import Device
 from tests.sim.engine import Engine
 from tests.sim.hostile import Hostile
@@ -79,7 +79,6 @@ class World:
             else None
         )
         self.log = FailureLog()
-        self.descriptors = Descriptors()
         self.longest_lookup_s = 0.0
         self.longest_job_s = 0.0
         self.last_prompt_at = self.clock.now
@@ -91,7 +90,7 @@ class World:
         self._hostiles: list[Hostile] = []
         self._operator: Operator | None = None
         process = Process(self.clock, "operator")
-        self._operator_transport = SimTransport(self.clock, self.network, process, (), lambda: None)
+        self._operator_transport = SimTransport(self.network, process, (), lambda: None)
         self._limits_rng = scenario.rng("limits")
         self._cuts_rng = scenario.rng("cuts")
         self._looks = 0
@@ -139,7 +138,6 @@ class World:
         self._kept = None
 
     def engine_ended(self, engine: Engine) -> None:
-        """Start a new engine in its place some time later."""
         place = self.engines.index(engine)
 
         def start() -> None:
@@ -181,9 +179,9 @@ class World:
             self._operator.close()
         self._run_until_idle(self._still_open)
         self.daemon.check_at_rest()
-        self.daemon.stop()
-        died = self.daemon
-        while died.process.alive:
+        stopped = self.daemon
+        stopped.stop()
+        while stopped.process.alive:
             self._step()
 
     def _close(self, engine: Engine) -> None:
@@ -218,8 +216,7 @@ class World:
             return f"{dropped} bytes are still to be freed"
         return None
 
-    def _run_until_idle(self, reason: object) -> None:
-        assert callable(reason)
+    def _run_until_idle(self, reason: Callable[[], str | None]) -> None:
         config = self.daemon.config
         # A prompt's load and store may each take as long as a job may; then its lease and half-stored blocks time out.
         quiet_s = (
@@ -231,8 +228,7 @@ class World:
             self._step()
             count += 1
             if count % 8 == 0:
-                why = reason()
-                if why is None:
+                if (why := reason()) is None:
                     return
                 if self.clock.now > max(began_at, self.last_prompt_at) + quiet_s:
                     raise Broken(f"after {quiet_s:.0f} quiet seconds {why}")
@@ -272,7 +268,6 @@ class World:
         self._pools_to_lose += 1
 
     def _squeeze(self) -> None:
-        """Have the daemon evict every block that may be evicted."""
         if self.daemon.process.alive:
             self.daemon.process.run(self.daemon.evict_all)
 
@@ -282,11 +277,10 @@ class World:
     def _some_engine(self) -> Engine:
         return self._rng.choice(self.engines)
 
-    def _some_process(self, engine: Engine) -> Process:
-        return self._rng.choice([engine.process, *[rank.process for rank in engine.ranks]])
-
     def _client_pause(self) -> None:
-        self._some_process(self._some_engine()).pause(self._rng.uniform(0.05, 2.5))
+        engine = self._some_engine()
+        processes = [engine.process, *[rank.process for rank in engine.ranks]]
+        self._rng.choice(processes).pause(self._rng.uniform(0.05, 2.5))
 
     def _worker_crash(self) -> None:
         engine = self._some_engine()
@@ -359,10 +353,9 @@ class World:
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the descriptors and the memory that the test's process holds for the run."""
+        """Free what the test's process holds for the run."""
         self.daemon.discard()
         self._forget_pool()
-        self.descriptors.close()
 
 
 def run(scenario: Scenario) -> Outcome:
