@@ -370,7 +370,7 @@ def test_a_client_that_acknowledges_nothing(client: WireClient, lacking: int, at
             jobs = range(first, first + at_once)
             client.submit(cache, [], [load_of(job, scheduler.lease(1), wanted, range(lacking)) for job in jobs])
             try:
-                client.outcome(jobs)
+                client.wait_ended(*jobs)
             except Refused as refusal:
                 code = refusal.code
                 break

@@ -100,7 +100,6 @@ def _run_here(
 
 
 def start_cli(*arguments: str, **changes: str) -> subprocess.Popen[str]:
-    """Start ``kvoffd-cli`` on pipes."""
     return subprocess.Popen(
         [CLI, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ(**changes)
     )

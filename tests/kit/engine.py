@@ -142,11 +142,9 @@ class EngineProcess(Starting):
 
     @property
     def pids(self) -> list[int]:
-        """The ids of all processes of the engine."""
         return session_pids(self._process.pid) if self._process and self._process.pid else []
 
     def start(self) -> Self:
-        """Start and wait until it serves."""
         self.launch()
         return self.wait_ready()
 
@@ -218,7 +216,6 @@ class EngineProcess(Starting):
         self._process = self._connection = None
 
     def ask_to_stop(self) -> None:
-        """Have it end in good order."""
         assert self._connection is not None
         self._connection.close()
 
@@ -229,7 +226,6 @@ class EngineProcess(Starting):
         self.kill()
 
     def close(self) -> None:
-        """Kill it and remove what it left."""
         self.kill()
         shutil.rmtree(self._own, ignore_errors=True)
 
@@ -295,7 +291,7 @@ def wait_books(directory: Path, condition: Callable[[Books], object], deadline_s
     return found[0]
 
 
-def wait_stored(directory: Path, deadline_s: float = 100.0) -> Books:
+def wait_stored(directory: Path) -> Books:
     """Until blocks are there and no more come: answers do not wait for stores."""
     seen: list[tuple[int, int, int]] = []
 
@@ -303,7 +299,7 @@ def wait_stored(directory: Path, deadline_s: float = 100.0) -> Books:
         seen.append((found.ready_blocks, found.store.running_jobs, found.store.queued_jobs))
         return seen[-1] == (found.ready_blocks, 0, 0) and found.ready_blocks > 0 and seen[-6:] == [seen[-1]] * 6
 
-    return wait_books(directory, quiet, deadline_s)
+    return wait_books(directory, quiet, 100.0)
 
 
 def tokens(answers: list[Completion]) -> list[list[int]]:

@@ -60,7 +60,6 @@ def sleep_between_looks() -> None:
 
 
 def build(settings: dict[str, Any]) -> Any:
-    """An ``LLM`` of these settings."""
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
@@ -153,7 +152,6 @@ def embed(llm: Any, prompts: list[list[int]]) -> list[tuple[list[float], int]]:
 
 
 def nap(llm: Any, level: int) -> None:
-    """Sleep, and wake up again."""
     llm.sleep(level)
     llm.wake_up()
 
@@ -179,7 +177,6 @@ def reload_weights(llm: Any, path: str) -> None:
 
 
 def metrics(llm: Any) -> dict[str, float]:
-    """The engine's counters and gauges by name."""
     return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
 
 

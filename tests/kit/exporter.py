@@ -51,7 +51,6 @@ class Exporter(Closing):
         )
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """What it answers."""
         self.send(command, **arguments)
         return self.answer()
 
@@ -101,7 +100,6 @@ class Exporter(Closing):
         return answer
 
     def kill(self) -> None:
-        """End it with SIGKILL."""
         self.process.kill()
         self.process.wait(10)
 

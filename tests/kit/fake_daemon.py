@@ -148,8 +148,8 @@ class FakeDaemon(Starting):
             raise LookupError(f"no {role} is connected")
         return found[-1]
 
-    def finish(self, job_id: int, ok: bool = True) -> None:
-        self.do(lambda: self._finish(self.peer(m.Role.WORKER), job_id, ok))
+    def finish(self, job_id: int) -> None:
+        self.do(lambda: self._finish(self.peer(m.Role.WORKER), job_id))
 
     def publish(self, role: m.Role, results: list[m.JobResult]) -> None:
         self.do(lambda: self.complete(self.peer(role), results))
@@ -174,7 +174,6 @@ class FakeDaemon(Starting):
         self.do(step)
 
     def seen(self, kind: type) -> list[m.AnyRequest]:
-        """The requests of a kind."""
         return [one for one in self.requests if type(one) is kind]
 
     def seen_jobs(self, *, loads: bool) -> list[Job]:
@@ -218,9 +217,8 @@ class FakeDaemon(Starting):
         self.greeted += 1
         peer = Peer(stream, self.greeted)
         self.peers[peer.token] = peer
-        self._send_over_lifeline(
-            peer, lifeline.Greeting(self.greeting_version, self.epoch, peer.session_id, peer.token)
-        )
+        greeting = lifeline.Greeting(self.greeting_version, self.epoch, peer.session_id, peer.token)
+        self._send_over_lifeline(peer, greeting)
 
     def _send_over_lifeline(self, peer: Peer, message: lifeline.FromDaemon) -> None:
         try:
@@ -274,9 +272,8 @@ class FakeDaemon(Starting):
         match request:
             case m.Hello():
                 peer.role = request.role
-                return m.Welcome(
-                    *head, peer.session_id, "fake", ["memfd", "kv_events"], LIMITS, 1 << 20, 600_000, 30_000
-                )
+                said = "fake", ["memfd", "kv_events"], LIMITS, 1 << 20, 600_000, 30_000
+                return m.Welcome(*head, peer.session_id, *said)
             case m.OpenNamespace():
                 return m.NamespaceOpened(*head, True)
             case m.Register():
@@ -292,7 +289,7 @@ class FakeDaemon(Starting):
                 for job in jobs_in(request):
                     peer.jobs[job.job_id] = job
                     if not self.hold_jobs:
-                        self._finish(peer, job.job_id, True)
+                        self._finish(peer, job.job_id)
                 return None
             case m.Cancel():
                 return m.CancelReply(*head, [], [job for job in request.job_ids if job in peer.jobs])
@@ -301,7 +298,7 @@ class FakeDaemon(Starting):
             case _:
                 return m.Done(*head, 1)
 
-    def _finish(self, peer: Peer, job_id: int, ok: bool) -> None:
+    def _finish(self, peer: Peer, job_id: int, ok: bool = True) -> None:
         job = peer.jobs.pop(job_id)
         failed = [] if ok else [m.GroupKeys(group.group, group.keys) for group in job.groups]
         self.complete(peer, [m.JobResult(job_id, ok, 4096 if ok else 0, 0.001, None, failed)])

@@ -49,7 +49,6 @@ class Traffic:
                 going = [*going, text][-open_conversations:]
 
     def once(self, mean: float = 12) -> Load:
-        """Requests that nobody makes again."""
         while True:
             yield self.text(1, mean)
 

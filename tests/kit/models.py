@@ -25,11 +25,12 @@ ModelConfig: TypeAlias = dict[str, object]
 ATTENTION_GAIN = 1.9
 MLP_GAIN = 1.0
 HEAD_GAIN = 1.6
+VOCABULARY = 1024
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder, in the words of a Hugging Face config."""
+    """The sizes of a Llama."""
 
     hidden: int
     intermediate: int
@@ -37,12 +38,9 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    vocabulary: int = 1024
-    max_positions: int = 8192
 
 
 TINY_LLAMA = Shape(hidden=256, intermediate=512, layers=4, heads=8, kv_heads=4, head_dim=32)
-TINY_GEMMA3 = Shape(hidden=128, intermediate=256, layers=6, heads=4, kv_heads=2, head_dim=32, max_positions=4096)
 # Sized so that a prefill of some thousand tokens takes seconds on one or two CPU cores.
 DEMO_LLAMA = Shape(hidden=512, intermediate=1536, layers=8, heads=8, kv_heads=4, head_dim=64)
 
@@ -99,14 +97,6 @@ def make_demo_llama(path: Path) -> Path:
     return _write(path, _llama_config(DEMO_LLAMA), lambda: _llama_weights(DEMO_LLAMA, seed=2))
 
 
-def make_tiny_gemma3(path: Path) -> Path:
-    """Write a Gemma 3 of 5 layers with a sliding window of 256 tokens and 1 of full attention into ``path``.
-
-    vLLM makes two or more KV cache groups of it: the hybrid case.
-    """
-    return _write(path, _gemma3_config(TINY_GEMMA3, window=256), lambda: _gemma3_weights(TINY_GEMMA3, seed=1))
-
-
 def _llama_config(shape: Shape) -> ModelConfig:
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -114,36 +104,14 @@ def _llama_config(shape: Shape) -> ModelConfig:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        **_common_config(shape),
-    }
-
-
-def _gemma3_config(shape: Shape, window: int) -> ModelConfig:
-    return {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "rope_local_base_freq": 10000.0,
-        "sliding_window": window,
-        "layer_types": ["sliding_attention"] * (shape.layers - 1) + ["full_attention"],
-        "query_pre_attn_scalar": shape.head_dim,
-        "pad_token_id": 0,
-        **_common_config(shape),
-    }
-
-
-def _common_config(shape: Shape) -> ModelConfig:
-    return {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": shape.max_positions,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "bos_token_id": 1,
@@ -152,30 +120,13 @@ def _common_config(shape: Shape) -> ModelConfig:
 
 
 def _llama_weights(shape: Shape, seed: int) -> Weights:
-    weights = _decoder_weights(shape, np.random.default_rng(seed))
-    for name in _norm_names(shape, ["input_layernorm", "post_attention_layernorm"]):
-        weights[name] = np.ones(shape.hidden, np.float32)
-    return weights
+    random = np.random.default_rng(seed)
 
-
-def _gemma3_weights(shape: Shape, seed: int) -> Weights:
-    weights = _decoder_weights(shape, np.random.default_rng(seed))
-    norms = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    # Gemma's norms multiply by one plus the weight.
-    for name in _norm_names(shape, norms):
-        weights[name] = np.zeros(shape.hidden, np.float32)
-    for layer in range(shape.layers):
-        for norm in ("q_norm", "k_norm"):
-            weights[f"model.layers.{layer}.self_attn.{norm}.weight"] = np.zeros(shape.head_dim, np.float32)
-    return weights
-
-
-def _decoder_weights(shape: Shape, random: np.random.Generator) -> Weights:
     def matrix(rows: int, columns: int, gain: float) -> npt.NDArray[np.float32]:
         return random.standard_normal((rows, columns), np.float32) * np.float32(gain / columns**0.5)
 
     query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    weights = {"model.embed_tokens.weight": random.standard_normal((shape.vocabulary, shape.hidden), np.float32)}
+    weights = {"model.embed_tokens.weight": random.standard_normal((VOCABULARY, shape.hidden), np.float32)}
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
         weights[f"{prefix}.self_attn.q_proj.weight"] = matrix(query, shape.hidden, ATTENTION_GAIN)
@@ -185,13 +136,11 @@ def _decoder_weights(shape: Shape, random: np.random.Generator) -> Weights:
         weights[f"{prefix}.mlp.gate_proj.weight"] = matrix(shape.intermediate, shape.hidden, MLP_GAIN)
         weights[f"{prefix}.mlp.up_proj.weight"] = matrix(shape.intermediate, shape.hidden, MLP_GAIN)
         weights[f"{prefix}.mlp.down_proj.weight"] = matrix(shape.hidden, shape.intermediate, MLP_GAIN)
-    weights["lm_head.weight"] = matrix(shape.vocabulary, shape.hidden, HEAD_GAIN)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{prefix}.{norm}.weight"] = np.ones(shape.hidden, np.float32)
+    weights["lm_head.weight"] = matrix(VOCABULARY, shape.hidden, HEAD_GAIN)
+    weights["model.norm.weight"] = np.ones(shape.hidden, np.float32)
     return weights
-
-
-def _norm_names(shape: Shape, norms: list[str]) -> list[str]:
-    of_layers = [f"model.layers.{layer}.{norm}.weight" for layer in range(shape.layers) for norm in norms]
-    return [*of_layers, "model.norm.weight"]
 
 
 def _write(path: Path, config: ModelConfig, weights: Callable[[], Weights]) -> Path:

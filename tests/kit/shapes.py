@@ -195,8 +195,8 @@ def with_images(seeds: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def add_tokenizer(path: Path, size: int = 1024, special: Sequence[str] = ()) -> Path:
-    """Write a tokenizer of bytes, filled up to ``size`` tokens, into the directory ``path``.
+def add_tokenizer(path: Path, special: Sequence[str] = ()) -> Path:
+    """Write a tokenizer of bytes, filled up to 1,024 tokens, into the directory ``path``.
 
     ``special``: names of tokens that are found as they are in a text.
     """
@@ -206,7 +206,7 @@ def add_tokenizer(path: Path, size: int = 1024, special: Sequence[str] = ()) -> 
         from transformers import PreTrainedTokenizerFast
 
         names = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-        names += [f"<unused{number}>" for number in range(size - len(names))]
+        names += [f"<unused{number}>" for number in range(COMMON["vocab_size"] - len(names))]
         tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -218,6 +218,17 @@ def add_tokenizer(path: Path, size: int = 1024, special: Sequence[str] = ()) -> 
             additional_special_tokens=list(special),
         ).save_pretrained(path)
     return path
+
+
+def make_tiny_gemma3(path: Path) -> Path:
+    """Write a Gemma 3 of 5 layers with a sliding window of 256 tokens and 1 of full attention into ``path``.
+
+    vLLM makes two or more KV cache groups of it: the hybrid case.
+    """
+    layers = ["sliding_attention"] * 5 + ["full_attention"]
+    return make_transformers_model(
+        path, "Gemma3TextConfig", num_hidden_layers=6, layer_types=layers, sliding_window=256, query_pre_attn_scalar=32
+    )
 
 
 def make_tiny_deepseek(path: Path) -> Path:
@@ -243,7 +254,7 @@ MLA = {
     "first_k_dense_replace": 1,
 }
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 128,
     "intermediate_size": 256,

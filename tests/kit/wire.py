@@ -61,12 +61,10 @@ GPU = "gpu"
 
 
 def key(number: int) -> bytes:
-    """A 32-byte key."""
     return number.to_bytes(32, "big")
 
 
 def keys(*numbers: int) -> list[bytes]:
-    """Several keys."""
     return list(map(key, numbers))
 
 
@@ -356,7 +354,6 @@ class WireClient(Closing):
         return str(self.ask(a.Health).level)
 
     def stats(self) -> None:
-        """Ask for the statistics and drop them: a request that every session may send. See ``books``."""
         self.ask(s.Stats)
 
     def open_namespace(
@@ -403,16 +400,8 @@ class WireClient(Closing):
         """Register attached memory of any layout; the registration's id."""
         registration = os.urandom(16)
         handles = [CudaIpcHandle(bytes(64), PAGE_BYTES, bytes(16)) if isinstance(one, str) else one for one in segments]
-        self.ask(
-            m.Register,
-            namespace,
-            registration,
-            rank,
-            blocks_per_key,
-            handles,
-            list(tensors),
-            list(map(list, groups)),
-        )
+        what = handles, list(tensors), list(map(list, groups))
+        self.ask(m.Register, namespace, registration, rank, blocks_per_key, *what)
         return registration
 
     def unregister(self, registration: bytes) -> None:
@@ -422,36 +411,25 @@ class WireClient(Closing):
     # --- a scheduler's ---------------------------------------------------------------------------
 
     def lease(self, number: int) -> int:
-        """The id of this session's lease of a small number."""
-        return (self.session << 32) + number
+        """The id of this session's lease of a small number; an id is one already."""
+        return number if number >= 1 << 32 else (self.session << 32) + number
 
-    def lookup(
-        self,
-        lease: int,
-        keys: Sequence[bytes],
-        namespace: bytes = NAMESPACE,
-        *,
-        group: int = 0,
-    ) -> Found:
-        """Look keys up under the lease of this number, or of this id where it is larger than a small number."""
-        asked = [m.GroupKeys(group, b"".join(keys))]
-        answer = self.ask(m.Lookup, namespace, self._lease_id(lease), asked)
+    def lookup(self, lease: int, keys: Sequence[bytes], namespace: bytes = NAMESPACE, *, group: int = 0) -> Found:
+        """Look keys up under the lease of this number, or of this id."""
+        answer = self.ask(m.Lookup, namespace, self.lease(lease), [m.GroupKeys(group, b"".join(keys))])
         return Found("".join(STATES[one] for one in b"".join(answer.states)), answer.pinned, answer.ttl_ms / 1000)
 
     def release(self, *leases: int) -> int:
         """End leases; how many there were."""
-        return int(self.ask(m.Release, [self._lease_id(lease) for lease in leases]).count)
+        return int(self.ask(m.Release, [self.lease(lease) for lease in leases]).count)
 
-    def invalidate(self, keys: Sequence[bytes], namespace: bytes = NAMESPACE, *, group: int = 0) -> int:
+    def invalidate(self, keys: Sequence[bytes], namespace: bytes = NAMESPACE) -> int:
         """Drop blocks; how many there were."""
-        return int(self.ask(m.Invalidate, namespace, [m.GroupKeys(group, b"".join(keys))]).count)
+        return int(self.ask(m.Invalidate, namespace, [m.GroupKeys(0, b"".join(keys))]).count)
 
     def reset(self, namespace: bytes = NAMESPACE) -> int:
         """Drop every block of a namespace; how many there were."""
         return int(self.ask(m.Reset, namespace).count)
-
-    def _lease_id(self, lease: int) -> int:
-        return lease if lease >= 1 << 32 else self.lease(lease)
 
     # --- a worker's ------------------------------------------------------------------------------
 
@@ -488,11 +466,11 @@ class WireClient(Closing):
         refused.
         """
         wanted = [store.job for store in stores] + [load.job for load in loads]
-        before = self._last_number()
+        before = self.acknowledge()
         self.submit(registration, stores, loads)
-        return self.outcome(wanted, before)
+        return self.wait_ended(*wanted, after=before)
 
-    def outcome(self, jobs: Iterable[int], after: int = 0) -> dict[int, Result]:
+    def wait_ended(self, *jobs: int, after: int = 0) -> dict[int, Result]:
         """Wait until each job has ended, and say how; that acknowledges batches up to number ``after``."""
         wanted = set(jobs)
         results: list[Result] = []
@@ -512,10 +490,6 @@ class WireClient(Closing):
         assert len(found) == len(results), "a job ended twice"
         return found
 
-    def wait_ended(self, *jobs: int) -> dict[int, Result]:
-        """Wait until jobs that were submitted have ended; their results."""
-        return self.outcome(jobs)
-
     def cancel(self, *jobs: int, unsent: int = 0) -> Cancelled:
         """Cancel jobs, and say how many stores were dropped before they were sent."""
         answer = self.ask(m.Cancel, list(jobs), unsent)
@@ -523,19 +497,15 @@ class WireClient(Closing):
 
     # --- results ---------------------------------------------------------------------------------
 
-    def unacknowledged(self, after: int = 0) -> Unacknowledged:
-        """Ask for all batches with a higher number, which acknowledges the others: some may have been lost."""
-        answer = self.ask(m.Results, after)
+    def unacknowledged(self) -> Unacknowledged:
+        """Ask for all batches that were not acknowledged: some may have been lost."""
+        answer = self.ask(m.Results, 0)
         return Unacknowledged(list(map(_batch, answer.batches)), list(answer.unfinished))
 
-    def acknowledge(self, number: int) -> int:
+    def acknowledge(self, number: int = 0) -> int:
         """Say that all batches up to this number have arrived; the number of the session's last batch."""
-        return self._last_number(number)
-
-    def _last_number(self, acknowledged: int = 0) -> int:
-        """The number of the session's last batch."""
-        batches = self.ask(m.Results, acknowledged).batches
-        self._seen = max(self._seen, acknowledged, *(batch.sequence for batch in batches))
+        batches = self.ask(m.Results, number).batches
+        self._seen = max(self._seen, number, *(batch.sequence for batch in batches))
         return self._seen
 
     def subscribe(self, *, everything: bool = False, unread: int = 1000) -> None:
@@ -634,8 +604,7 @@ class Eavesdropper(Closing):
         self._jobs.send(codec.encode(s.Stats(1)))
 
     def stats(self) -> None:
-        """Ask for the statistics. Raises Refused."""
-        self._jobs.send(codec.encode(s.Stats(1)))
+        self.ask()
         assert self._jobs.poll(TIMEOUT_S * 1000), "the daemon did not reply"
         if isinstance(reply := codec.decode_reply(self._jobs.recv()), m.Error):
             raise _refused(reply)
@@ -819,13 +788,8 @@ class Books:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.said, name)
 
-    @property
-    def problems(self) -> dict[str, int]:
-        return dict(Counter(one.reason for one in self.said.health_problems))
-
-    @property
-    def tiers(self) -> s.TieringStats:
-        return self.said.tiers or s.TieringStats()
+    problems = property(lambda self: dict(Counter(one.reason for one in self.said.health_problems)))
+    tiers = property(lambda self: self.said.tiers or s.TieringStats())
 
     @property
     def namespaces(self) -> dict[bytes, NamespaceStats]:

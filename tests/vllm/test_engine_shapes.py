@@ -12,13 +12,14 @@ import pytest
 from kvoffd_client import BlockClient
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected, wait_stored
-from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama
+from tests.kit.models import make_draft, make_tiny_llama
 from tests.kit.shapes import (
     PROMPTS,
     Shape,
     add_tokenizer,
     check_runs,
     make_tiny_deepseek,
+    make_tiny_gemma3,
     make_tiny_llava,
     make_transformers_model,
     run_shape,

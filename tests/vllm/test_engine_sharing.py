@@ -24,7 +24,7 @@ from tests.kit.engine import (
     wait_connected,
     wait_stored,
 )
-from tests.kit.models import make_tiny_gemma3
+from tests.kit.shapes import make_tiny_gemma3
 from tests.vllm.engine_home import EngineHome
 from tests.vllm.engine_server import EngineServer
 

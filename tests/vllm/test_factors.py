@@ -19,7 +19,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingW
 
 from kvoffd_client.vllm import compat
 from kvoffd_client.vllm.fingerprint import ENVIRONMENT, collect_factors, label_of, namespace_of, weights_identity
-from tests.kit.models import make_draft, make_tiny_gemma3
+from tests.kit.models import make_draft
+from tests.kit.shapes import make_tiny_gemma3
 from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config
 
 
