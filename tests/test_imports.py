@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import kvoffd_client
 
 ROOT = Path(__file__).parents[1]
@@ -59,68 +57,60 @@ def imports_of(source: str, module: str, is_package: bool) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def modules(name: str) -> Iterator[tuple[str, Path]]:
-    """The modules of a top-level package: dotted name and file."""
-    for path in sorted(TREES[name].rglob("*.py")):
-        parts = path.relative_to(TREES[name]).with_suffix("").parts
-        yield ".".join([name, *(part for part in parts if part != "__init__")]), path
+def imported() -> dict[str, set[str]]:
+    """By module of the product, the absolute names of what it imports."""
+    found = {}
+    for name, root in TREES.items():
+        for path in root.rglob("*.py"):
+            parts = [part for part in path.relative_to(root).with_suffix("").parts if part != "__init__"]
+            module = ".".join([name, *parts])
+            found[module] = set(imports_of(path.read_text(), module, path.name == "__init__.py"))
+    return found
 
 
-def imported(name: str, under: str = "") -> dict[str, set[str]]:
-    """What each module of a package imports; only modules whose name begins with ``under``."""
-    return {
-        module: set(imports_of(path.read_text(), module, path.name == "__init__.py"))
-        for module, path in modules(name)
-        if module.startswith(under)
-    }
+IMPORTED = imported()
 
 
-def _room(module: str) -> str:
+def tops(names: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+def package_of(module: str) -> str:
+    """In ``kvoffd``."""
     return module.partition(".")[2].partition(".")[0]
 
 
-def test_rooms_are_listed_from_the_lowest_up() -> None:
+def test_packages_are_listed_from_the_lowest_up() -> None:
     names = list(PACKAGES)
     for name, allowed in PACKAGES.items():
         assert all(names.index(other) < names.index(name) for other in allowed.split()), name
-    there = {path.stem for path in (ROOT / "kvoffd").glob("*.py")} | {
-        path.parent.name for path in (ROOT / "kvoffd").glob("*/__init__.py")
-    }
-    assert there - {"__init__"} == set(names)
+    assert {package_of(module) for module in IMPORTED if module.startswith("kvoffd.")} == set(names)
 
 
-def test_rooms_import_only_what_they_may() -> None:
+def test_packages_import_only_what_they_may() -> None:
     """And so in no circle, since each package may only import from those above it in the list."""
-    for module, names in imported("kvoffd").items():
-        own, others = _room(module), {_room(name) for name in names if name.startswith("kvoffd.")}
-        if own:
+    for module, names in IMPORTED.items():
+        if module.startswith("kvoffd."):
+            own, others = package_of(module), {package_of(name) for name in names if name.startswith("kvoffd.")}
             assert others & set(PACKAGES) - {own} <= set(PACKAGES[own].split()), module
 
 
-@pytest.mark.parametrize("name", list(TREES))
-def test_the_daemon_and_the_client_share_only_the_wire(name: str) -> None:
-    for module, names in imported(name).items():
-        others = {other.partition(".")[0] for other in names} & set(TREES) - {name}
-        assert others <= DISTRIBUTION[name], module
+def test_the_daemon_and_the_client_share_only_the_wire() -> None:
+    for module, names in IMPORTED.items():
+        own = module.partition(".")[0]
+        assert tops(names) & set(TREES) - {own} <= DISTRIBUTION[own], module
 
 
-@pytest.mark.parametrize(
-    ("name", "under", "never"),
-    [
-        ("kvoffd_proto", "", {"numpy", "torch", "vllm", "zmq"}),  # both ends import it, and other tools may
-        ("kvoffd", "", {"torch", "vllm"}),
-        ("kvoffd", "kvoffd.cache", {"asyncio", "socket", "threading", "torch", "vllm", "zmq"}),
-    ],
-)
-def test_what_a_room_never_imports(name: str, under: str, never: set[str]) -> None:
-    for module, names in imported(name, under).items():
-        assert not {other.partition(".")[0] for other in names} & never, module
-
-
-def test_only_the_connector_imports_vllm() -> None:
-    for module, names in imported("kvoffd_client").items():
-        if not module.startswith("kvoffd_client.vllm"):
-            assert "vllm" not in {other.partition(".")[0] for other in names}, module
+def test_what_is_never_imported() -> None:
+    for module, names in IMPORTED.items():
+        never = set() if module.startswith("kvoffd_client.vllm") else {"vllm"}
+        if not module.startswith("kvoffd_client"):
+            never |= {"torch"}
+        if module.startswith("kvoffd_proto"):  # both ends import it, and other tools may
+            never |= {"numpy", "zmq"}
+        if module.startswith("kvoffd.cache"):
+            never |= {"asyncio", "socket", "threading", "zmq"}
+        assert not tops(names) & never, module
 
 
 def test_the_door_suite_knows_the_border_only() -> None:

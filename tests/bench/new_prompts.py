@@ -85,7 +85,6 @@ def _prompt(tokens: int) -> list[int]:
 
 
 def start(model: Path, **connector: Any) -> Engine:
-    """Start a vLLM with this connector."""
     os.environ.update(ENVIRONMENT)
     from vllm import LLM
 

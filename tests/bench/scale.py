@@ -20,10 +20,11 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 
-from kvoffd.cache import DEFAULT_POLICY, POLICY_NAMES
+from kvoffd.cache import DEFAULT_POLICY
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import make_policy
@@ -37,7 +38,7 @@ from kvoffd.system.files import aligned_buffer, write_all
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiers.disk import BLOCK_MEMORY_BYTES, DiskTier
 from kvoffd.tiers.disk_file import RECORD, DiskFile
-from kvoffd.tiers.tier import HEADER_BYTES, Block, encode_header, make_space
+from kvoffd.tiers.tier import HEADER_BYTES, Block, TierListener, encode_header, make_space
 from kvoffd_client import SchedulerClient
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto.messages import READY, GroupKeys, GroupSpec
@@ -78,6 +79,30 @@ Scrubber.has_work = property(lambda scrubber: False)
 sys.exit(main())
 """
 """A daemon whose pool is larger than the machine's memory: it neither touches it at the start nor reads its slots."""
+TABLES = {
+    "memory": (
+        "Private memory of the daemon's cache over what it had before the first block; *again* is after as many blocks "
+        "more, for which others were evicted. The slot table's 128 bytes a shard and keys without blocks are left out.",
+        {"filled, bytes of a block": "filled", "again": "churned", "allowed": "allowed"},
+    ),
+    "restart": (
+        "A daemon process that gets a full pool from its service manager: until a lookup finds the 1,000 blocks that "
+        "were stored last, and lookups of 1,000 afterwards. Touching the pool and reading it for its checksums is left "
+        "out.",
+        {
+            "serves, s": "open_s",
+            "first hit, s": "first_hit_s",
+            "lookup p50, µs": "p50_us",
+            "p99": "p99_us",
+            "memory, MiB": "private_mib",
+        },
+    ),
+    "disk": (
+        "A full disk is opened: private memory over what the process had before.",
+        {"opened, s": "seconds", "CPU, s": "cpu_seconds", "bytes of a block": "bytes", "allowed": "allowed"},
+    ),
+}
+"""By part, what it measures, and the table's columns: which figure is in each."""
 Result = dict[str, Any]
 
 
@@ -92,7 +117,7 @@ def keys_of(first: int, count: int) -> bytes:
 class Books:
     """The daemon's own cache over a pool whose pages are never touched."""
 
-    def __init__(self, blocks: int, shards: int, policy: str) -> None:
+    def __init__(self, blocks: int, shards: int, policy: str = DEFAULT_POLICY) -> None:
         self.shards = shards
         self._random, self._recent, self._next_key = random.Random(1), [(0, 0)], 0
         gc.collect()
@@ -144,20 +169,16 @@ def private_bytes(pid: int | str = "self") -> int:
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Anonymous:"))
 
 
-def memory(blocks: int, shards: int, policy: str) -> Result:
+def memory(blocks: int, shards: int) -> Result:
     """Fill a pool, and store as much again, for which others are evicted."""
-    books = Books(blocks, shards, policy)
+    books = Books(blocks, shards)
     books.fill(blocks)
     filled = books.block_bytes()
     books.fill(blocks)
     counters = books.namespace.counters
     left_out = counters.evicted_blocks + counters.rejected_keys
-    return {"filled": filled, "churned": books.block_bytes(), "left_out": left_out, "allowed": bound_of(shards)}
-
-
-def bound_of(shards: int) -> int:
-    """Bytes that a block may take."""
-    return SLOT_BYTES + SHARD_BYTES * (shards - 1)
+    allowed = SLOT_BYTES + SHARD_BYTES * (shards - 1)
+    return {"filled": filled, "churned": books.block_bytes(), "left_out": left_out, "allowed": allowed}
 
 
 class SparseDaemon(DaemonProcess):
@@ -168,7 +189,7 @@ class SparseDaemon(DaemonProcess):
         return [sys.executable, "-c", SPARSE_DAEMON]
 
 
-def restart(blocks: int, shards: int, policy: str) -> Result:
+def restart(blocks: int, shards: int) -> Result:
     """Start a daemon that gets a full pool from its service manager, as systemd keeps it; look blocks up at once."""
     books, zeros = Books(blocks, shards, "lru"), digest(memoryview(bytes(PAGE_BYTES)))
     for first in range(0, blocks, STORE_KEYS):
@@ -185,7 +206,7 @@ def restart(blocks: int, shards: int, policy: str) -> Result:
         manager.stored_fds += [("kvoffd-pool", pool_fd), ("kvoffd-slot-table", table_fd)]
         started = time.perf_counter()
         size = str(books.pool.pool_bytes)
-        daemon = stack.enter_context(SparseDaemon(size, manager=manager, eviction_policy=policy))
+        daemon = stack.enter_context(SparseDaemon(size, manager=manager))
         opened = time.perf_counter() - started
         client = stack.enter_context(SchedulerClient(daemon.directory, spec))
         client.wait_ready(DEADLINE_S)
@@ -207,15 +228,17 @@ def restart(blocks: int, shards: int, policy: str) -> Result:
         first_hit, places = time.perf_counter() - started, random.Random(1)
         answers = [look_up(places.randrange(blocks - count + 1)) for _ in range(LOOKUPS)]
         assert all(ready == count for ready, _ in answers)
+        seconds = [1e6 * seconds for _, seconds in answers]
         return {
-            "open": opened,
-            "first_hit": first_hit,
-            "answers": [seconds for _, seconds in answers],
-            "private_bytes": private_bytes(daemon.pid),
+            "open_s": opened,
+            "first_hit_s": first_hit,
+            "p50_us": percentile(seconds, 0.5),
+            "p99_us": percentile(seconds, 0.99),
+            "private_mib": private_bytes(daemon.pid) / 2**20,
         }
 
 
-def disk(blocks: int, shards: int, policy: str) -> Result:
+def disk(blocks: int, shards: int) -> Result:
     """Open a disk that is full of blocks. Their headers are not there but for one: nothing reads a block."""
     slot_bytes = (1 + shards) * PAGE_BYTES // 2
     size_bytes = blocks * slot_bytes * 33 // 32 + (64 << 20)
@@ -244,72 +267,48 @@ def disk(blocks: int, shards: int, policy: str) -> Result:
             pool=aligned_buffer(PAGE),
             clock=time.monotonic,
             post=lambda call: None,
-            listener=Unheard(),
+            listener=Mock(TierListener),
             generation=lambda fingerprint: 0,
         )
         seconds, cpu = time.perf_counter() - began, time.process_time() - busy
         gc.collect()
         assert tier.found_blocks == blocks
-        found = {"seconds": seconds, "cpu_seconds": cpu, "bytes": (private_bytes() - before) / blocks}
+        nbytes = (private_bytes() - before) / blocks
+        found = {"seconds": seconds, "cpu_seconds": cpu, "bytes": nbytes, "allowed": BLOCK_MEMORY_BYTES}
         assert tier.close(DEADLINE_S)
     return found
-
-
-class Unheard:
-    """A listener of a disk to which nothing happens."""
-
-    def stored(self, *told: object) -> None: ...
-    def removed(self, *told: object) -> None: ...
-    def answered(self, *told: object) -> None: ...
-    def error(self, *told: object) -> None: ...
 
 
 PARTS = {"memory": memory, "restart": restart, "disk": disk}
 
 
-def child(part: str, case: str, policy: str = DEFAULT_POLICY) -> Result:
+def child(part: str, case: str) -> Result:
     """What a part finds in a process of its own."""
     print(f"measuring: {part} {case}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "tests.bench.scale", "--inside", part, "--cases", case, "--policy", policy]
+    command = [sys.executable, "-m", "tests.bench.scale", "--inside", part, "--cases", case]
     found: Result = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
     return {"case": case, **found}
 
 
 def page(results: dict[str, list[Result]]) -> str:
-    sizes = [["blocks x shards", "filled, bytes of a block", "again", "allowed"]]
-    sizes += [
-        [one["case"], number(one["filled"]), number(one["churned"]), str(one["allowed"])] for one in results["memory"]
-    ]
-    restarts = [["blocks x shards", "serves, s", "first hit, s", "lookup p50, µs", "p99", "memory, MiB"]]
-    for one in results["restart"]:
-        figures = [one["open"], one["first_hit"], *(1e6 * percentile(one["answers"], share) for share in (0.5, 0.99))]
-        restarts.append([one["case"], *map(number, figures), f"{one['private_bytes'] / 2**20:,.0f}"])
-    disks = [["blocks x shards", "opened, s", "CPU, s", "bytes of a block", "allowed"]]
-    for one in results["disk"]:
-        figures = map(number, (one["seconds"], one["cpu_seconds"], one["bytes"]))
-        disks.append([one["case"], *figures, str(BLOCK_MEMORY_BYTES)])
-    return (
-        "Private memory of the daemon's cache over what it had before the first block; *again* is after as many blocks "
-        "more, for which others were evicted. The slot table's 128 bytes a shard and keys without blocks are not in "
-        f"it.\n\n{markdown_table(sizes)}\n\nA daemon process that gets a full pool from its service manager: until a "
-        "lookup finds the 1,000 blocks that were stored last, and lookups of 1,000 afterwards. Touching the pool and "
-        f"reading it for its checksums is left out.\n\n{markdown_table(restarts)}\n\nA full disk is opened: private "
-        f"memory over what the process had before.\n\n{markdown_table(disks)}"
-    )
+    parts = []
+    for part, (text, columns) in TABLES.items():
+        rows = [[one["case"], *(number(one[name]) for name in columns.values())] for one in results[part]]
+        parts += [text, markdown_table([["blocks x shards", *columns], *rows])]
+    return "\n\n".join(parts)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.scale", description=__doc__)
     parser.add_argument("--cases", default=CASES, help=f"BLOCKSxSHARDS, with commas (default {CASES})")
-    parser.add_argument("--policy", default=DEFAULT_POLICY, choices=POLICY_NAMES)
     parser.add_argument("--inside", choices=PARTS, help=argparse.SUPPRESS)
     add_report_options(parser)
     given = parser.parse_args()
     if given.inside:
         blocks, shards = map(int, given.cases.split("x"))
-        print(json.dumps(PARTS[given.inside](blocks, shards, given.policy)))
+        print(json.dumps(PARTS[given.inside](blocks, shards)))
         return 0
-    found = {part: [child(part, case, given.policy) for case in given.cases.split(",")] for part in PARTS}
+    found = {part: [child(part, case) for case in given.cases.split(",")] for part in PARTS}
     facts = run_facts(f"python -m tests.bench.scale {' '.join(sys.argv[1:])}")
     publish_report(given, "What blocks cost by their number", facts, dict(found), page(found))
     return 0

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from kvoffd.tiers.disk import BLOCK_MEMORY_BYTES
-from tests.bench.scale import bound_of, child, page
+from tests.bench.scale import child, page
 
 MANY = 96_000
 
 
 def test_a_block_costs_no_more_than_is_promised() -> None:
     many, sharded = child("memory", f"{MANY}x1"), child("memory", "20000x8")
-    for one, shards in ((many, 1), (sharded, 8)):
-        assert max(one["filled"], one["churned"]) <= bound_of(shards)
+    for one in (many, sharded):
+        assert max(one["filled"], one["churned"]) <= one["allowed"]
     assert many["left_out"] > 0.9 * MANY, "the second half was measured in a full pool"
     disk = child("disk", f"{MANY}x1")
-    assert disk["bytes"] <= BLOCK_MEMORY_BYTES
+    assert disk["bytes"] <= disk["allowed"]
     assert "| 1000x2 " in page({"memory": [many], "restart": [child("restart", "1000x2")], "disk": [disk]})

@@ -84,7 +84,6 @@ def changes(before: Path, after: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what changed, run the tests; the tests' exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--version", help="another version than the newest")

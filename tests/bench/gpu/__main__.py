@@ -57,7 +57,6 @@ def run_part(name: str, setup: Setup) -> dict[str, Any]:
 
 
 def inside(name: str, setup: Setup, to: Path) -> None:
-    """Be the process of one part."""
     if setup.library:
         os.environ[LIBRARY_VARIABLE] = setup.library
     if setup.double:

@@ -39,7 +39,6 @@ class BenchDriver(Cuda):
         self._call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
 
     def allocate(self, size: int) -> int:
-        """Allocate ordinary memory of the GPU; return its address."""
         return self._number("cuMemAlloc_v2", size, written="CUdeviceptr")
 
     def free(self, address: int) -> None:

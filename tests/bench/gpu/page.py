@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,20 +15,18 @@ DOUBLE = (
 
 
 def write_page(report: Mapping[str, Any]) -> str:
-    """Return the page of a report."""
     lines = [f"# {report['card']}, {report['date']}", ""]
     if report["double"]:
         lines += [DOUBLE, ""]
     lines += [f"Commit {report['commit']}. `make gpu`; the figures are in the JSON file beside this page.", ""]
     for name, part in report["parts"].items():
         lines += [f"## {name}: {part['outcome']}, {part['seconds']:.0f} s", ""]
-        found = dict(part["found"]) if isinstance(part["found"], dict) else part["found"]
-        if isinstance(found, dict) and "results" in found:
-            lines += [_results_table(found.pop("results")), ""]
+        found = part["found"]
         if isinstance(found, dict):
-            lines += [*_items(found), ""]
-        else:
-            lines += ["```", str(found), "```", ""]
+            if "results" in found:
+                lines += [_results_table(found["results"]), ""]
+            found = json.dumps({name: value for name, value in found.items() if name != "results"}, indent=1)
+        lines += ["```", found, "```", ""]
     return "\n".join(lines)
 
 
@@ -38,21 +37,3 @@ def _results_table(results: list[dict[str, Any]]) -> str:
         value, floor = f"{one['value']:.2f} {one['unit']}", f"{one['floor']:.2f}"
         rows.append([one["case"], value, floor, f"{one['ratio']:.0%}", cpu])
     return markdown_table(rows)
-
-
-def _items(found: Mapping[str, Any], indent: str = "") -> list[str]:
-    lines = []
-    for name, value in found.items():
-        if isinstance(value, dict):
-            lines += [f"{indent}* {name}", *_items(value, indent + "  ")]
-        elif isinstance(value, list) and value:
-            lines += [f"{indent}* {name}", *(f"{indent}  * {_text(one)}" for one in value)]
-        else:
-            lines.append(f"{indent}* {name}: {_text(value)}")
-    return lines
-
-
-def _text(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_text(one)}" for name, one in value.items())
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
