@@ -515,7 +515,7 @@ def test_unregister_waits_for_abandoned_stores(worker: WorkerClient, link: Paper
 def test_a_fence_waits_cancels_drops_the_session_waits_for_loads(
     worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    submit(worker, link, 0.0, Job(1, TRANSFER), Job(2, TRANSFER, 2**32))
+    submit(worker, link, 0.0, Job(1, TRANSFER), Job(2, TRANSFER, 2**32), Job(3, TRANSFER))
     waits: list[tuple[float, int, bool]] = []
 
     def wait(ready: Callable[[], bool], timeout_s: float) -> bool:
@@ -528,7 +528,7 @@ def test_a_fence_waits_cancels_drops_the_session_waits_for_loads(
     worker.fence([1, 2], 2.0)
     assert waits == [(0.05, 0, True), (2.0, 1, True), *[(10.0, 1, False)] * 3]
     assert link.last(m.Cancel).job_ids == [1, 2]
-    assert [result.job_id for result in worker._results] == [1, 2], "the store at once, the load with its memory"
+    assert [result.job_id for result in worker._results] == [1, 3, 2], "stores at once, the load with its memory"
     assert sum("Still waiting for loads" in line for line in caplog.messages) == 2
 
 

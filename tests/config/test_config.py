@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd.config import Config, ConfigError, Limits, load_config, parse_address
-from kvoffd.memory_estimate import memory_estimate, memory_shortage
+from kvoffd.memory_estimate import memory_estimate, memory_shortage, memory_summary
 from kvoffd.system.limits import MemoryLimit
 
 
@@ -47,8 +47,14 @@ def test_paths_become_absolute_and_addresses_are_read(monkeypatch: pytest.Monkey
     assert (parse_address("localhost:0"), parse_address("[::1]:80")) == (("localhost", 0), ("::1", 80))
 
 
-def test_a_shortage_beside_what_is_taken_is_reported_with_both_numbers() -> None:
+def test_the_memory_that_is_needed_and_a_shortage_of_it_are_told_with_numbers() -> None:
     config = Config(pool_bytes=64 << 30)
+    assert memory_summary(config) == (
+        "An idle daemon takes 65.4 GiB of memory (pool 64.0 GiB, its tables 1.34 GiB, the process about 34.0 MiB); set "
+        "the memory limit to 67.7 GiB, since a busy one may take at most: what is known of the blocks "
+        "896 MiB, keys without blocks 1.28 GiB, process and clients 256 MiB."
+    )
+    assert "keys without blocks" not in memory_summary(Config(eviction_policy="lru"))
     parts = memory_estimate(config)
     taken = ("pool", "slot table and page tables", "process and clients")
     to_come = sum(parts.values()) - sum(parts[part] for part in taken)

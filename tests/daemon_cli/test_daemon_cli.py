@@ -25,9 +25,10 @@ def test_a_daemon_that_gets_no_threads_says_so(monkeypatch: pytest.MonkeyPatch) 
     root = logging.getLogger()  # which the command sets up
     monkeypatch.setattr(root, "handlers", root.handlers[:])
     monkeypatch.setattr(root, "level", root.level)
-    ended = run_daemon_here("serve")
+    ended = run_daemon_here("serve", "--log-level", "debug")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
     assert "pids.max" in ended.stderr
+    assert root.level == logging.DEBUG
 
 
 def test_a_crash_and_a_bad_flag_are_json_too(tmp_path: Path) -> None:

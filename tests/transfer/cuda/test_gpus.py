@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,6 +172,18 @@ def test_a_registration_is_always_answered(engines: Engines, call: str, monkeypa
     assert answer.calls == 1
     monkeypatch.undo()
     unmap(engines.map().memory())
+
+
+def test_a_bug_behind_an_answer_leaves_the_gpu_to_others(engines: Engines) -> None:
+    kept: list[GpuMemory] = []
+
+    def breaks(memory: Any) -> None:
+        kept.append(memory)
+        raise RuntimeError("a bug")
+
+    engines.gpus.map(FIRST, [engines.export()], breaks)
+    for memory in (engines.map().memory(), *kept):
+        unmap(memory)
 
 
 @pytest.mark.parametrize("call", ["cuEventDestroy_v2", "cuStreamDestroy_v2"])
