@@ -35,7 +35,6 @@ BAD = int.from_bytes(b"!kvBAD!!", "little")
 """State of a record whose slot is in quarantine."""
 POOL, REGION = 4 * MIB, MIB // 4
 GEOMETRY = TableGeometry(POOL, REGION)
-# Two ranks of different sizes; one; a rank that did not register.
 NEXT_NUMBER = 100
 """The first number of which no namespace was written down."""
 
@@ -51,6 +50,7 @@ NAMESPACES = {
     9: [group_of(91, 32, 20000)],
     10: [group_of(101, 8, 8192, 0)],
 }
+"""Of two ranks, one, and two of which one did not register."""
 
 
 class Snapshot(msgspec.Struct):
@@ -207,9 +207,7 @@ def test_a_rank_that_is_there_twice_keeps_what_is_newer() -> None:
     pool = Pool()
     older, newer = pool.store(3, 0, keys_of(1)), pool.store(3, 0, keys_of(1))
     assert check(pool)[0].found() == {(31, keys_of(1)[0]): newer[0].tolist()}
-    pool.table.records["state"][newer[0, 1:]] = (
-        0  # the newer one lacks a rank: the two are one block, each rank the newest it has
-    )
+    pool.table.records["state"][newer[0, 1:]] = 0  # it lacks a rank: the two are one block, of the newest of each
     assert check(pool)[0].found() == {(31, keys_of(1)[0]): [int(newer[0, 0]), int(older[0, 1])]}
 
 
@@ -262,12 +260,9 @@ def killed_at(line: int, act: Callable[[], object], files: tuple[str, ...]) -> b
 
 
 def states_of(pool: Pool, work: Callable[[], object]) -> list[bytes]:
-    """All states that the table's first records go through while a child process does some work, instruction by
-    instruction."""
-    libc, watched = (
-        ctypes.CDLL(None, use_errno=True),
-        slice(GEOMETRY.records_at, GEOMETRY.records_at + 128 * RECORD_BYTES),
-    )
+    """All states of the table's first records while a child process does some work, instruction by instruction."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    watched = slice(GEOMETRY.records_at, GEOMETRY.records_at + 128 * RECORD_BYTES)
     child = os.fork()
     if not child:
         try:

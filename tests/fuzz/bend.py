@@ -32,7 +32,6 @@ class Choices:
         self._rng = random.Random(zlib.crc32(data))
 
     def byte(self) -> int:
-        """A number from 0 to 255."""
         if self._at == len(self._data):
             return self._rng.randrange(256)
         self._at += 1

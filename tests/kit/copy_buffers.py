@@ -9,10 +9,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> Bytes:
-    """Random bytes, the same for each seed."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def address_of(buffer: Bytes) -> int:
-    """The buffer's first address."""
     return int(buffer.ctypes.data)

@@ -16,8 +16,6 @@ def checksum(data: memoryview | bytes) -> int:
 
 
 class PoolBytes:
-    """Memory of a pool."""
-
     def __init__(self, size: int) -> None:
         self.view = memoryview(mmap(-1, size))
 
@@ -101,7 +99,6 @@ class FakeTier(Tier):
         return ASKED if known is None else PRESENT if known else ABSENT
 
     def answer(self) -> None:
-        """Answer all questions."""
         questions, self.questions = self.questions, []
         for space in dict.fromkeys(space for space, _ in questions):
             keys = [key for one, key in questions if one == space]
@@ -241,7 +238,6 @@ class FakeTier(Tier):
         return count
 
     def spoil(self, space: Space, key: bytes) -> None:
-        """Flip one bit of a stored block."""
         _, data = self.blocks[space.tag, key]
         at = next(number for number, part in enumerate(data) if part)
         data[at] = data[at][:-1] + bytes([data[at][-1] ^ 1])

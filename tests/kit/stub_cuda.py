@@ -72,7 +72,6 @@ class StubCuda:
         self._library.stub_log_length.restype = ctypes.c_size_t
 
     def driver(self) -> Cuda:
-        """The binding of this library."""
         return Cuda(self.path)
 
     def set(self, what: str, value: int) -> None:
@@ -94,19 +93,15 @@ class StubCuda:
         self._library.stub_hang(call.encode(), nth)
 
     def release(self) -> None:
-        """Ends all hanging."""
         self._library.stub_release()
 
     def wait_hanging(self) -> None:
-        """Waits until a call hangs."""
         wait_until(lambda: self._library.stub_hanging() > 0)
 
     def calls(self, name: str) -> int:
-        """How often it was called."""
         return int(self._library.stub_calls(name.encode()))
 
     def ranges(self, kind: Ranges) -> int:
-        """How many ranges of memory of one kind there are."""
         return int(self._library.stub_ranges(int(kind)))
 
     def contexts(self, device: int = 0) -> int:
@@ -114,11 +109,9 @@ class StubCuda:
         return int(self._library.stub_contexts(device))
 
     def made_contexts(self) -> int:
-        """The number of contexts made so far."""
         return int(self._library.stub_made_contexts())
 
     def log(self) -> list[str]:
-        """The log of calls, one line each."""
         room = int(self._library.stub_log_length()) + 4096
         text = ctypes.create_string_buffer(room)
         self._library.stub_log(text, room)
@@ -149,7 +142,6 @@ class StubCuda:
         self._library.stub_add_range(int(kind), ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def free(self, buffer: DeviceBuffer) -> None:
-        """Frees device memory."""
         assert self._library.cuMemFree_v2(buffer.address) == 0
 
     def map_chunks(self, sizes: list[int], handle_types: int = 1) -> DeviceBuffer:
@@ -167,7 +159,6 @@ class StubCuda:
         return DeviceBuffer(address, sum(sizes))
 
     def ipc_handle(self, address: int) -> bytes:
-        """The handle of an allocation."""
         handle = IpcMemHandle()
         assert self._library.cuIpcGetMemHandle(ctypes.byref(handle), address) == 0
         return bytes(handle)

@@ -69,7 +69,6 @@ class TieringHarness(CacheRig):
         return tier
 
     def share(self, settings: TieringSettings, name: str = "redis://fake") -> FakeTier:
-        """Add a store that nodes share."""
         tier = FakeTier(self.memory, self.tiering.reports, name=name, asks=True)
         self.tiering.share(tier, settings)
         return tier
@@ -160,7 +159,6 @@ class TieringHarness(CacheRig):
         assert self.in_tier(namespace, keys, group) == len(namespace.split(group, keys))
 
     def in_tier(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
-        """How many of the keys a disk has."""
         tag, tiers = self.space(namespace, group).tag, self.tiering.disks.tiers
         names = {name for tier in tiers if isinstance(tier, FakeTier) for name in tier.blocks}
         return sum((tag, key) in names for key in namespace.split(group, keys))
@@ -169,7 +167,6 @@ class TieringHarness(CacheRig):
         return self.tiering.space(namespace, group)
 
     def finish_promotions(self) -> None:
-        """Finish every promotion that was asked for."""
         self.tiering.pump()
         self.tier.end_all(self.clock())
 

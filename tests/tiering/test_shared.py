@@ -48,16 +48,20 @@ def test_keys_are_asked_for_then_come_up_as_their_objects_say(rig: TieringHarnes
     space = rig.open(world_size=2, sizes=(UNIT,))
     keys = keys_of(1, 2, 3)
     give(rig, shared, space, 1, 2)
+    counters, unknown = space.counters, MissReason.UNKNOWN
     assert rig.states(space, keys) == [SHARED] * 3
     assert rig.tiering.wait_s == pytest.approx(ANSWER_S), "no engine would wait for the deadline"
     assert rig.states(space, keys) == [SHARED] * 3
     assert shared.asked == split(keys), "once"
     shared.answer()
+    assert (counters.found_shared, +counters.misses) == (0, {unknown: 2}), "two are still to be read"
     assert rig.states(space, keys) == [SHARED, SHARED, ABSENT]
     rig.tiering.pump()
     assert shared.jobs
     assert rig.states(space, keys) == [SHARED, SHARED, ABSENT], "also while they are being read"
+    assert (pending_keys(space), +counters.misses) == (8, {unknown: 4}), "of four lookups"
     shared.end_all()
+    assert (counters.found_shared, pending_keys(space)) == (8, 0)
     assert rig.states(space, keys) == [READY, READY, ABSENT]
     records = rig.records(space, keys_of(1))
     assert records["first_block"].tolist() == [2, 2]
@@ -67,22 +71,6 @@ def test_keys_are_asked_for_then_come_up_as_their_objects_say(rig: TieringHarnes
 
 
 # --- what is counted -------------------------------------------------------------------------------
-
-
-def test_keys_are_hits_or_misses_once_they_are_answered(rig: TieringHarness, shared: FakeTier) -> None:
-    space = rig.open()
-    counters = space.counters
-    give(rig, shared, space, 1, 2)
-    rig.states(space, keys_of(1, 2, 3, 4))
-    assert (counters.keys_asked, counters.found_shared) == (4, 0)
-    shared.answer()
-    assert (counters.found_shared, +counters.misses) == (0, {MissReason.UNKNOWN: 2}), "two are still to be read"
-    rig.states(space, keys_of(1, 2, 3, 4))
-    assert (counters.keys_asked, +counters.misses) == (8, {MissReason.UNKNOWN: 4}), "the answers are known"
-    assert pending_keys(space) == 4
-    rig.tiering.pump()
-    shared.end_all()
-    assert (counters.found_shared, pending_keys(space)) == (4, 0)
 
 
 @pytest.mark.parametrize("given_up", ["before the answer", "before it is up", "when it is up"])

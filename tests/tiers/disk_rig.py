@@ -114,7 +114,6 @@ class DiskRig:
         return found
 
     def work(self) -> None:
-        """Do all that there is to do."""
         busy = True
         while busy:
             busy = any(one.waiting for one in self.workers) or bool(self.posted)

@@ -143,7 +143,6 @@ class SharedRig:
         return [Answer(one) for one in self.tier.find(make_space(fingerprint, 0, 0, [length]), keys, prefix=prefix)]
 
     def answers(self, fingerprint: bytes, keys: Sequence[bytes], group: int = 0) -> list[Answer]:
-        """What is known."""
         return [Answer(one) for one in self.tier._states(make_space(fingerprint, 0, group, ()).tag, keys)]
 
     def ask(self, *blocks: Block, prefix: bool = False) -> list[Answer]:

@@ -33,7 +33,6 @@ def plan_copy(
 
 
 def execute(plan: Plan) -> None:
-    """Executes a plan one piece after the other."""
     for piece in zip(plan.destination.tolist(), plan.source.tolist(), plan.size.tolist(), strict=True):
         ctypes.memmove(*piece)
 
