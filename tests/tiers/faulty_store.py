@@ -95,27 +95,26 @@ class FaultyStore(ServerThread):
         return True
 
     def _send_value(self, key: bytes, connection: socket.socket) -> bool:
+        """Send a value, a block's as it was told to; False ends the connection."""
         value = self.values.get(key)
-        if key in self.forced_values:
-            connection.sendall(self.forced_values[key])
+        if key in self.forced_values or value is None or key.endswith(b"/generation"):
+            connection.sendall(self.forced_values.get(key) or _bulk(value))
             return True
-        if value is None:
-            connection.sendall(b"$-1\r\n")
-            return True
-        if not key.endswith(b"/generation"):
-            value = self.spoil(value)
-        message = b"$%d\r\n%s\r\n" % (len(value), value)
-        if self.cut_after is not None and not key.endswith(b"/generation"):
+        message = _bulk(self.spoil(value))
+        if self.cut_after is not None:
             connection.sendall(message[: self.cut_after])
             return False
-        if self.hang_after is not None and not key.endswith(b"/generation"):
+        if self.hang_after is not None:
             connection.sendall(message[: self.hang_after])
             time.sleep(self.hang_s)
             message = message[self.hang_after :]
-        if not key.endswith(b"/generation"):
-            message, self.surplus = message + self.surplus, b""
+        message, self.surplus = message + self.surplus, b""
         connection.sendall(message)
         return True
+
+
+def _bulk(value: bytes | None) -> bytes:
+    return b"$-1\r\n" if value is None else b"$%d\r\n%s\r\n" % (len(value), value)
 
 
 def _read_command(stream: BinaryIO) -> list[bytes]:
