@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.cycles import STAGES, measure_cycles
 from tests.chaos.engine import FENCE_TIMEOUT_S
 from tests.chaos.rounds import run_rounds
 from tests.chaos.supervisor import Supervisor
@@ -58,3 +59,20 @@ def test_watchdog_ends_a_stopped_daemon() -> None:
     finally:
         supervisor.close()
     assert not supervisor.directory.exists()
+
+
+ROOM_BYTES = 4 << 20
+"""By which the daemon's own memory may differ between two looks: arenas that malloc keeps or gives back."""
+
+
+def test_killed_clients_leave_nothing_in_the_daemon() -> None:
+    seed = random.SystemRandom().getrandbits(31)
+    print(f"seed {seed}")
+    killed, before, after = measure_cycles(60, seed)
+    print(killed, before, after)
+    assert set(killed) == set(STAGES)
+    assert after.descriptors == before.descriptors
+    assert after.shared_files == before.shared_files
+    assert after.threads == before.threads
+    assert abs(after.mappings - before.mappings) <= 8
+    assert abs(after.own_bytes - before.own_bytes) < ROOM_BYTES

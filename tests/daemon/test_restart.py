@@ -13,7 +13,7 @@ import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
-from tests.kit.checked import overwrite
+from tests.kit.checked import CheckedEngine, Truth, overwrite
 from tests.kit.command import refusal_to_serve
 from tests.kit.daemon import DaemonProcess
 from tests.kit.service_manager import ServiceManager
@@ -21,7 +21,8 @@ from tests.kit.wire import books, keys
 
 MIB = 1 << 20
 BLOCKS = 16
-KEYS = keys(*range(BLOCKS))
+SOME = range(BLOCKS)
+KEYS = keys(*SOME)
 NAMES = {"kvoffd-pool", "kvoffd-slot-table"}
 
 
@@ -55,20 +56,17 @@ def lasting(request: pytest.FixtureRequest) -> DaemonProcess:
     return found
 
 
-def store(daemon: DaemonProcess, world_size: int = 2) -> list[int]:
-    """Blocks of an engine that is gone afterwards; their checksums."""
-    with FakeEngine(daemon.directory, world_size=world_size, blocks=BLOCKS) as engine:
-        engine.fill(range(BLOCKS), seed=7)
-        assert engine.store(KEYS, range(BLOCKS)).ok
-        return engine.checksums(range(BLOCKS))
+def store(daemon: DaemonProcess, world_size: int = 2) -> Truth:
+    """Blocks of an engine that is gone afterwards."""
+    with CheckedEngine(daemon, world_size=world_size) as engine:
+        engine.put(SOME)
+        return engine.truth
 
 
-def load(daemon: DaemonProcess, world_size: int = 2) -> list[int]:
-    """Checksums of all that is ready, loaded by another engine."""
-    with FakeEngine(daemon.directory, world_size=world_size, blocks=BLOCKS) as engine:
-        ready = engine.lookup(KEYS)
-        assert engine.load(KEYS[:ready], range(ready)).ok
-        return engine.checksums(range(ready))
+def load(daemon: DaemonProcess, truth: Truth, world_size: int = 2) -> list[int]:
+    """All that is ready, loaded and compared by another engine."""
+    with CheckedEngine(daemon, truth, world_size=world_size) as engine:
+        return engine.get(SOME)
 
 
 def starts_empty(daemon: DaemonProcess) -> str:
@@ -78,8 +76,7 @@ def starts_empty(daemon: DaemonProcess) -> str:
     found = books(daemon.directory)
     assert found.namespaces == {}
     assert found.free_bytes == found.pool.size_bytes
-    sums = store(daemon)
-    assert load(daemon) == sums
+    assert load(daemon, store(daemon)) == [*SOME]
     reasons = [line for line in daemon.log[said:].splitlines() if "starts empty" in line]
     assert len(reasons) == 1, daemon.log
     return reasons[0]
@@ -90,7 +87,7 @@ def starts_empty(daemon: DaemonProcess) -> str:
 
 def test_restart_brings_back_blocks_and_names(lasting: DaemonProcess) -> None:
     """Namespaces with their blocks, before an engine comes."""
-    sums = store(lasting)
+    truth = store(lasting)
     before = books(lasting.directory)
     ((name, namespace),) = before.namespaces.items()
     ends: tuple[Callable[[], object], ...] = (lasting.kill, lasting.stop)
@@ -102,9 +99,9 @@ def test_restart_brings_back_blocks_and_names(lasting: DaemonProcess) -> None:
         assert after.namespaces[name].model == namespace.model
         assert after.listed[name].description == before.listed[name].description
         assert after.namespaces[name].ready_blocks == BLOCKS
-        assert after.ready_bytes == 2 * BLOCKS * 4 * 16384
+        assert after.ready_bytes == 2 * BLOCKS * 65536
         assert after.balanced
-        assert load(lasting) == sums
+        assert load(lasting, truth) == [*SOME]
 
 
 def test_restart_brings_back_the_newest_first(pool_file: Path) -> None:
@@ -127,31 +124,31 @@ def test_restart_brings_back_the_newest_first(pool_file: Path) -> None:
 
 def test_restart_does_not_bring_back_what_was_cleared_under_a_lease(in_file: DaemonProcess) -> None:
     store(in_file, world_size=1)
-    with FakeEngine(in_file.directory, blocks=BLOCKS) as engine, AdminClient(in_file.directory) as admin:
+    with CheckedEngine(in_file) as engine, AdminClient(in_file.directory) as admin:
         assert engine.lookup(KEYS) == BLOCKS
         assert admin.clear() == BLOCKS
         in_file.kill()
     in_file.start()
-    assert load(in_file, world_size=1) == []
+    assert load(in_file, Truth(), world_size=1) == []
 
 
 def test_restart_keeps_a_reset_that_another_pool_saw(in_file: DaemonProcess) -> None:
     file = in_file.flags["pool-file"]
-    with FakeEngine(in_file.directory, blocks=BLOCKS) as engine:
-        engine.fill(range(BLOCKS), seed=1)
-        assert engine.store(KEYS, range(BLOCKS)).ok
+    with CheckedEngine(in_file) as engine:
+        engine.put(SOME)
         assert in_file.stop() == 0
         del in_file.flags["pool-file"]
         in_file.start()
         assert engine.wait_ready(30)
         assert engine.scheduler.reset()
-        for ready in (0, 4):  # what is stored after the reset comes back
+        engine.truth.drop()
+        for ready in ([], [0, 1, 2, 3]):  # what is stored after the reset comes back
             assert in_file.stop() == 0
             in_file.flags["pool-file"] = file
             in_file.start()
             assert engine.wait_ready(30)
-            assert engine.lookup(KEYS) == ready
-            assert engine.store(KEYS[:4], range(4)).ok
+            assert engine.get(SOME) == ready
+            engine.put(range(4))
 
 
 # --- systemd ---------------------------------------------------------------------------------------
@@ -191,13 +188,13 @@ def refused(pool_file: Path, directory: Path, pool_size: str = "32MiB") -> str:
 
 def test_pool_file_belongs_to_one_daemon(in_file: DaemonProcess, pool_file: Path, tmp_path: Path) -> None:
     """It is private, takes its memory at once, and neither a second daemon nor a link gets it."""
-    sums = store(in_file)
+    truth = store(in_file)
     status = pool_file.stat()
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_blocks * 512 >= status.st_size >= 32 * MIB
     assert status.st_size <= 32 * MIB * 1.02 + 2 * 2 * MIB
     assert "in use" in refused(pool_file, tmp_path)
-    assert load(in_file) == sums
+    assert load(in_file, truth) == [*SOME]
     in_file.kill()
     link = pool_file.with_name("link")
     link.symlink_to(pool_file)
@@ -210,7 +207,7 @@ def test_pool_file_belongs_to_one_daemon(in_file: DaemonProcess, pool_file: Path
     assert "0640" in refused(pool_file, tmp_path)
     pool_file.chmod(0o600)
     in_file.start()
-    assert load(in_file) == sums
+    assert load(in_file, truth) == [*SOME]
 
 
 def test_pool_file_that_is_something_else_is_refused_unchanged(pool_file: Path, tmp_path: Path) -> None:
@@ -264,12 +261,12 @@ def test_pool_file_of_another_format_is_replaced(pool_file: Path) -> None:
 
 def test_pool_file_with_a_flipped_byte_or_a_hole_is_used(in_file: DaemonProcess, pool_file: Path) -> None:
     """The byte of a record costs its block alone; a hole is filled before a missing page can kill the daemon."""
-    store(in_file, world_size=1)
+    truth = store(in_file, world_size=1)
     in_file.kill()
     # Records have the key in them; the pool's bytes are random.
     overwrite(pool_file, pool_file.read_bytes().index(KEYS[BLOCKS - 1]) + 31, b"\xee")
     in_file.start()
-    assert len(load(in_file, world_size=1)) == BLOCKS - 1
+    assert len(load(in_file, truth, world_size=1)) == BLOCKS - 1
     assert re.search(r"15 blocks .* are ready", in_file.log)
     assert "1 slot of the pool not brought back: damaged" in in_file.log
     in_file.kill()
@@ -278,7 +275,7 @@ def test_pool_file_with_a_flipped_byte_or_a_hole_is_used(in_file: DaemonProcess,
     subprocess.run(["fallocate", *hole, str(pool_file)], check=True)
     in_file.start()
     assert pool_file.stat().st_blocks * 512 >= size
-    assert len(load(in_file, world_size=1)) == BLOCKS - 1
+    assert len(load(in_file, truth, world_size=1)) == BLOCKS - 1
 
 
 # --- time ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import run_cli
+from tests.kit.command import command
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 from tests.kit.wire import NamespaceStats, books, keys
@@ -17,11 +17,11 @@ from tests.kit.wire import NamespaceStats, books, keys
 MIB = 1 << 20
 
 
-def set_quota(daemon: DaemonProcess, *words: str, status: int = 0) -> str:
+def set_quota(daemon: DaemonProcess, most: str, status: int = 0) -> str:
     """``kvoffd-cli namespaces quota``; what it prints."""
-    done = run_cli("namespaces", "quota", *words, "--directory", str(daemon.directory))
-    assert done.returncode == status, done.stderr
-    return done.stderr if status else done.stdout
+    found, text = command(daemon, "namespaces", "quota", "demo", "--max", most)
+    assert found == status, text
+    return text
 
 
 def namespace(daemon: DaemonProcess, label: str) -> NamespaceStats:
@@ -50,7 +50,7 @@ def test_a_quota_that_cannot_be_written_down_holds_and_is_written_when_the_daemo
         file = daemon.directory / "kvoffd.state"
         use(daemon)
         (in_the_way := Path(f"{file}.new")).mkdir()
-        assert f"{file} cannot be written: [Errno 21]" in set_quota(daemon, "demo", "--max", "4MiB", status=3)
+        assert f"{file} cannot be written: [Errno 21]" in set_quota(daemon, "4MiB", status=3)
         assert namespace(daemon, "demo").quota_bytes == 4 * MIB, "it holds"
         in_the_way.rmdir()
         daemon.stop()
@@ -95,7 +95,7 @@ def test_state_files_of_no_use_are_logged_and_left_out(pool_file: Path) -> None:
     policy = Path(f"{pool_file}.policy")
     with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="learned") as daemon:
         use(daemon)
-        set_quota(daemon, "demo", "--max", "8MiB")
+        set_quota(daemon, "8MiB")
         state = daemon.directory / "kvoffd.state"
         daemon.stop()
         good = {file: file.read_bytes() for file in (policy, state)}

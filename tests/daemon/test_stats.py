@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import pytest
-
 from kvoffd_client import AdminClient, ErrorCode, SharedMemory
-from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
+from tests.kit.command import command
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 from tests.kit.wire import NAMESPACE, PAGE_BYTES, Books, NamespaceStats, WireClient, books, keys
@@ -90,8 +88,8 @@ QUOTA_BLOCKS = 32
 BLOCK_BYTES = 4 * PAGE_BYTES
 
 
-def set_quota(daemon: DaemonProcess, label: str, most: str) -> int:
-    return main(["namespaces", "quota", label, "--max", most, "--directory", str(daemon.directory)])
+def set_quota(daemon: DaemonProcess, label: str, most: str) -> tuple[int, str]:
+    return command(daemon, "namespaces", "quota", label, "--max", most)
 
 
 def store_blocks(daemon: DaemonProcess, label: str, count: int) -> int:
@@ -109,7 +107,7 @@ def test_a_quota_holds_and_outlives_the_daemon(pool_file: Path) -> None:
     with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="lru") as daemon:
         assert store_blocks(daemon, "polite", 64) == 64
         assert store_blocks(daemon, "flood", 8) == 8
-        assert set_quota(daemon, "flood", f"{QUOTA_BLOCKS * BLOCK_BYTES}") == 0
+        assert set_quota(daemon, "flood", f"{QUOTA_BLOCKS * BLOCK_BYTES}")[0] == 0
         assert store_blocks(daemon, "flood", 160) == QUOTA_BLOCKS
         for end in (daemon.kill, daemon.stop):
             end()
@@ -118,13 +116,13 @@ def test_a_quota_holds_and_outlives_the_daemon(pool_file: Path) -> None:
             assert store_blocks(daemon, "polite", 8) >= 64
             maxima = {space.model: space.quota_bytes for space in books(daemon.directory).namespaces.values()}
             assert maxima == {"flood": QUOTA_BLOCKS * BLOCK_BYTES, "polite": None}
-        assert set_quota(daemon, "flood", "none") == 0
+        assert set_quota(daemon, "flood", "none")[0] == 0
         assert store_blocks(daemon, "flood", 80) > QUOTA_BLOCKS
 
 
 def test_what_a_quota_takes_is_a_miss_by_the_quota_and_not_for_want_of_space() -> None:
     with DaemonProcess("16MiB", eviction_policy="lru") as daemon, FakeEngine(daemon.directory, "tiny") as engine:
-        assert set_quota(daemon, "tiny", f"{4 * BLOCK_BYTES}") == 0
+        assert set_quota(daemon, "tiny", f"{4 * BLOCK_BYTES}")[0] == 0
         assert engine.store(keys(*range(4)), range(4)).ok
         assert engine.store(keys(4, 5), range(2)).ok
         assert engine.lookup(keys(*range(6))) == 2, "the chain's tail, 2 and 3, made space for 4 and 5"
@@ -152,13 +150,12 @@ def test_what_a_reset_took_is_a_miss_by_that() -> None:
             assert admin.stats().since_start.misses == {"invalidated": 3, "unknown": 1}
 
 
-def test_a_quota_that_is_none_changes_nothing(shared_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quota_that_is_none_changes_nothing(shared_daemon: DaemonProcess) -> None:
     with FakeEngine(shared_daemon.directory, "tiny"):
-        for most, why in (("lots", "not a size"), ("-1", "")):
-            assert set_quota(shared_daemon, "tiny", most) == 2
-            assert why in capsys.readouterr().err
-        assert set_quota(shared_daemon, "nobody", "1MiB") == 2
-        assert "No open namespace" in capsys.readouterr().err
+        wrong = ("tiny", "lots", "not a size"), ("tiny", "-1", ""), ("nobody", "1MiB", "No open namespace")
+        for label, most, why in wrong:
+            status, text = set_quota(shared_daemon, label, most)
+            assert (status, why in text) == (2, True), text
         assert all(space.quota_bytes is None for space in books(shared_daemon.directory).namespaces.values())
 
 
