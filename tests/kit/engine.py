@@ -160,7 +160,6 @@ class EngineProcess(Starting):
 
     def wait_ready(self) -> Self:
         """Until it serves. Raises AssertionError with the end of its log when it does not."""
-        assert self._process is not None
         deadline = time.monotonic() + START_DEADLINE_S
         self._listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
         while self._connection is None:
@@ -175,7 +174,6 @@ class EngineProcess(Starting):
 
     def begin(self, command: str, **arguments: Any) -> None:
         """Send a command and do not wait for its answer; ``finish`` does."""
-        assert self._connection is not None
         self._connection.send((command, arguments))
 
     def finish(self, deadline_s: float = ANSWER_DEADLINE_S) -> Any:
@@ -216,12 +214,10 @@ class EngineProcess(Starting):
         self._process = self._connection = None
 
     def ask_to_stop(self) -> None:
-        assert self._connection is not None
         self._connection.close()
 
     def wait_stopped(self) -> None:
         """Until it has ended; by force where that takes too long."""
-        assert self._process is not None
         self._process.join(STOP_DEADLINE_S)
         self.kill()
 
@@ -230,7 +226,6 @@ class EngineProcess(Starting):
         shutil.rmtree(self._own, ignore_errors=True)
 
     def _receive(self, deadline_s: float) -> tuple[str, Any]:
-        assert self._connection is not None
         if not self._connection.poll(deadline_s):
             raise AssertionError(f"the engine did not answer within {deadline_s} s:\n{self.log[-4000:]}")
         try:

@@ -56,13 +56,11 @@ class Exporter(Closing):
 
     def send(self, command: str, **arguments: Any) -> None:
         """Have it do something and do not wait for its answer."""
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([command, arguments]) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
         """What it answers to what was sent first."""
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the exporter ended with {self.process.wait(10)}"
         answer: dict[str, Any] = json.loads(line)

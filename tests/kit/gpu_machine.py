@@ -57,5 +57,4 @@ class Machine:
 
     def driver_log(self) -> list[str]:
         """What the daemon's and the exporters' stub did."""
-        assert self._log is not None
         return self._log.read_text().splitlines() if self._log.exists() else []

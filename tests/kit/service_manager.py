@@ -15,11 +15,9 @@ from .waiting import wait_until
 
 # Run in the new process: descriptors go where sd_listen_fds(3) has them, then the program takes over.
 LAUNCH_WITH_FDS = """
-import os, sys
+import fcntl, os, sys
 fds = [int(fd) for fd in sys.argv[1].split(",") if fd]
-copies = [os.dup(fd) for fd in fds]
-import fcntl
-copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in copies]
+copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
 for place, fd in enumerate(copies):
     os.dup2(fd, 3 + place)
 os.closerange(3 + len(fds), 200)

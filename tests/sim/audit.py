@@ -23,7 +23,6 @@ from kvoffd_proto.events import (
     MEDIUM_CPU,
     MEDIUM_STORAGE,
     AllBlocksCleared,
-    BlockRemoved,
     BlockStored,
     KvEvent,
     decode_event_batch,
@@ -54,7 +53,6 @@ def fold(events: Iterable[KvEvent], readable: Readable, strict: bool = True, med
             if isinstance(event, BlockStored):
                 readable.add(entry)
             else:
-                assert isinstance(event, BlockRemoved)
                 readable.discard(entry)
 
 

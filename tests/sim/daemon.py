@@ -117,10 +117,8 @@ class SimDaemon:
         """By dealer and request: checks that removed blocks stay away for good, and whether the disk says so."""
         self._work_due = False
         self._session_of_route: dict[bytes, int] = {}
-        self._ended_draining = 0
         self._flush_due = self._rest_due = False
         self._turns = 0
-        self._unregistering = 0
         self.clock.note(f"daemon starts, life {life}, pool {world.pool_bytes}")
         self.process.after(TICK_S, self._tick)
         self._schedule_work()
@@ -192,7 +190,6 @@ class SimDaemon:
 
     def _end(self, stream: Lifeline) -> None:
         session = stream.session
-        assert session is not None
         self.clock.note(f"session {session.id} ends")
         self.lifelines.remove(stream)
 

@@ -198,7 +198,6 @@ class Engine:
         if leases or any(rank.client.unfinished for rank in self.ranks):
             return f"{self.name} has {len(leases)} leases, jobs {[r.client.unfinished for r in self.ranks]}"
         events, audit = scheduler._events, self.world.daemon.audit
-        assert events is not None
         seen_all = events.next_sequence == audit.next_event_message[events.topic]
         if seen_all and not self.readable <= audit.folded(self.content.spec.fingerprint):
             raise Broken(f"{self.name} knows of blocks that are not there by the KV events that were published")

@@ -269,7 +269,6 @@ class WatchedPool:
         """Check the bytes of every ready slot; returns how many there are."""
         ready = [slot for slot in self.used.values() if slot.state == "ready"]
         for slot in ready:
-            assert slot.owner is not None
             content = self._contents.get(slot.owner.fingerprint)
             if content is not None:
                 length = content.shard_bytes(slot.owner.rank, slot.owner.group)

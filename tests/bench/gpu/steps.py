@@ -26,7 +26,6 @@ class Steps(Closing):
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.bench.gpu.steps"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
         said = self._process.stdout.readline()
         assert said == "ready\n", f"the steps did not begin: {said!r}"
 

@@ -48,8 +48,6 @@ def player(command: Sequence[str], environ: dict[str, str]) -> Iterator[Player]:
     """A client process of one side: has it run a method, and returns its answer."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=environ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
 
         def call(method: str, *arguments: object) -> Any:
             print(json.dumps([method, *arguments]), file=process.stdin, flush=True)
