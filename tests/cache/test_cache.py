@@ -84,6 +84,14 @@ def test_the_first_registration_fixes_a_ranks_shards() -> None:
 # --- lookups and leases -------------------------------------------------------------------------
 
 
+def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
+    rig = CacheRig(16, 4, leased_share=0.25)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(8)))
+    assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(2, 3, 4, 5))]) == ([bytes([R] * 4)], 4)
+    assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1, 2, 3, 4, 5))]) == ([bytes([A] + [R] * 4)], 4)
+
+
 # --- loads and space -----------------------------------------------------------------------------
 
 

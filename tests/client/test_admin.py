@@ -35,6 +35,8 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
         return str(refusal.value)
 
     assert sentence().startswith(f"There is no kvoffd daemon in {tmp_path}; ")
+    with AdminClient(tmp_path) as admin, pytest.raises(DaemonUnavailable, match=r"There is no kvoffd daemon in .*; "):
+        next(admin.events())
     with (tmp_path / "kvoffd.lock").open("w") as lock:  # a daemon that was killed leaves it
         assert sentence().startswith(f"There is no kvoffd daemon in {tmp_path}; ")
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -184,3 +184,11 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
         rig.check()
     assert rig.states(space, keys_of(*range(4, 12))) == [READY] * 8
     assert rig.tiering.disks.wait_s == 0.0
+    # However often reads are given up, they hold no more than as much again.
+    rig.states(space, keys_of(12, 13, 14, 15))
+    rig.tiering.pump()
+    rig.clock.now += QUIET.deadline_s
+    rig.tiering.tick()
+    rig.states(space, keys_of(*range(4)))
+    rig.tiering.pump()
+    assert rig.tiering.disks.under_way_bytes == 8 * UNIT
