@@ -501,6 +501,12 @@ def test_jobs_in_flight_are_bounded_by_the_daemons_limit(worker: WorkerClient, l
     assert [result.error for result in worker._results] == [ErrorCode.TOO_MANY]
 
 
+def test_jobs_that_do_not_go_out_fail_at_once(worker: WorkerClient, link: PaperLink) -> None:
+    link.full = True
+    submit(worker, link, 0.0, Job(1, TRANSFER))
+    assert [result.error for result in worker._results] == [ErrorCode.TOO_MANY]
+
+
 def test_unregister_waits_for_abandoned_stores(worker: WorkerClient, link: PaperLink) -> None:
     submit(worker, link, 0.0, Job(1, TRANSFER))
     worker._abandon_stores(worker._jobs, 0.1)
