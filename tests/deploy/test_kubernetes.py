@@ -119,6 +119,16 @@ def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container()
         assert needed <= config.pool_bytes * 1.082 + 256 * MIB, "what deploy/README.md has for 8 GiB and more"
 
 
+def test_the_memory_formula_of_the_readme() -> None:
+    """Operators set limits by it."""
+    for pool_mib, said in ((256, "526 MiB for a pool of 256 MiB"), (4096, "4.47 GiB for 4 GiB"), (65536, "67.7 GiB")):
+        needed_mib = sum(memory_estimate(load_config({"pool_size": f"{pool_mib}MiB"}, {})).values()) / MIB
+        assert pool_mib * 1.055 + 256 == pytest.approx(needed_mib, rel=0.001)
+        assert said in (KUBERNETES.parent / "README.md").read_text()
+        number, unit = said.split()[:2]
+        assert float(number) == pytest.approx(needed_mib / {"MiB": 1, "GiB": 1024}[unit], rel=0.001)
+
+
 def test_the_pool_is_in_memory_that_outlives_the_daemon() -> None:
     for pod, container in daemons():
         variables = environment(container)
