@@ -19,9 +19,6 @@ from tests.kit import require
 from tests.kit.daemon import DaemonProcess, clear_daemon
 from tests.kit.durations import Durations
 
-# UCX, which vLLM brings, takes signals of crashes away from faulthandler, and writes where pytest's capture hides it.
-os.environ.setdefault("UCX_ERROR_SIGNALS", "")
-
 # What a shell starts in its background ignores SIGINT, and so do its children: Ctrl-C would be lost on them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
