@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import logging
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from tests.kit.engine import import_vllm
 from tests.kit.models import make_tiny_llama
@@ -36,6 +38,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
         warnings.simplefilter("ignore")
         import vllm.v1.core.sched.scheduler
         import vllm.v1.worker.cpu_worker  # noqa: F401
+    # TVM, which vLLM brings, took crashes away, and tells of them where pytest's capture hides it.
+    faulthandler.disable()
+    faulthandler.enable(parent.config.stash[fault_handler_stderr_fd_key])
     return None
 
 
