@@ -75,7 +75,7 @@ class Ext4:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Every write waits meanwhile."""
+        """Every write waits until the end."""
         run("fsfreeze", "-f", self.place)
         try:
             yield

@@ -788,8 +788,13 @@ class Books:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.said, name)
 
-    problems = property(lambda self: dict(Counter(one.reason for one in self.said.health_problems)))
-    tiers = property(lambda self: self.said.tiers or s.TieringStats())
+    @property
+    def problems(self) -> dict[str, int]:
+        return dict(Counter(one.reason for one in self.said.health_problems))
+
+    @property
+    def tiers(self) -> s.TieringStats:
+        return self.said.tiers or s.TieringStats()
 
     @property
     def namespaces(self) -> dict[bytes, NamespaceStats]:
