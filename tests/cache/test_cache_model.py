@@ -90,7 +90,8 @@ class CacheMachine(RuleBasedStateMachine):
         model = self.index.get(name)
         return FREE if model is None else READY if model.ready else WRITING
 
-    def notice_what_went(self, job: set[Name]) -> None:
+    def notice_what_went(self, job: set[Name]) -> list[Name]:
+        went = []
         partial = [name for name in self.index if self.state(name) == WRITING and self.peek(name) == FREE]
         writing_bytes = sum(self.cache.group(self.spaces[space], group).block_bytes for space, group, _ in partial)
         crowded = 4 * (self.rig.cache.usage.writing + writing_bytes) > self.rig.slots.pool_bytes
@@ -106,6 +107,8 @@ class CacheMachine(RuleBasedStateMachine):
                     early = model.idle_since + 2.0 > self.rig.clock.now
                     assert crowded or not early, "a partial block went too early"
                 del self.index[name]
+                went.append(name)
+        return went
 
     def peek(self, name: Name) -> int:
         """The state of a block, without a lookup."""
@@ -140,7 +143,7 @@ class CacheMachine(RuleBasedStateMachine):
         present = set(names) - seen
         ticket = self.rig.begin(namespace, rank, group, keys_of(*chain), firsts)
         (part,) = ticket.parts
-        self.notice_what_went(set(names))
+        went = self.notice_what_went(set(names))
         assert all(self.peek(name) == self.state(name) for name in present), "a store evicted its own keys"
         assert sorted(part.copy + part.no_space + part.rejected) == expected
         assert part.no_space == sorted(part.no_space)
@@ -148,7 +151,8 @@ class CacheMachine(RuleBasedStateMachine):
         fresh = [number for number in part.copy if names[number] not in self.index]
         assert not fresh or not part.no_space or max(fresh) < min(part.no_space), "a tail was stored without its head"
         if part.no_space:
-            self.assert_there_was_no_space(namespace, group, set(names))
+            room = sum(self.cache.group(namespace, other).block_bytes for owner, other, _ in went if owner == space)
+            self.assert_there_was_no_space(namespace, group, set(names), room)
         taken = []
         for number in part.copy:
             model = self.index.setdefault(names[number], Model(names[number], namespace.world_size))
@@ -160,10 +164,11 @@ class CacheMachine(RuleBasedStateMachine):
         assert quota is None or namespace.held_bytes <= quota or not fresh, "blocks were taken beyond the quota"
         self.stores.append((ticket, taken))
 
-    def assert_there_was_no_space(self, taker: Namespace, group: int, job: set[Name]) -> None:
+    def assert_there_was_no_space(self, taker: Namespace, group: int, job: set[Name], room: int) -> None:
+        """``room``: bytes of the taker's own blocks that went for this: its quota was reckoned before."""
         sizes = set(self.cache.group(taker, group).sizes)
         quota = self.cache.quotas.get(taker.fingerprint)
-        if quota is not None and taker.held_bytes + self.cache.group(taker, group).block_bytes > quota:
+        if quota is not None and taker.held_bytes + room + self.cache.group(taker, group).block_bytes > quota:
             return
         slots = self.rig.slots
         for size in sizes:
