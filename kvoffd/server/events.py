@@ -1,8 +1,9 @@
-"""KV events: from the cache's calls to the messages of ``events.sock``, numbered in each namespace."""
+"""What goes out over ``events.sock``: results of jobs, numbered in each session, and KV events, in each namespace."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -17,13 +18,49 @@ from kvoffd_proto.events import (
     BlockStored,
     EventBatch,
     KvEvent,
+    session_topic,
 )
+from kvoffd_proto.messages import Completions, JobResult
 
 MAX_EVENTS_PER_MESSAGE = 64
 """Bounds a message where very much happened at once, as when a pool is recovered."""
 
 Frames = tuple[bytes, bytes, bytes]
 """Topic, sequence number, payload: one message of ``events.sock``."""
+
+
+class CompletionLog:
+    """A session's results: published in numbered batches, and kept until the client acknowledges them."""
+
+    def __init__(self, epoch: int, session_id: int) -> None:
+        self.pending: list[JobResult] = []
+        """What the next flush publishes."""
+        self.nbytes = 0
+        """Of the batches that are not acknowledged, encoded."""
+        self._topic = session_topic(epoch, session_id)
+        self._unacknowledged: deque[tuple[Completions, int]] = deque()
+        """With the bytes of each."""
+        self._sequence = 0
+
+    def flush(self, credit_bytes: int) -> Frames | None:
+        """Close the current batch; return it as the frames to publish, or None when it is empty."""
+        if not self.pending:
+            return None
+        self._sequence += 1
+        batch, self.pending = Completions(self._sequence, credit_bytes, self.pending), []
+        payload = encode(batch)
+        self._unacknowledged.append((batch, len(payload)))
+        self.nbytes += len(payload)
+        return self._topic, self._sequence.to_bytes(SEQUENCE_BYTES, "big"), payload
+
+    def acknowledge(self, sequence: int) -> None:
+        """The client has all batches up to this one."""
+        while self._unacknowledged and self._unacknowledged[0][0].sequence <= sequence:
+            self.nbytes -= self._unacknowledged.popleft()[1]
+
+    def replay(self) -> list[Completions]:
+        """All batches that are not acknowledged, oldest first."""
+        return [batch for batch, _ in self._unacknowledged]
 
 
 class EventLog:

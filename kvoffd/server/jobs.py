@@ -27,12 +27,12 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import BlockTokens
 from kvoffd.cache.tickets import Check, LoadTicket, StoreTicket
 from kvoffd.config import Config
-from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease, UnsafeSegment
+from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.pool.pool import Pool
 from kvoffd.server.handlers import answers
 from kvoffd.server.memory import Host
-from kvoffd.server.sessions import Registration, Session, credit_bytes
+from kvoffd.server.sessions import Registration, Session
 from kvoffd.transfer.engine import SlotChecksums, Transfer
 from kvoffd.transfer.plan import BlockCopy, Direction, GroupLayout, Outcome, Plan, plan_blocks
 from kvoffd_proto.errors import ErrorCode
@@ -55,14 +55,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ID_LIMIT = 2**31
-WHOLE_EVERY_S = 0.05
-"""How often it is looked whether a client's memory is still all allocated: a microsecond a segment."""
 QUIET_S = 0.05
 """Engines that have copied nothing for so long do not copy."""
-MAX_UNACKNOWLEDGED_RESULTS = 16_384
-"""Also because one ResultsReply has all of them."""
-MAX_UNACKNOWLEDGED_KEY_BYTES = 2 << 20
-"""Of the keys that these results name: 65,536 keys of 32 bytes. One result may name thousands."""
+MAX_UNACKNOWLEDGED_BYTES = 2 << 20
+"""Of a session's results, of which one may name thousands of keys. One ResultsReply has all of them."""
 
 ERROR_OF_OUTCOME = {
     Outcome.CANCELLED: ErrorCode.CANCELLED,
@@ -241,7 +237,7 @@ class Job:
     checksums: SlotChecksums | None = field(default=None, init=False)
     transfer: Transfer | None = field(default=None, init=False)
     answered: bool = field(default=False, init=False)
-    """It has its results, but its copy hangs and still holds its slots and the client's memory."""
+    """It has its results. Where its copy hangs it still holds its slots and the client's memory."""
 
     def withdraw(self) -> bool:
         """Take its transfer out of the queue. False where there is none, or its copy has begun."""
@@ -286,31 +282,27 @@ class StoreBatch(Job):
         if places:
             self.checksums = SlotChecksums(pool.digests, places, [0] * len(places), pool_address=pool.mapping.address)
 
-    def end(self, cache: Cache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
-        """The copy has ended: where ``error`` is None its blocks become readable. Returns the results."""
-        if error is not None:
+    def end(self, cache: Cache, seconds: float, error: ErrorCode | None, *, hangs: bool = False) -> list[JobResult]:
+        """The copy has ended: where ``error`` is None all was copied that found space, and its blocks become readable.
+        Returns a result for each store.
+
+        ``hangs``: the copy may still write. Others may store its keys elsewhere in the pool; ``abort`` is to follow.
+        """
+        assert self.ticket is not None
+        if hangs:
+            cache.drop_unfinished(self.ticket)
+        elif error is not None:
             self.abort(cache)
-            return self.results(seconds, error)
-        assert self.ticket is not None
-        found = iter(self.checksums.sums if self.checksums is not None else ())
-        checksums = [list(islice(found, len(stored.copy))) for stored in self.ticket.parts]
-        tokens: dict[bytes, BlockTokens] = {}
-        for part in self.parts:
-            if part.parents and part.token_ids:
-                tokens.update(part.tokens())
-        cache.commit_store(self.ticket, checksums, tokens)
-        if not self.session.operator:
-            self.registration.namespace.counters.stored_bytes += self.plan.nbytes
-        return self.results(seconds, None)
-
-    def abort(self, cache: Cache) -> None:
-        """Give the slots back: what is in them counts for nothing."""
-        if self.ticket is not None:
-            cache.abort_store(self.ticket)
-
-    def results(self, seconds: float, error: ErrorCode | None) -> list[JobResult]:
-        """One for each store. ``error``: why nothing was copied; None where all was that found space."""
-        assert self.ticket is not None
+        else:
+            found = iter(self.checksums.sums if self.checksums is not None else ())
+            checksums = [list(islice(found, len(stored.copy))) for stored in self.ticket.parts]
+            tokens: dict[bytes, BlockTokens] = {}
+            for part in self.parts:
+                if part.parents and part.token_ids:
+                    tokens.update(part.tokens())
+            cache.commit_store(self.ticket, checksums, tokens)
+            if not self.session.operator:
+                self.registration.namespace.counters.stored_bytes += self.plan.nbytes
         failed: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         for part, stored in zip(self.parts, self.ticket.parts, strict=True):
@@ -330,6 +322,11 @@ class StoreBatch(Job):
             else JobResult(job_id, True, nbytes, seconds, declined=rejected.get(number, []))
             for number, (job_id, nbytes) in enumerate(zip(self.ids, copied, strict=True))
         ]
+
+    def abort(self, cache: Cache) -> None:
+        """Give the slots back: what is in them counts for nothing."""
+        if self.ticket is not None:
+            cache.abort_store(self.ticket)
 
 
 def _with_again(keys: Sequence[bytes], numbers: Sequence[int], again: Sequence[int]) -> list[int]:
@@ -392,8 +389,9 @@ class LoadJob(Job):
         """Hold nothing any more; the lease lives on."""
         cache.end_load(self.tickets)
 
-    def end(self, cache: Cache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
+    def end(self, cache: Cache, seconds: float, error: ErrorCode | None, *, hangs: bool = False) -> list[JobResult]:
         """The copy has ended, well where ``error`` is None. Returns the result."""
+        assert not hangs, "its bytes may still land"
         if self.checksums is not None:
             for check, found in zip(self.checks, self.checksums.sums, strict=True):
                 if found:
@@ -444,8 +442,6 @@ class Jobs:
         self._cache = cache
         self._pool = pool
         self._host = host
-        self.max_store_bytes = 2 * credit_bytes(config, cache)
-        """Of a session's unfinished stores. Credits are a promise of the client; this is for one that breaks it."""
         self.running: dict[Job, None] = {}
         """All whose copy may still touch memory, oldest first."""
         self._ended_at = float("-inf")
@@ -469,8 +465,6 @@ class Jobs:
     def start(self, job: StoreBatch | LoadJob) -> None:
         """Run a job. It ends, maybe at once, whatever becomes of its copy."""
         session = job.session
-        if isinstance(job, StoreBatch):
-            session.store_bytes += job.plan.nbytes
         session.jobs.update(dict.fromkeys(job.ids, job))
         session.in_flight += len(job.ids)
         session.pieces += len(job.plan.size)
@@ -485,7 +479,7 @@ class Jobs:
             job.plan,
             job.accepted_at + self._config.limits.job_deadline_s,
             lambda _, outcome: self._host.post(lambda: self.finished(job, outcome)),
-            lambda _: self._overdue(job),
+            lambda _: self.finished(job, Outcome.DEADLINE, hangs=True),
             job.checksums,
         )
         try:
@@ -495,60 +489,53 @@ class Jobs:
             logger.exception("A transfer could not be handed to the copy engine; its job fails.")
             self.finished(job, Outcome.FAILED)
 
-    def finished(self, job: StoreBatch | LoadJob, outcome: Outcome) -> None:
-        """The copy has ended: nothing touches the job's slots and the client's memory any more."""
-        session, seconds, error = job.session, self._host.now() - job.accepted_at, ERROR_OF_OUTCOME.get(outcome)
+    def finished(self, job: StoreBatch | LoadJob, outcome: Outcome, *, hangs: bool = False) -> None:
+        """The copy has ended: nothing touches the job's slots and the client's memory any more.
+
+        ``hangs``: it has not, long after its deadline. A store has its results all the same, see above.
+        """
+        if hangs and isinstance(job, LoadJob):
+            return
+        session, now, error = job.session, self._host.now(), ERROR_OF_OUTCOME.get(outcome)
         # The client may have given its blocks to another request the moment it closed its lifeline, so what was copied
         # of them counts only if the lifeline is still open now, after the copy.
         if isinstance(job, StoreBatch) and error is None and (session.ended or not session.lifeline.alive()):
             error = ErrorCode.CANCELLED
-        results: list[JobResult] = []
         try:
             if job.answered:
                 job.abort(self._cache)
             else:
-                results = job.end(self._cache, seconds, error)
+                results = job.end(self._cache, now - job.accepted_at, error, hangs=hangs)
         except Exception:
             # What it held stays held: nobody knows what of it may be read, or given to others.
             logger.exception("The end of a copy failed inside the daemon; its jobs fail.")
-            results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
+            results = [JobResult(job_id, False, 0, now - job.accepted_at, ErrorCode.INTERNAL) for job_id in job.ids]
         if not job.answered:
-            self._answer(job, results)
+            job.answered = True
+            nbytes, counters = sum([result.bytes for result in results]), self.counters[job.direction]
+            counters.jobs += len(results)
+            counters.failed_jobs += len(results) - sum([result.ok for result in results])
+            counters.bytes += nbytes
+            if isinstance(job, StoreBatch):
+                session.stored_bytes += nbytes
+            else:
+                session.loaded_bytes += nbytes
+            for job_id in job.ids:
+                del session.jobs[job_id]
+            session.completions.pending += results
+            self.with_results[session.id] = session
+        if hangs:
+            return
         del self.running[job]
-        self._ended_at = self._host.now()
+        self._ended_at = now
         session.in_flight -= len(job.ids)
         session.pieces -= len(job.plan.size)
         job.transfer = None  # they refer to each other
         job.registration.jobs -= 1
-        job.registration.close_if_idle()
+        if job.registration.on_closed is not None:
+            job.registration.close_if_idle()
         if session.ended:
             session.release_if_idle()
-
-    def _overdue(self, job: StoreBatch | LoadJob) -> None:
-        """The job's copy hangs beyond its deadline: a store is answered, see above."""
-        if job.answered or job not in self.running or not isinstance(job, StoreBatch):
-            return
-        assert job.ticket is not None
-        self._cache.drop_unfinished(job.ticket)  # others may store its keys elsewhere in the pool
-        self._answer(job, job.results(self._host.now() - job.accepted_at, ErrorCode.DEADLINE))
-        job.answered = True
-
-    def _answer(self, job: StoreBatch | LoadJob, results: Sequence[JobResult]) -> None:
-        """Put results into the session's log, and count them."""
-        session, counters = job.session, self.counters[job.direction]
-        counters.jobs += len(results)
-        counters.failed_jobs += len(results) - sum([result.ok for result in results])
-        nbytes = sum([result.bytes for result in results])
-        counters.bytes += nbytes
-        if isinstance(job, StoreBatch):
-            session.store_bytes -= job.plan.nbytes
-            session.stored_bytes += nbytes
-        else:
-            session.loaded_bytes += nbytes
-        for job_id in job.ids:
-            del session.jobs[job_id]
-        session.completions.add(results)
-        self.with_results[session.id] = session
 
     def abandon(self, jobs: Iterable[Job]) -> None:
         """Stop jobs, in this order: those that wait now, those that run at their next step."""
@@ -567,13 +554,6 @@ def submit(service: Service, session: Session, message: Submit) -> None:
     stores, loads, log, accepted_at = message.stores, message.loads, session.completions, service.clock()
     log.acknowledge(message.acknowledged)
     registration = session.registrations[message.registration_id]
-    if accepted_at - registration.whole_at >= WHOLE_EVERY_S:
-        # What a copy would allocate in a hole is charged to the daemon.
-        if not all(segment.whole() for segment in registration.memory.segments):
-            raise UnsafeSegment(
-                "Pages of the registered memory were given back to the kernel since; register memory that stays."
-            )
-        registration.whole_at = accepted_at
     of_loads = checked_parts(registration, loads, storing=False)
     of_stores = checked_parts(registration, stores, storing=True, is_offered=not session.operator)
     ids = [*stores.job_ids, *loads.job_ids]
@@ -597,12 +577,8 @@ def submit(service: Service, session: Session, message: Submit) -> None:
         if count > most:
             why = f"{count} {what}; {most} are allowed. Send several messages, or wait for results."
             raise KvoffdError(why, ErrorCode.TOO_MANY)
-    if log.results >= MAX_UNACKNOWLEDGED_RESULTS or log.key_bytes >= MAX_UNACKNOWLEDGED_KEY_BYTES:
+    if log.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
         raise KvoffdError("The session does not acknowledge its results; each Submit may.", ErrorCode.TOO_MANY)
-    if stores.job_ids and session.store_bytes > jobs.max_store_bytes:
-        raise KvoffdError(
-            "The session's outstanding stores are far beyond its credit; wait for results.", ErrorCode.TOO_MANY
-        )
     wanted: list[list[tuple[Part, Span]]] = [[] for _ in loads.job_ids]
     for part in of_loads:
         for span in part.spans:

@@ -57,10 +57,7 @@ class EngineMemory:
     """The NUMA node that slots for it should lie on; None where it does not matter or is not known."""
     close: Callable[[Callable[[], None]], None]
     """Unmaps it, then has its argument called in the service's thread. No copy of it may be running. Once."""
-    segments: Sequence[MappedSegment] = ()
-    """The mappings of memory of the host."""
-    descriptors: int = 0
-    """Open for these."""
+    on_gpu: bool = False
 
 
 OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
@@ -129,7 +126,7 @@ class MemoryMapper:
             for handle in handles:
                 mapped.append(self._host.map_memfd(fds[handle.segment_id], handle.size_bytes))  # noqa: PERF401
         spans = [(segment.address, segment.size_bytes) for segment in mapped]
-        return EngineMemory(self._engine, spans, None, close, mapped, sum(one.descriptors for one in mapped))
+        return EngineMemory(self._engine, spans, None, close)
 
     def _on_gpu(self, memory: GpuMemory | KvoffdError) -> EngineMemory | KvoffdError:
         """Memory of a GPU, which that GPU's own thread unmaps."""
@@ -137,7 +134,7 @@ class MemoryMapper:
             return memory
         spans = [(segment.address, segment.size_bytes) for segment in memory.segments]
         post = self._host.post
-        return EngineMemory(memory.engine, spans, memory.node, lambda closed: memory.close(lambda: post(closed)))
+        return EngineMemory(memory.engine, spans, memory.node, lambda closed: memory.close(lambda: post(closed)), True)
 
 
 def open_gpus(config: Config, pool: Pool) -> Gpus:

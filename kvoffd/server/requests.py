@@ -145,7 +145,7 @@ def _registered(
         if session.ended:
             raise KvoffdError.of(ErrorCode.SESSION_ENDED)
         layouts = build_layouts(
-            *(memory.spans, message.tensors, message.groups, message.blocks_per_key), on_gpu=not memory.segments
+            *(memory.spans, message.tensors, message.groups, message.blocks_per_key), on_gpu=memory.on_gpu
         )
         shard_bytes = [layout.shard_bytes for layout in layouts]
         shards = [

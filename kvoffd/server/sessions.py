@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -14,13 +14,13 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.server.events import CompletionLog
 from kvoffd.server.memory import EngineMemory, Host
 from kvoffd.transfer.plan import GroupLayout
-from kvoffd_proto import codec, events
 from kvoffd_proto.admin import LoggedRequest
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.lifeline import routing_id
-from kvoffd_proto.messages import TOKEN_BYTES, Completions, JobResult, Role
+from kvoffd_proto.messages import TOKEN_BYTES, Role
 
 if TYPE_CHECKING:
     from kvoffd.server.jobs import Job, Jobs
@@ -31,8 +31,6 @@ OpenT = TypeVar("OpenT")
 MAX_DEFAULT_CREDIT_BYTES = 2**30
 OPERATORS_SESSIONS = 8
 """Sessions beyond max_sessions, which are those of engines: an operator can look when all of these are taken."""
-ATTACHED_UNCOUNTED = 256
-"""Descriptors that may come between two counts of all of them."""
 MAX_DEPARTED = 1024
 """So many routes of clients that left are known: their last messages may come after the end of their lifelines."""
 MAX_LOGGED_REQUESTS = 1000
@@ -75,45 +73,6 @@ class Lifeline(Protocol):
         """Close what the peer sent: where it is gone, that frees its memory, which takes a while."""
 
 
-class CompletionLog:
-    """A session's results: published in numbered batches, and kept until the client acknowledges them."""
-
-    def __init__(self, epoch: int, session_id: int) -> None:
-        self._topic = events.session_topic(epoch, session_id)
-        self._pending: list[JobResult] = []
-        self._unacknowledged: deque[Completions] = deque()
-        self.sequence = 0
-        self.results = 0
-        """That are not acknowledged."""
-        self.key_bytes = 0
-        """Of the keys that these name."""
-
-    def add(self, results: Sequence[JobResult]) -> None:
-        """Put ``results`` into the batch that the next flush publishes."""
-        self._pending += results
-        self.results += len(results)
-        self.key_bytes += sum([len(part.keys) for one in results for part in (*one.failed, *one.declined)])
-
-    def flush(self, credit_bytes: int) -> tuple[bytes, bytes, bytes] | None:
-        """Close the current batch; return it as the frames to publish, or None when it is empty."""
-        if not self._pending:
-            return None
-        self.sequence += 1
-        batch, self._pending = Completions(self.sequence, credit_bytes, self._pending), []
-        self._unacknowledged.append(batch)
-        return self._topic, self.sequence.to_bytes(events.SEQUENCE_BYTES, "big"), codec.encode(batch)
-
-    def acknowledge(self, sequence: int) -> None:
-        while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
-            results = self._unacknowledged.popleft().results
-            self.results -= len(results)
-            self.key_bytes -= sum([len(part.keys) for one in results for part in (*one.failed, *one.declined)])
-
-    def replay(self) -> list[Completions]:
-        """All batches that are not acknowledged, oldest first."""
-        return list(self._unacknowledged)
-
-
 @dataclass(eq=False)
 class Registration:
     """KV tensors that a worker has registered: its mapped memory and the layouts over it. Unmapped only when no job
@@ -127,8 +86,6 @@ class Registration:
     """Jobs that hold addresses inside the memory."""
     on_closed: Callable[[], None] | None = field(default=None, init=False)
     """What to call once it is closed, where it is to be."""
-    whole_at: float = field(default=float("-inf"), init=False)
-    """When all of the memory was seen to be allocated."""
 
     @property
     def mapped_bytes(self) -> int:
@@ -187,8 +144,6 @@ class Session:
     """Jobs without a result by id; several ids may be one copy. Kept by ``Jobs``, as the numbers below are."""
     in_flight: int = 0
     """Jobs that have no result, or whose copy may still touch the client's memory."""
-    store_bytes: int = 0
-    """Bytes of unfinished stores, held against the session's credit."""
     pieces: int = 0
     """Of all jobs that hold memory for what they copy."""
     stored_bytes: int = 0
@@ -208,11 +163,6 @@ class Session:
         if self.on_released is not None and not self.in_flight:
             on_released, self.on_released = self.on_released, None
             on_released()
-
-    @property
-    def descriptors(self) -> int:
-        """Those that the daemon has open for it: attached, or of memory that is registered."""
-        return len(self.segments) + sum(one.memory.descriptors for one in self.registrations.values())
 
     def close_memory(self) -> None:
         """Unmap all memory as soon as no job touches it, and close what was attached and never registered."""
@@ -244,7 +194,7 @@ class Sessions:
     """The open sessions: admits clients, and ends what they held when they go.
 
     Args:
-        max_attached: descriptors that all sessions together may have: attached, or of memory of the host.
+        max_attached: descriptors that all sessions together may have attached and not registered.
     """
 
     def __init__(self, config: Config, cache: Cache, jobs: Jobs, host: Host, max_attached: int) -> None:
@@ -253,8 +203,6 @@ class Sessions:
         self._jobs = jobs
         self._host = host
         self._max_attached = max_attached
-        self._may_attach = 0
-        """So many more descriptors may come before it is counted again how many there are."""
         self.by_route: dict[bytes, Session] = {}
         """By the routing id of their clients' requests."""
         self.departed: OrderedDict[bytes, None] = OrderedDict()
@@ -323,16 +271,12 @@ class Sessions:
             raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
         if len(session.segments) >= self._config.limits.max_segments:
             raise KvoffdError(f"The session holds {len(session.segments)} segments, its limit.", ErrorCode.TOO_MANY)
-        if self._may_attach == 0:  # a GPU's memory may come as thousands: to count takes longer than to attach
-            left = self._max_attached - sum(other.descriptors for other in self)
-            self._may_attach = max(0, min(left, ATTACHED_UNCOUNTED))
-        if self._may_attach == 0:
+        if sum([len(other.segments) for other in self]) >= self._max_attached:
             raise KvoffdError(
-                f"All sessions together have {self._max_attached} descriptors attached, the limit. Unregister some, or "
+                f"All sessions together have {self._max_attached} descriptors attached, the limit. Register some, or "
                 "raise the daemon's limit of open files.",
                 ErrorCode.TOO_MANY,
             )
-        self._may_attach -= 1
         session.segments[segment_id] = fd
 
     def share_credit(self) -> None:

@@ -138,7 +138,7 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
             jobs=len(one.jobs),
             registrations=len(one.registrations),
             registered_bytes=sum(registration.mapped_bytes for registration in one.registrations.values()),
-            unacknowledged=one.completions.results,
+            unacknowledged=sum(len(batch.results) for batch in one.completions.replay()),
             namespaces=sorted(one.namespaces),
             pinned_bytes=cache.leases_of(one.id).nbytes,
         )

@@ -53,8 +53,6 @@ class MappedSegment:
     """
 
     __slots__ = ("address", "size_bytes")
-    descriptors = 0
-    """Open for it as long as it is mapped."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.address = address
@@ -63,10 +61,6 @@ class MappedSegment:
     @property
     def closed(self) -> bool:
         return not hasattr(self, "address")
-
-    def whole(self) -> bool:
-        """Whether every page is allocated, as far as that is known."""
-        return True
 
     def close(self) -> None:
         """Unmaps the memory; a second call does nothing. A copy that still uses it would crash the daemon."""
@@ -204,27 +198,6 @@ def is_hugetlbfs(directory: Path) -> bool:
         os.close(fd)
 
 
-class ClientSegment(MappedSegment):
-    """Memory of a client, with a descriptor that tells what of it is allocated."""
-
-    __slots__ = ("_fd",)
-    descriptors = 1
-
-    def __init__(self, segment: MappedSegment, fd: int) -> None:
-        super().__init__(segment.address, segment.size_bytes)
-        self._fd = fd
-
-    def whole(self) -> bool:
-        found = os.fstat(self._fd)
-        return held_bytes(found) >= found.st_size
-
-    def close(self) -> None:
-        super().close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
 class PageFaulter:
     """A thread that faults in clients' memory, a step of each segment in turn, while copies run, and closes it.
 
@@ -240,12 +213,7 @@ class PageFaulter:
         """As the function ``map_memfd``, for the whole memory of a client; the thread then faults the pages in. Only
         ``close_segments`` may close it.
         """
-        mapped = map_memfd(fd, size_bytes, whole=True)
-        try:
-            segment = ClientSegment(mapped, os.dup(fd))
-        except OSError as error:
-            mapped.close()
-            raise UnsafeSegment(f"The memory segment's descriptor cannot be kept ({error.strerror}).") from error
+        segment = map_memfd(fd, size_bytes, whole=True)
         self._calls.put(partial(self._fault, segment, 0))
         return segment
 
@@ -270,7 +238,7 @@ class PageFaulter:
             except Exception:
                 _log.exception("Memory of an engine was not unmapped.")
 
-    def _fault(self, segment: ClientSegment, done: int) -> None:
+    def _fault(self, segment: MappedSegment, done: int) -> None:
         if segment.closed:
             return
         length = min(STEP_BYTES, segment.size_bytes - done)

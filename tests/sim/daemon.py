@@ -339,9 +339,9 @@ class SimDaemon:
         finally:
             self._in_queue = False
 
-    def _finished(self, job: StoreBatch | LoadJob, outcome: Outcome) -> None:
-        if not self._in_queue:  # it had nothing to copy and ends while it is accepted
-            self._job_finished(job, outcome)
+    def _finished(self, job: StoreBatch | LoadJob, outcome: Outcome, *, hangs: bool = False) -> None:
+        if hangs or not self._in_queue:  # or it had nothing to copy and ends while it is accepted
+            self._job_finished(job, outcome, hangs=hangs)
             return
         stream = cast(Lifeline, job.session.lifeline)
         held = stream.server_open and (stream.client_open or stream.to_daemon.under_way > 1)

@@ -30,14 +30,9 @@ class Mapping:
         self.data = data
         self.segment = segment
         self.size_bytes = data.size
-        self.descriptors = 1
         self.closed = False
         self._space = space
         self._address = address
-
-    def whole(self) -> bool:
-        """Nobody gives memory back here."""
-        return True
 
     @property
     def address(self) -> int:
