@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -49,14 +49,7 @@ class BlockFileError(KvoffdClientError):
 
 
 class Entry(NamedTuple):
-    """One block in a file.
-
-    Attributes:
-        group: its KV cache group.
-        key: its hash.
-        first_block: engine blocks at the start of each layer that hold nothing.
-        checksums: of its shards, by rank.
-    """
+    """One block in a file. ``first_block``: as a Block's; ``checksums``: of its shards, by rank."""
 
     group: int
     key: bytes
@@ -77,30 +70,28 @@ class Entry(NamedTuple):
 
 def _tensors_of(geometry: Geometry, entries: Sequence[Entry]) -> dict[str, object]:
     """By name, the tensors of blocks that follow each other, as safetensors' header has them."""
-    runs: list[list[tuple[str, str, list[int], int]]] = []
-    """By group: names, dtypes, shapes and bytes of the tensors of all ranks, in the order of the file."""
-    for group in range(len(geometry.groups)):
-        runs.append([])
-        for rank, shards in enumerate(geometry.shards):
-            shard, first = shards[group], 0
-            layers = [(page.page_bytes, Layer.of(page, shard.blocks_per_key, NO_BYTES)) for page in shard.pages]
-            for (nbytes, dtype, shape, _), run in groupby(
-                (nbytes, one.dtype, one.shape, one.layout) for nbytes, one in layers
-            ):
-                count = len(list(run))
-                name = f"rank{rank}/layers{first}-{first + count - 1}"
-                size = count * shard.blocks_per_key * nbytes
-                runs[group].append((name, DTYPES[dtype][1], [count, *shape], size))
-                first += count
+    runs = [list(_runs(geometry, group)) for group in range(len(geometry.groups))]
     tensors: dict[str, object] = {}
     start = 0
     for entry in entries:
-        block = f"group{entry.group}/{entry.key.hex()}"
-        for name, dtype, shape_of_run, nbytes in runs[entry.group]:
-            end = start + nbytes
-            tensors[f"{block}/{name}"] = {"dtype": dtype, "shape": shape_of_run, "data_offsets": [start, end]}
-            start = end
+        for name, dtype, shape, nbytes in runs[entry.group]:
+            offsets = [start, start + nbytes]
+            tensor = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+            tensors[f"group{entry.group}/{entry.key.hex()}/{name}"] = tensor
+            start += nbytes
     return tensors
+
+
+def _runs(geometry: Geometry, group: int) -> Iterator[tuple[str, str, list[int], int]]:
+    """Of a group's blocks: name, dtype, shape and bytes of the tensors of all ranks, in the order of the file."""
+    for rank, shards in enumerate(geometry.shards):
+        shard, first = shards[group], 0
+        layers = [Layer.of(page, shard.blocks_per_key, NO_BYTES) for page in shard.pages]
+        for (dtype, shape, _), run in groupby(layers, lambda one: (one.dtype, one.shape, one.layout)):
+            count = len(list(run))
+            nbytes = count * shard.blocks_per_key * shard.pages[first].page_bytes
+            yield f"rank{rank}/layers{first}-{first + count - 1}", DTYPES[dtype][1], [count, *shape], nbytes
+            first += count
 
 
 def _header_of(geometry: Geometry, entries: Sequence[Entry]) -> bytes:
@@ -123,13 +114,8 @@ def _metadata_checksum(namespace: str, blocks: str) -> str:
 class BlockFile(Closing):
     """A file of blocks, opened for reading. Its header is checked as a whole; its blocks are when they are read.
 
-    Attributes:
-        geometry: of the blocks' namespace.
-        entries: its blocks, in the order of the file.
-        data_bytes: bytes of all of them.
-
-    Raises:
-        BlockFileError: it is no whole file of blocks.
+    ``entries`` are its blocks in the order of the file, of ``data_bytes`` together. Raises BlockFileError where it is
+    no whole file of blocks.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -217,20 +203,9 @@ class BlockFile(Closing):
 class BlockFileWriter(Closing):
     """Writes a file of blocks: a ``.part`` beside it, which gets its name at the end, and goes where that never comes.
 
-    The header comes first in the file, and is written last: there must be space for it.
-
-    Args:
-        path: of the file.
-        geometry: of the blocks.
-        wanted: group and key of each block that may come.
-
-    Attributes:
-        entries: the blocks that are written.
-        data_bytes: bytes of these blocks.
-
-    Raises:
-        BlockFileError: the header would be larger than safetensors read, or another export is writing.
-        OSError: the file cannot be written; the same of all methods.
+    The header comes first in the file, and is written last: there must be space for all that are ``wanted``, groups and
+    keys of the blocks that may come. ``entries`` are those that came, of ``data_bytes`` together. Raises
+    BlockFileError; OSError where the file cannot be written.
     """
 
     def __init__(self, path: Path, geometry: Geometry, wanted: Sequence[tuple[int, bytes]]) -> None:
@@ -258,7 +233,7 @@ class BlockFileWriter(Closing):
         for shard in block.shards:
             self._file.write(shard.data.data)
             self.data_bytes += shard.data.nbytes
-            sums.append(shard.checksum or checksum_of(shard.data))
+            sums.append(checksum_of(shard.data))
         self.entries.append(Entry(block.group, block.key, block.first_block, tuple(sums)))
 
     def finish(self) -> None:
@@ -280,14 +255,8 @@ class BlockFileWriter(Closing):
 
 @dataclass
 class Exported:
-    """What an export did.
-
-    Attributes:
-        blocks: blocks in the file.
-        bytes: of these blocks.
-        evicted: blocks that were evicted before they were read.
-        damaged: keys of blocks that do not have their checksum; they are left out.
-    """
+    """How many blocks and bytes are in the file; blocks that were evicted before they were read; keys of damaged ones,
+    which are left out."""
 
     blocks: int = 0
     bytes: int = 0
@@ -324,7 +293,6 @@ def export_blocks(
         wanted.append(list({info.key: info for info in listed if info.state == READY}.values()))
     total = sum(geometry.block_bytes(group) * len(infos) for group, infos in enumerate(wanted))
     done, passed = Exported(), 0
-    progress(0, total)
     try:
         named = [(group, info.key) for group, infos in enumerate(wanted) for info in infos]
         with BlockFileWriter(path, geometry, named) as writer:
@@ -345,16 +313,8 @@ def export_blocks(
 
 @dataclass
 class Imported:
-    """What an import did. The eviction policy has no say in it.
-
-    Attributes:
-        blocks: blocks that were stored.
-        bytes: of these blocks.
-        present: blocks that were in the pool already.
-        no_space: blocks that found no space.
-        evicted: blocks of the file that are not in the pool at the end, as they gave way to others: it is small.
-        created: the namespace was not open before.
-    """
+    """How many blocks and bytes were stored; blocks that were in the pool already, and that found no space; blocks of
+    the file that are not in the pool at the end, as they gave way to others; whether the namespace was not open."""
 
     blocks: int = 0
     bytes: int = 0
@@ -365,77 +325,48 @@ class Imported:
 
 
 def import_blocks(
-    client: BlockClient,
-    file: BlockFile,
-    namespace: str | bytes | None = None,
-    *,
-    beside: bool = False,
-    progress: Progress = lambda done, total: None,
+    client: BlockClient, file: BlockFile, *, beside: bool = False, progress: Progress = lambda done, total: None
 ) -> Imported:
     """Store all blocks of ``file``, each compared with its checksum before. Opens the namespace where no engine has.
 
     Args:
-        namespace: the namespace that the blocks must be of; None for the file's.
         beside: open the file's namespace although one of the same label and another fingerprint is open.
 
     Raises:
-        BlockFileError: the file is damaged, or of another namespace than the one wanted.
+        BlockFileError: the file is damaged, or no engine here would read its blocks.
         DaemonUnavailable, RequestRefused: the daemon went away or says no; what was stored until then stays.
     """
     geometry = file.geometry
-    done = Imported(created=_check_namespace(client, geometry, namespace, beside))
-    if not done.created:
-        with suppress(BlockUnavailable):  # no engine has registered yet
-            if why := client.geometry(geometry.fingerprint).mismatch(geometry):
-                raise BlockFileError(f"The blocks of {file.path} do not fit the namespace that is open here: {why}.")
-
-    def ready(group: int) -> set[bytes]:
-        return {info.key for info in client.list_blocks(geometry.fingerprint, group) if info.state == READY}
-
-    passed = 0
-    progress(0, file.data_bytes)
-    for group, numbers in groupby(range(len(file.entries)), lambda number: file.entries[number].group):
-        step = client.batch_blocks(geometry, group)  # opens the namespace
-        there = ready(group)
-        left = [number for number in numbers if file.entries[number].key not in there]
-        for start in range(0, len(left), step):
-            blocks: list[Block] = []
-            try:
-                for number in left[start : start + step]:
-                    blocks.append(file.read(number))  # noqa: PERF401 - what comes before damage is good, and stored
-            finally:
-                written = client.write_blocks(geometry, group, blocks)
+    done = Imported(created=_check_namespace(client, geometry, beside))
+    passed, groups = 0, sorted({entry.group for entry in file.entries})
+    for group in groups:
+        numbers = [number for number, entry in enumerate(file.entries) if entry.group == group]
+        for written in client.write_blocks(geometry, group, map(file.read, numbers), len(numbers)):
             done.blocks += written.stored
             done.bytes += written.stored * geometry.block_bytes(group)
+            done.present += written.present
             done.no_space += written.no_space
-            passed += len(blocks) * geometry.block_bytes(group)
+            passed += (written.stored + written.present + written.no_space) * geometry.block_bytes(group)
             progress(passed, file.data_bytes)
-    done.present = len(file.entries) - done.blocks - done.no_space
-    left_of = {group: ready(group) for group in {entry.group for entry in file.entries}}
-    done.evicted = sum(entry.key not in left_of[entry.group] for entry in file.entries) - done.no_space
-    progress(file.data_bytes, file.data_bytes)
+    there = [(group, info) for group in groups for info in client.list_blocks(geometry.fingerprint, group)]
+    ready = {(group, info.key) for group, info in there if info.state == READY}
+    done.evicted = sum((entry.group, entry.key) not in ready for entry in file.entries) - done.no_space
     return done
 
 
-def _check_namespace(client: BlockClient, geometry: Geometry, namespace: str | bytes | None, beside: bool) -> bool:
-    """Whether the namespace is to be opened anew.
-
-    Raises BlockFileError where the engines that the operator wants to serve would not read the file's blocks.
-    """
+def _check_namespace(client: BlockClient, geometry: Geometry, beside: bool) -> bool:
+    """Whether the namespace is to be opened anew. Raises BlockFileError where no engine here would read the blocks."""
     known = client.namespaces().namespaces
-    others = [info for info in known if info.namespace != geometry.fingerprint]
-    created = len(others) == len(known)
-    if namespace is not None:
-        wanted = client.find_namespace(namespace)
-        others = [info for info in others if info.namespace == wanted]
-    else:
-        others = [info for info in others if info.label == geometry.label and created and not beside]
-    if others:
-        why = how_they_differ(geometry.description, others[0].description)
-        advice = "" if namespace is not None else " Add --beside to import them all the same."
+    if any(info.namespace == geometry.fingerprint for info in known):
+        with suppress(BlockUnavailable):  # no engine has registered yet
+            if why := client.geometry(geometry.fingerprint).mismatch(geometry):
+                raise BlockFileError(f"The blocks of the file do not fit the namespace that is open here: {why}.")
+        return False
+    if alike := [info for info in known if info.label == geometry.label and not beside]:
+        why = how_they_differ(geometry.description, alike[0].description)
         raise BlockFileError(
-            f"The blocks of the file are of namespace {geometry.fingerprint.hex()[:12]}, and {others[0].label!r} is "
-            f"open here as {others[0].namespace.hex()[:12]}: the engines differ in {why}, so none would "
-            f"read them.{advice}"
+            f"The blocks of the file are of namespace {geometry.fingerprint.hex()[:12]}, and {geometry.label!r} is "
+            f"open here as {alike[0].namespace.hex()[:12]}: the engines differ in {why}, so none would read them. Add "
+            "--beside to import them all the same."
         )
-    return created
+    return True

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, count
-from typing import TYPE_CHECKING
+from itertools import accumulate, chain, count, islice, pairwise
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +29,8 @@ from kvoffd_proto.messages import READY, GroupKeys, JobResult, PageRef, TensorLa
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+BlockT = TypeVar("BlockT", bound="BlockInfo | Block")
 Bytes = npt.NDArray[np.uint8]
 NO_BYTES: Bytes = np.empty(0, np.uint8)
 
@@ -47,21 +48,13 @@ _INTERRUPTED = "The daemon was restarted or ended the session in the middle; try
 _OF_BLOCKS = (ErrorCode.NOT_READY, ErrorCode.CHECKSUM, ErrorCode.NO_ROOM)
 """Errors of a job that are about some of its blocks."""
 
-# By torch's name of a dtype: numpy's name, or that of an unsigned integer of its size; safetensors' name.
 DTYPES = {
-    "float64": ("float64", "F64"),
-    "float32": ("float32", "F32"),
-    "float16": ("float16", "F16"),
-    "bfloat16": ("uint16", "BF16"),
-    "float8_e4m3fn": ("uint8", "F8_E4M3"),
-    "float8_e5m2": ("uint8", "F8_E5M2"),
-    "int64": ("int64", "I64"),
-    "int32": ("int32", "I32"),
-    "int16": ("int16", "I16"),
-    "int8": ("int8", "I8"),
-    "uint8": ("uint8", "U8"),
-    "bool": ("bool", "BOOL"),
-}
+    "float64": ("float64", "F64"), "float32": ("float32", "F32"), "float16": ("float16", "F16"),
+    "bfloat16": ("uint16", "BF16"), "float8_e4m3fn": ("uint8", "F8_E4M3"), "float8_e5m2": ("uint8", "F8_E5M2"),
+    "int64": ("int64", "I64"), "int32": ("int32", "I32"), "int16": ("int16", "I16"), "int8": ("int8", "I8"),
+    "uint8": ("uint8", "U8"), "bool": ("bool", "BOOL"),
+}  # fmt: skip
+"""By torch's name: numpy's, or that of an unsigned integer of its size; safetensors'."""
 
 
 def checksum_of(data: memoryview | bytes | Bytes) -> int:
@@ -91,12 +84,11 @@ class Layer:
     def of(cls, page: PageSpec, blocks_per_key: int, data: Bytes) -> Layer:
         """The layer as the engine described it, if that fits the size of its pages, else as bytes."""
         layer = page.layer
-        name = layer.name if layer else ""
         if layer is not None and layer.dtype in DTYPES and layer.shape:
             item_bytes = np.dtype(DTYPES[layer.dtype][0]).itemsize
             if math.prod(layer.shape) * item_bytes == page.page_bytes:
-                return cls(name, layer.dtype, (blocks_per_key, *layer.shape), layer.layout, data)
-        return cls(name, "uint8", (blocks_per_key, page.page_bytes), "", data)
+                return cls(layer.name, layer.dtype, (blocks_per_key, *layer.shape), layer.layout, data)
+        return cls(layer.name if layer else "", "uint8", (blocks_per_key, page.page_bytes), "", data)
 
     @property
     def array(self) -> npt.NDArray[np.generic]:
@@ -112,26 +104,17 @@ class Layer:
 
 @dataclass(eq=False)
 class Shard:
-    """One rank's part of a block.
-
-    Attributes:
-        rank: the worker's rank.
-        spec: its layers' pages.
-        data: the bytes, layer after layer: uint8, flat.
-        checksum: what the daemon says of them; 0 where it says nothing, or they are not from there.
-    """
+    """One rank's part of a block: its layers' bytes, one layer after the other (uint8, flat)."""
 
     rank: int
     spec: ShardSpec
     data: Bytes = field(repr=False)
-    checksum: int = 0
 
     @property
     def layers(self) -> list[Layer]:
-        """The shard's layers, in the order of the slot."""
         pages, per_key = self.spec.pages, self.spec.blocks_per_key
-        ends = accumulate(per_key * page.page_bytes for page in pages)
-        parts = np.split(self.data, list(ends)[:-1]) if pages else []
+        ends = accumulate((per_key * page.page_bytes for page in pages), initial=0)
+        parts = [self.data[begin:end] for begin, end in pairwise(ends)]
         return [Layer.of(page, per_key, data) for page, data in zip(pages, parts, strict=True)]
 
 
@@ -139,12 +122,7 @@ class Shard:
 class Block:
     """What one key names: one shard for each rank, in memory of its own.
 
-    Attributes:
-        geometry: of its namespace.
-        group: its KV cache group.
-        key: its hash.
-        shards: by rank.
-        first_block: engine blocks at the start of each layer that were not stored; zeros where it was read.
+    ``first_block``: engine blocks at the start of each layer that were not stored; zeros where it was read.
     """
 
     geometry: Geometry = field(repr=False)
@@ -168,30 +146,17 @@ class Block:
             parts.append(Shard(rank, geometry.shards[rank][group], data.reshape(-1).view(np.uint8)))
         return cls(geometry, group, key, tuple(parts), first_block)
 
-    @property
-    def damaged_rank(self) -> int | None:
-        """The first rank whose shard does not match its checksum; None where all match, or nothing is to compare."""
-        for shard in self.shards:
-            if shard.checksum and checksum_of(shard.data) != shard.checksum:
-                return shard.rank
-        return None
-
-    def take_checksums(self, info: BlockInfo) -> None:
-        """Take over what the daemon says of the shards' checksums; nothing where a hole's bytes are in the sum."""
-        for shard in self.shards if not info.first_block else ():
-            at = shard.rank * CHECKSUM_BYTES
-            shard.checksum = int.from_bytes(info.checksums[at : at + CHECKSUM_BYTES], "big")
+    def matches(self, info: BlockInfo) -> bool:
+        """Whether the bytes have the checksums that the daemon lists; of a block with a hole that cannot be told."""
+        if info.first_block:
+            return True
+        known = [int.from_bytes(one, "big") for one in _cut(info.checksums, CHECKSUM_BYTES)]
+        return all(not one or checksum_of(shard.data) == one for shard, one in zip(self.shards, known, strict=True))
 
 
 @dataclass
 class BlocksRead:
-    """What came of reading some blocks.
-
-    Attributes:
-        blocks: those that were read, compared with their checksums.
-        damaged: keys of those that do not match theirs.
-        evicted: keys of those that left the pool before they were read.
-    """
+    """Blocks that were read, and the keys of others: damaged ones, and those that left the pool before."""
 
     blocks: list[Block] = field(default_factory=list)
     damaged: list[bytes] = field(default_factory=list)
@@ -200,13 +165,7 @@ class BlocksRead:
 
 @dataclass
 class BlocksWritten:
-    """How many of some blocks were stored, and what became of the others.
-
-    Attributes:
-        stored: now in the pool.
-        present: there already, or being written.
-        no_space: the whole pool is pinned or being written, or the namespace's quota is.
-    """
+    """How many blocks were stored, were there already or are being written, or found no space in pool or quota."""
 
     stored: int = 0
     present: int = 0
@@ -216,10 +175,7 @@ class BlocksWritten:
 class _Buffer(Closing):
     """Memory that the daemon copies blocks of one namespace to and from, and an engine's sessions for that.
 
-    Each rank has a part of the memory, with space for the same blocks.
-
-    Raises:
-        DaemonUnavailable, RequestRefused.
+    Each rank has a part of the memory, with space for the same blocks. Raises DaemonUnavailable, RequestRefused.
     """
 
     def __init__(self, directory: str, geometry: Geometry, size_bytes: int) -> None:
@@ -232,11 +188,12 @@ class _Buffer(Closing):
         sizes = [geometry.block_bytes(group) for group in range(len(geometry.groups))]
         size_bytes = max(size_bytes, *sizes)
         self.capacities = [min(BUFFER_BLOCKS, size_bytes // max(1, nbytes)) for nbytes in sizes]
-        """How many blocks of each group it holds."""
+        """How many blocks of each group it holds, one group at a time."""
         self._memory = SharedMemory(size_bytes, "kvoffd-blocks")
+        self._layers: dict[tuple[int, int], list[Bytes]] = {}
+        """By rank and group, where each layer is: [place of the block, engine block of the key, bytes of a page]."""
         self._scheduler = SchedulerClient(directory, geometry, name=NAME, options=OPTIONS)
         self._workers: list[WorkerClient] = []
-        self._layers: dict[tuple[int, int], list[Bytes]] = {}
         try:
             for rank in range(geometry.world_size):
                 registration = self._registration(rank)
@@ -251,60 +208,49 @@ class _Buffer(Closing):
             raise
 
     def _registration(self, rank: int) -> Registration:
-        """Lay a rank's part of the memory out, and note where each layer's pages are: [block, bytes of its layer]."""
+        """Lay a rank's part of the memory out, layer after layer."""
         tensors: list[TensorLayout] = []
         groups: list[tuple[PageRef, ...]] = []
         for group, shard in enumerate(self.geometry.shards[rank]):
-            capacity, per_key = self.capacities[group], shard.blocks_per_key
-            start = capacity * sum(self.geometry.shard_bytes(other, group) for other in range(rank))
-            refs, views = [], []
+            places = self.capacities[group]
+            start = places * sum(self.geometry.shard_bytes(other, group) for other in range(rank))
+            refs, layers = [], []
             for page in shard.pages:
                 refs.append(PageRef(len(tensors), page.page_bytes, page.layer))
-                tensors.append(TensorLayout(0, start, page.page_bytes, capacity * per_key))
-                end = start + capacity * per_key * page.page_bytes
-                views.append(self._memory.view[start:end].reshape(capacity, per_key * page.page_bytes))
+                tensors.append(TensorLayout(0, start, page.page_bytes, places * self._per_key))
+                end = start + places * self._per_key * page.page_bytes
+                layers.append(self._memory.view[start:end].reshape(places, self._per_key, page.page_bytes))
                 start = end
             groups.append(tuple(refs))
-            self._layers[rank, group] = views
+            self._layers[rank, group] = layers
         return Registration(rank, self._per_key, (self._memory,), tuple(tensors), tuple(groups))
 
-    def _run(
-        self, group: int, keys: Sequence[bytes], holes: Sequence[int], lease_id: int | None = None
-    ) -> list[tuple[list[bytes], list[JobResult]]]:
-        """Have all ranks store the blocks at the places from 0 on, or load them; returns the jobs' keys and results.
+    def _copy(
+        self, group: int, keys: Sequence[bytes], first_block: int, lease_id: int | None = None
+    ) -> list[tuple[JobResult, set[bytes]]]:
+        """Have all ranks store the blocks at the places from 0 on, or load them there; by rank, results and lost keys.
 
-        ``holes``: engine blocks that are left out at the start of each. Only a job's first key may begin with a hole.
-        Raises DaemonUnavailable, RequestTimeout; RequestRefused for what is wrong with more than some of the blocks.
+        ``first_block``: engine blocks that are left out at the start, of one block alone. Raises DaemonUnavailable,
+        RequestTimeout; RequestRefused for what is wrong with more than some of the blocks.
         """
-        deadline, per_key = time.monotonic() + OPTIONS.request_timeout_s, self._per_key
-        places = [[at for at, hole in enumerate(holes) if not hole], *([at] for at, hole in enumerate(holes) if hole)]
-        jobs: dict[int, list[bytes]] = {}
-        wanted: list[Job] = []
-        for some in filter(None, places):
-            ids = [at * per_key + number for at in some for number in range(per_key)][holes[some[0]] :]
-            jobs[job_id := next(self._job_ids)] = [keys[at] for at in some]
-            transfer = GroupTransfer.of(jobs[job_id], ids, group, holes[some[0]])
-            wanted.append(Job(job_id, [transfer], lease_id, keep_lease=lease_id is not None))
+        transfer = GroupTransfer.of(keys, range(first_block, len(keys) * self._per_key), group, first_block)
+        job = Job(next(self._job_ids), [transfer], lease_id, keep_lease=lease_id is not None)
         for worker in self._workers:
-            worker.submit(wanted)
-        found: dict[int, list[JobResult]] = {job_id: [] for job_id in jobs}
+            worker.submit([job])
+        deadline, size = time.monotonic() + OPTIONS.request_timeout_s, self.geometry.key_bytes
+        ended = []
         for worker in self._workers:
-            missing = set(jobs)
-            while missing:
-                if (left := deadline - time.monotonic()) <= 0:
-                    raise RequestTimeout("The kvoffd daemon copied no blocks in time; try again.")
-                for result in worker.wait_results(left):
-                    if result.error is ErrorCode.SESSION_ENDED:
-                        raise DaemonUnavailable(_INTERRUPTED)
-                    if not result.ok and (result.error not in _OF_BLOCKS or not result.failed):
-                        raise RequestRefused(result.error or ErrorCode.INTERNAL, "")
-                    missing.discard(result.job_id)
-                    found[result.job_id].append(result)
-        return [(names, found[job_id]) for job_id, names in jobs.items()]
-
-    def _failed(self, result: JobResult) -> set[bytes]:
-        size = self.geometry.key_bytes
-        return {part.keys[at : at + size] for part in result.failed for at in range(0, len(part.keys), size)}
+            found = worker.wait_results(max(0.0, deadline - time.monotonic()))
+            if not found:
+                raise RequestTimeout("The kvoffd daemon copied no blocks in time; try again.")
+            (result,) = found
+            lost = {key for part in result.failed for key in _cut(part.keys, size)}
+            if result.error is ErrorCode.SESSION_ENDED:
+                raise DaemonUnavailable(_INTERRUPTED)
+            if not result.ok and (result.error not in _OF_BLOCKS or not lost):
+                raise RequestRefused(result.error or ErrorCode.INTERNAL, "")
+            ended.append((result, lost))
+        return ended
 
     def read(self, group: int, wanted: Sequence[BlockInfo]) -> BlocksRead:
         """Read blocks, as many as there is room for. They are not compared with their checksums yet."""
@@ -317,7 +263,8 @@ class _Buffer(Closing):
                 found = [info for info, state in zip(left.values(), lookup.states[0], strict=True) if state == READY]
                 if not found:
                     break
-                self._load(lookup.lease_id, group, found, read)
+                for alike in _in_jobs(found):
+                    self._load(lookup.lease_id, group, alike, read)
             finally:
                 self._scheduler.release(lookup.lease_id)
             for key in (*(block.key for block in read.blocks), *read.damaged, *read.evicted):
@@ -326,51 +273,67 @@ class _Buffer(Closing):
         return read
 
     def _load(self, lease_id: int, group: int, found: Sequence[BlockInfo], read: BlocksRead) -> None:
-        """Load leased blocks. Those that are in no list of ``read`` then are to be loaded again."""
-        ranks = range(self.geometry.world_size)
-        for place, info in enumerate(found):
-            for layer in chain.from_iterable(self._layers[rank, group] for rank in ranks):
-                layer[place, : info.first_block * layer.shape[1] // self._per_key] = 0
-        again: set[bytes] = set()
-        for keys, results in self._run(
-            group, [info.key for info in found], [info.first_block for info in found], lease_id
-        ):
-            for result in results:
-                if not result.ok:
-                    again.update(keys)
-                    lost = read.damaged if result.error is ErrorCode.CHECKSUM else read.evicted
-                    lost += self._failed(result).difference(read.damaged, read.evicted)
-        for place, info in enumerate(found):
-            if info.key not in again:
-                data = [
-                    np.concatenate([NO_BYTES, *(one[place] for one in self._layers[rank, group])]) for rank in ranks
-                ]
-                block = Block.of_bytes(self.geometry, group, info.key, data, info.first_block)
-                block.take_checksums(info)
-                read.blocks.append(block)
+        """Load leased blocks, by one job. Those that are in no list of ``read`` then are to be loaded again."""
+        by_rank, first_block = (
+            [self._layers[rank, group] for rank in range(self.geometry.world_size)],
+            found[0].first_block,
+        )
+        for layer in chain.from_iterable(by_rank):
+            layer[0, :first_block] = 0
+        ended = self._copy(group, [info.key for info in found], first_block, lease_id)
+        for result, lost in ended:
+            known = read.damaged if result.error is ErrorCode.CHECKSUM else read.evicted
+            known += lost.difference(read.damaged, read.evicted)
+        if all(result.ok for result, _ in ended):
+            for place, info in enumerate(found):
+                shards = [np.concatenate([NO_BYTES, *(one[place].ravel() for one in layers)]) for layers in by_rank]
+                read.blocks.append(Block.of_bytes(self.geometry, group, info.key, shards, first_block))
 
     def write(self, group: int, blocks: Sequence[Block]) -> BlocksWritten:
         """Store blocks, as many as there is room for."""
-        for place, block in enumerate(blocks):
-            for shard in block.shards:
-                for layer, own in zip(self._layers[shard.rank, group], shard.layers, strict=True):
-                    layer[place] = own.data
-        holes = {block.key: block.first_block for block in blocks}
-        written, no_space = BlocksWritten(), set[bytes]()
+        written = BlocksWritten()
         sizes = [sum(page.page_bytes for page in shards[group].pages) for shards in self.geometry.shards]
-        for keys, results in self._run(group, list(holes), list(holes.values())):
-            per_key = self._per_key - holes[keys[0]]
-            by_rank = zip(results, sizes, strict=True)
-            written.stored += min(result.bytes // (per_key * size) for result, size in by_rank if size)
-            no_space.update(*map(self._failed, results))
-        written.no_space = len(no_space)
-        written.present = max(0, len(blocks) - written.stored - written.no_space)
+        for alike in _in_jobs(blocks):
+            for place, block in enumerate(alike):
+                for shard in block.shards:
+                    for layer, own in zip(self._layers[shard.rank, group], shard.layers, strict=True):
+                        layer[place].ravel()[:] = own.data
+            first_block = alike[0].first_block
+            ended = self._copy(group, [block.key for block in alike], first_block)
+            copied = zip(ended, sizes, strict=True)
+            stored = min(result.bytes // (self._per_key - first_block) // size for (result, _), size in copied if size)
+            no_space = len(set().union(*(lost for _, lost in ended)))
+            written.stored += stored
+            written.no_space += no_space
+            written.present += max(0, len(alike) - stored - no_space)
         return written
 
     def close(self) -> None:
         closing: list[Closing] = [self._scheduler, *self._workers, self._memory]
         for one in closing:
             one.close()
+
+
+def _cut(joined: bytes, size: int) -> list[bytes]:
+    return [joined[at : at + size] for at in range(0, len(joined), size)]
+
+
+def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    left = iter(items)
+    while some := list(islice(left, size)):
+        yield some
+
+
+def _in_jobs(blocks: Sequence[BlockT]) -> list[list[BlockT]]:
+    """Blocks that one job may copy: those that were stored whole, and each other alone, since a hole begins a job."""
+    whole: list[BlockT] = []
+    holed: list[list[BlockT]] = []
+    for block in blocks:
+        if block.first_block:
+            holed.append([block])
+        else:
+            whole.append(block)
+    return [whole, *holed] if whole else holed
 
 
 class BlockClient(AdminClient):
@@ -388,7 +351,6 @@ class BlockClient(AdminClient):
 
     def __init__(self, directory: str | os.PathLike[str], timeout_s: float = OPTIONS.request_timeout_s) -> None:
         super().__init__(directory, timeout_s)
-        self._buffer: _Buffer | None = None
 
     def find_namespace(self, namespace: str | bytes) -> bytes:
         """The fingerprint of an open namespace. Raises UnknownNamespace where none or several have the name."""
@@ -409,43 +371,36 @@ class BlockClient(AdminClient):
             if not position:
                 return
 
-    def get_block(self, namespace: str | bytes, key: bytes, group: int = 0, *, verify: bool = True) -> Block:
+    def get_block(self, namespace: str | bytes, key: bytes, group: int = 0) -> Block:
         """Read one block.
-
-        Args:
-            verify: compare the bytes with their checksums.
 
         Raises:
             BlockUnavailable: it is not in the pool, or not completely.
             BlockDamaged: its bytes are not those that were stored.
         """
         listed = [info for info in self.list_blocks(namespace, group, key.hex()) if info.state == READY]
-        read = next(self.read_blocks(namespace, listed, group, verify=verify), BlocksRead())
-        if read.damaged:
-            raise BlockDamaged(
-                f"Block {key.hex()} does not match its checksum; `kvoffd-cli scrub` compares all of them."
-            )
-        if not read.blocks:
-            raise BlockUnavailable(f"Block {key.hex()} of group {group} is not in the pool, or not completely.")
-        return read.blocks[0]
+        for read in self.read_blocks(namespace, listed, group):
+            if read.blocks:
+                return read.blocks[0]
+            if read.damaged:
+                raise BlockDamaged(
+                    f"Block {key.hex()} does not match its checksum; `kvoffd-cli scrub` compares all of them."
+                )
+        raise BlockUnavailable(f"Block {key.hex()} of group {group} is not in the pool, or not completely.")
 
-    def read_blocks(
-        self, namespace: str | bytes, blocks: Sequence[BlockInfo], group: int = 0, *, verify: bool = True
-    ) -> Iterator[BlocksRead]:
+    def read_blocks(self, namespace: str | bytes, blocks: Sequence[BlockInfo], group: int = 0) -> Iterator[BlocksRead]:
         """Read blocks that ``list_blocks`` has found, and compare them with their checksums; yields some at a time."""
         geometry = self.geometry(namespace)
-        step = self.batch_blocks(geometry, group)
-        for start in range(0, len(blocks), step):
-            with self._buffer_of(geometry) as buffer:
-                read = buffer.read(group, blocks[start : start + step])
-            for block in [block for block in read.blocks if verify and block.damaged_rank is not None]:
-                # One that was stored anew since it was listed has another checksum.
-                for info in self.list_blocks(geometry.fingerprint, group, block.key.hex()):
-                    block.take_checksums(info)
-                if block.damaged_rank is not None:
-                    read.blocks.remove(block)
-                    read.damaged.append(block.key)
-            yield read
+        with self._buffer(geometry, group, len(blocks)) as buffer:
+            for some in _batches(blocks, buffer.capacities[group]):
+                read, listed = buffer.read(group, some), {info.key: info for info in some}
+                for block in [block for block in read.blocks if not block.matches(listed[block.key])]:
+                    # One that was stored anew since it was listed has another checksum.
+                    again = self.list_blocks(geometry.fingerprint, group, block.key.hex())
+                    if not any(block.matches(info) for info in again):
+                        read.blocks.remove(block)
+                        read.damaged.append(block.key)
+                yield read
 
     def put_block(self, namespace: str | bytes, key: bytes, block: Block) -> bool:
         """Store a block under ``key``; False where a block of that key is there already.
@@ -457,41 +412,21 @@ class BlockClient(AdminClient):
         geometry = self.geometry(namespace)
         if why := geometry.mismatch(block.geometry):
             raise ValueError(f"The block does not fit the namespace {geometry.label!r}: {why}.")
-        written = self.write_blocks(geometry, block.group, [replace(block, key=key)])
+        (written,) = self.write_blocks(geometry, block.group, [replace(block, key=key)], 1)
         if written.no_space:
             raise BlockUnavailable("The pool has no space for the block: everything in it is pinned or being written.")
         return written.stored > 0
 
-    def batch_blocks(self, geometry: Geometry, group: int) -> int:
-        """How many blocks are copied at once. Opens the namespace where no engine has."""
-        with self._buffer_of(geometry) as buffer:
-            return buffer.capacities[group]
+    def write_blocks(
+        self, geometry: Geometry, group: int, blocks: Iterable[Block], count: int
+    ) -> Iterator[BlocksWritten]:
+        """Store so many blocks of a group, some at a time. Opens the namespace where no engine has."""
+        with self._buffer(geometry, group, count) as buffer:
+            for some in _batches(blocks, buffer.capacities[group]):
+                yield buffer.write(group, some)
 
-    def write_blocks(self, geometry: Geometry, group: int, blocks: Sequence[Block]) -> BlocksWritten:
-        """Store blocks of a group, at most ``batch_blocks`` of them."""
-        with self._buffer_of(geometry) as buffer:
-            return buffer.write(group, blocks)
-
-    @contextmanager
-    def _buffer_of(self, geometry: Geometry) -> Iterator[_Buffer]:
-        """The buffer for a namespace's blocks; a new one after a copy that failed."""
-        if self._buffer is not None and self._buffer.geometry != geometry:
-            self._close_buffer()
-        if self._buffer is None:
-            size_bytes = min(BUFFER_BYTES, self.stats().pool.size_bytes // BUFFERS_PER_POOL)
-            self._buffer = _Buffer(self.directory, geometry, size_bytes)
-        try:
-            yield self._buffer
-        except BaseException:
-            self._close_buffer()  # the daemon may copy into it still
-            raise
-
-    def _close_buffer(self) -> None:
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            buffer.close()
-
-    def close(self) -> None:
-        """End all sessions. Repeatable."""
-        super().close()
-        self._close_buffer()
+    def _buffer(self, geometry: Geometry, group: int, count: int) -> _Buffer:
+        """A buffer for so many blocks at most."""
+        pool_bytes = self.stats().pool.size_bytes
+        needed = geometry.block_bytes(group) * count
+        return _Buffer(self.directory, geometry, min(BUFFER_BYTES, pool_bytes // BUFFERS_PER_POOL, needed))

@@ -80,7 +80,7 @@ def test_what_cannot_be_done_is_one_sentence(engine: FakeEngine, cli: Cli, tmp_p
         ((*SHOW_BLOCK, "00", *NAMED), "Several keys begin"),
         ((*SHOW_BLOCK, "zz", *NAMED), "hex digits"),
         ((*SHOW_BLOCK, "11", *NAMED, "--group", "4"), "no group 4"),
-        ((*IMPORT, str(tmp_path), "--list", "--beside"), "--namespace"),
+        ((*IMPORT, str(tmp_path), "--list", "--beside"), "leave --beside away"),
         ((*EXPORT, str(tmp_path / "none" / "file"), *NAMED), "none"),
         ((*IMPORT, str(tmp_path / "none")), "none"),
         ((*IMPORT, str(tmp_path)), str(tmp_path)),

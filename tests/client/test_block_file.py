@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 
 from kvoffd_client import Block, BlockFile, BlockFileError, Geometry, checksum_of
 from kvoffd_client.block_file import BlockFileWriter
-from kvoffd_proto.admin import PageSpec, ShardSpec
-from kvoffd_proto.messages import GroupSpec, LayerSpec
+from kvoffd_proto.admin import BlockInfo, PageSpec, ShardSpec
+from kvoffd_proto.messages import READY, GroupSpec, LayerSpec
 
 KEY_BYTES = 16
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -203,11 +203,14 @@ def test_a_block_of_one_s_own_is_written_and_checked() -> None:
     assert block.shards[0].data[:48].view(np.float32).tolist() == [1.0] * 12
     pytest.importorskip("torch")
     assert block.shards[0].layers[1].tensor().tolist() == [[[2.0] * 3] * 2] * 2
-    assert block.damaged_rank is None
-    block.shards[0].checksum = checksum_of(block.shards[0].data.data)
-    assert block.damaged_rank is None
-    block.shards[0].layers[0].array[0, 0, 0] = 9
-    assert block.damaged_rank == 0
+    for first_block, known, same in (
+        (0, 0, True),
+        (0, checksum_of(block.shards[0].data), True),
+        (0, 7, False),
+        (1, 7, True),
+    ):
+        info = BlockInfo(block.key, READY, 96, 0, first_block, known.to_bytes(8, "big"))
+        assert block.matches(info) is same
     for wrong in ([], [np.zeros(95, np.uint8)], [np.zeros(96, np.uint8)] * 2):
         with pytest.raises(ValueError, match="shard"):
             Block.of_bytes(geometry, 0, b"", wrong)

@@ -84,24 +84,23 @@ def show(
 ) -> int:
     """Show the layers of a block.
 
-    That is dtype, shape, layout and the range of values. The bytes are compared with their checksum.
-
-    Exit status: 0 done, 1 the bytes do not match their checksum, 2 an error.
+    That is dtype, shape, layout and the range of values. Bytes that do not match their checksum are an error.
     """
+    from kvoffd_client import checksum_of
+
     with _open(directory) as client:
         fingerprint = client.find_namespace(namespace)
         found = [info.key for info in islice(client.list_blocks(fingerprint, group, key.lower()), 2)]
         if len(found) != 1:
             begins = "Several keys begin" if found else "No key in the pool begins"
             raise CliError(f"{begins} with {printable(key)!r} in group {group}; `kvoffd-cli blocks ls` lists them.")
-        block = client.get_block(fingerprint, found[0], group, verify=False)
-    sound = block.damaged_rank is None
+        block = client.get_block(fingerprint, found[0], group)
     if json:
         shards = [
             {
                 "rank": shard.rank,
                 "bytes": int(shard.data.nbytes),
-                "checksum": f"{shard.checksum:016x}",
+                "checksum": f"{checksum_of(shard.data):016x}",
                 "layers": [
                     {"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "layout": one.layout}
                     for one in shard.layers
@@ -110,20 +109,19 @@ def show(
             for shard in block.shards
         ]
         facts = {"namespace": fingerprint, "group": group, "key": block.key, "first_block": block.first_block}
-        print_json({**facts, "sound": sound, "shards": shards})
+        print_json({**facts, "sound": True, "shards": shards})
     else:
-        _print_block(block, sound)
-    return int(not sound)
+        _print_block(block)
+    return 0
 
 
-def _print_block(block: Block, sound: bool) -> None:
+def _print_block(block: Block) -> None:
     geometry = block.geometry
     print_line(f"block {block.key.hex()}")
     kind = printable(geometry.groups[block.group].kind)
     say(f"of {namespace_name(geometry.label, geometry.fingerprint)}, group {block.group} ({kind})")
-    checksums = "the bytes match their checksums" if sound else "THE BYTES DO NOT MATCH THEIR CHECKSUMS"
-    count = f"{len(block.shards)} shard{plural(len(block.shards))}"
-    say(f"{format_size(sum(shard.data.nbytes for shard in block.shards))} in {count}; {checksums}", "")
+    size, count = format_size(sum(shard.data.nbytes for shard in block.shards)), len(block.shards)
+    say(f"{size} in {count} shard{plural(count)}; the bytes match their checksums", "")
     rows = [
         (
             str(shard.rank),
@@ -183,12 +181,6 @@ def export(
 @blocks_app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by export.")],
-    namespace: Annotated[
-        str | None,
-        typer.Option(
-            "--namespace", metavar="NAME", help="Namespace that the blocks must be of. [default: as the file says]"
-        ),
-    ] = None,
     beside: Annotated[
         bool,
         typer.Option("--beside", help="Import although a namespace of that label and another fingerprint is open."),
@@ -208,13 +200,13 @@ def import_(
     from kvoffd_client import BlockFile, import_blocks
 
     if show_list:
-        if namespace is not None or beside:
-            raise CliError("--list imports nothing; leave --namespace and --beside away.")
+        if beside:
+            raise CliError("--list imports nothing; leave --beside away.")
         with BlockFile(file) as source:
             _print_file(file, source, as_json=json)
         return 0
     with _open(directory) as client, BlockFile(file) as source:
-        done = import_blocks(client, source, namespace, beside=beside, progress=print_progress)
+        done = import_blocks(client, source, beside=beside, progress=print_progress)
     print_status()
     geometry = source.geometry
     if json:
