@@ -39,62 +39,73 @@ class Native:
     """
 
     def __init__(self, path: Path = LIBRARY) -> None:
-        number, address, text, real = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_double
+        address, text, real = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_double
+        number = address  # as arguments: ctypes takes twice as long for a c_uint64
         keys = (number, text, number, number)  # whose, end to end, how many, bytes of each
-        of_group = (ctypes.c_uint32, *keys[1:])
+        count = ctypes.c_uint64
         try:
             libraries = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
             found = ctypes.c_uint32.in_dll(libraries[0], "kvoffd_version").value
             if found != VERSION:
                 raise OSError(f"it has version {found}, and {VERSION} is needed")
             without_gil, with_gil = (partial(_function, library) for library in libraries)
-            columns, some, slot = (address, address, address, number), (address, number), ctypes.c_uint32
-            self.host_copy = without_gil("host_copy", number, *columns, *columns, address)
+            columns, some = (address, address, address, number), (address, number)
+            self.host_copy = without_gil("host_copy", count, *columns, *columns, address)
             self.digests = without_gil("digests", None, *columns)
             self.gpu_copy = without_gil("gpu_copy", None, address, address)
-            self.disk_read = without_gil("disk_read", None, ctypes.c_int, *some)
-            self.disk_enter = without_gil("disk_enter", number, address, *some, address)
+            self.disk_read = without_gil("disk_read", None, number, *some)
+            self.disk_enter = without_gil("disk_enter", count, address, *some, address)
             # These take microseconds, less than to get the GIL back from another thread: they keep it.
             self.recover_records = without_gil("recover_records", None, address, address, number, number)
             self.recover_blocks = without_gil("recover_blocks", None, address)
             self.blocks_open = with_gil("blocks_open", ctypes.c_int, address, text)
             self.blocks_close = with_gil("blocks_close", None, address)
-            self.blocks_find = with_gil("blocks_find", None, address, *of_group, address, address)
-            self.blocks_lookup = with_gil("blocks_lookup", None, address, *of_group, slot, address, address, address)
+            self.blocks_find = with_gil("blocks_find", None, address, *keys, address, address)
+            self.blocks_lookup = with_gil("blocks_lookup", None, address, *keys, number, address, address, address)
             self.blocks_enter = with_gil(
-                "blocks_enter", number, address, *some, number, slot, slot, text, number, slot, slot
+                "blocks_enter", count, address, *some, number, number, number, text, number, number, number
             )
             self.blocks_publish = with_gil(
-                "blocks_publish", slot, address, address, *some, address, slot, address, number, address, address
+                "blocks_publish",
+                ctypes.c_uint32,
+                address,
+                address,
+                *some,
+                address,
+                number,
+                address,
+                number,
+                address,
+                address,
             )
-            self.blocks_set_checksum = with_gil("blocks_set_checksum", None, address, slot, number)
-            self.blocks_drop = with_gil("blocks_drop", number, address, *some, number, address, address, address)
+            self.blocks_set_checksum = with_gil("blocks_set_checksum", None, address, number, number)
+            self.blocks_drop = with_gil("blocks_drop", count, address, *some, number, address, address, address)
             self.blocks_replace = with_gil(
-                "blocks_replace", number, address, *some, number, slot, text, number, number, address, address, address
+                "blocks_replace", count, address, *some, number, number, text, number, number, address, address, address
             )
-            self.blocks_alike = with_gil("blocks_alike", slot, address, *some, slot)
+            self.blocks_alike = with_gil("blocks_alike", ctypes.c_uint32, address, *some, number)
             self.blocks_being_written = with_gil("blocks_being_written", None, address, *some, address)
             self.blocks_release = with_gil("blocks_release", None, address, *some, address, address)
-            self.blocks_pin = with_gil("blocks_pin", None, address, *some, ctypes.c_int32, address, address)
+            self.blocks_pin = with_gil("blocks_pin", None, address, *some, number, address, address)
             self.blocks_keys = with_gil("blocks_keys", None, address, *some, number, address)
-            self.blocks_plan = with_gil("blocks_plan", number, address, *of_group, slot, address, address, address)
+            self.blocks_plan = with_gil("blocks_plan", count, address, *keys, number, address, address, address)
             self.plan_blocks = with_gil(
                 "plan_blocks", None, address, number, number, number, text, number, text, number, text, address
             )
-            self.slots_take = with_gil("slots_take", number, address, number, number, ctypes.c_int32, address, address)
+            self.slots_take = with_gil("slots_take", count, address, number, number, number, address, address)
             self.slots_free = with_gil("slots_free", ctypes.c_int64, address, *some)
             self.disk_open = with_gil("disk_open", ctypes.c_int, address, text)
             self.disk_close = with_gil("disk_close", None, address)
-            self.disk_find = with_gil("disk_find", None, address, *of_group, address)
+            self.disk_find = with_gil("disk_find", None, address, *keys, address)
             self.disk_remove = with_gil("disk_remove", None, address, *some)
-            self.blocks_note = with_gil("blocks_note", None, address, *of_group, number)
-            self.blocks_count = with_gil("blocks_count", None, address, *of_group, text, address)
+            self.blocks_note = with_gil("blocks_note", None, address, *keys, number)
+            self.blocks_count = with_gil("blocks_count", None, address, *keys, text, address)
             self.queues_new = with_gil("queues_new", address, number, number, text)
             self.queues_free = with_gil("queues_free", None, address)
-            self.queues_insert = with_gil("queues_insert", number, address, *of_group, text)
+            self.queues_insert = with_gil("queues_insert", count, address, *keys, text)
             self.queues_use = with_gil("queues_use", None, address, *some)
-            self.queues_remove = with_gil("queues_remove", None, address, *some, slot)
-            self.queues_candidates = with_gil("queues_candidates", number, address, real, *some)
+            self.queues_remove = with_gil("queues_remove", None, address, *some, number)
+            self.queues_candidates = with_gil("queues_candidates", count, address, real, *some)
             self.curve_new = with_gil("curve_new", address, address, text)
             self.curve_free = with_gil("curve_free", None, address)
             self.curve_asked = with_gil(
@@ -102,13 +113,13 @@ class Native:
             )
             self.learned_new = with_gil("learned_new", address, number, text)
             self.learned_free = with_gil("learned_free", None, address)
-            self.learned_note = with_gil("learned_note", number, address, *keys, number, number)
+            self.learned_note = with_gil("learned_note", count, address, *keys, number, number)
             self.learned_pass = with_gil("learned_pass", None, address, number, number)
-            self.learned_insert = with_gil("learned_insert", number, address, *keys, number, text)
-            self.learned_remove = with_gil("learned_remove", number, address, *keys)
-            self.learned_forget = with_gil("learned_forget", number, address, *keys)
-            self.learned_candidates = with_gil("learned_candidates", number, address, real, address, number)
-            self.learned_admit = with_gil("learned_admit", number, address, *keys, number, text, number, address)
+            self.learned_insert = with_gil("learned_insert", count, address, *keys, number, text)
+            self.learned_remove = with_gil("learned_remove", count, address, *keys)
+            self.learned_forget = with_gil("learned_forget", count, address, *keys)
+            self.learned_candidates = with_gil("learned_candidates", count, address, real, address, number)
+            self.learned_admit = with_gil("learned_admit", count, address, *keys, number, text, number, address)
             self.learned_rejected = with_gil("learned_rejected", None, address, *keys)
             self.learned_chance = with_gil("learned_chance", real, address, number, text, number, number)
             self.learned_go_on = with_gil("learned_go_on", None, address)
