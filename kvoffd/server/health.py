@@ -71,11 +71,15 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
         )
     if dropped := recent.no_space_keys:
         cause = max(recent.no_space_causes, key=recent.no_space_causes.__getitem__)
-        whose = {"pinned": _most_pinned, "quota": _full_quota}.get(cause, lambda _: "")(service)
+        whose, advice = "", "Enlarge the pool."
+        if cause == "pinned":
+            whose, advice = _most_pinned(service), "`kvoffd-cli clients` says who holds what."
+        elif cause == "quota":
+            whose, advice = _full_quota(service), "`kvoffd-cli namespaces quota` raises it."
         yield (
             "stores_without_space",
             f"In the last {over} there was no space for {format_count(dropped)} block{plural(dropped)} that engines "
-            f"offered: {NO_SPACE_CAUSES[cause]}{whose}.",
+            f"offered: {NO_SPACE_CAUSES[cause]}{whose}. {advice}",
         )
     late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
     if late >= LEAST_LATE and late > LATE_SHARE * lookups:

@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_client.cli import main
-from kvoffd_client.cli.doctor import read_engine
+from kvoffd_client.cli.doctor import read_engine, swapped_bytes
 from kvoffd_client.testing import EngineResult, FakeEngine
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.closing import ServerThread, ThreadsServer
@@ -185,7 +186,7 @@ def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
             return set(doctor(daemon, "--engine", url))
 
         assert checks("") == {"engine_without"}
-        assert checks(metrics(kvoffd_connected=0)) == {"engine_away"}
+        assert checks(metrics(kvoffd_connected=0, prompt_tokens_total=9)) == {"engine_away"}
         counted = {"kvoffd_connected": 2, "external_prefix_cache_queries_total": 2 * hits, "kvoffd_lookups_total": 300}
         assert checks(metrics(**counted, external_prefix_cache_hits_total=hits)) == set()
         assert checks(metrics(**counted, external_prefix_cache_hits_total=0)) == {"hits_disagree"}
@@ -196,13 +197,22 @@ def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
         assert checks(f"{more}{began}{time.time() - 3600}\n") == set(), "it may have counted them with another daemon"
         late = metrics(**counted, external_prefix_cache_hits_total=hits, kvoffd_late_lookups_total=30)
         assert checks(late) == {"engine_late"}
-        assert checks(metrics(**counted).replace("llama", "other")) == {"engine_elsewhere"}
         assert checks("this is {no metric") == {"engine_unreachable"}
         monkeypatch.setattr(Metrics, "text", {})
         assert "answers 404" in doctor(daemon, "--engine", f"{url}/metrics")["engine_unreachable"]
     assert "does not answer" in read_engine(url).problem
     monkeypatch.setattr("kvoffd_client.cli.doctor.open_admin", None)
     assert main(["doctor", "--engine", "file:///etc/passwd"]) == 2
+
+
+def test_what_is_swapped_is_looked_at_where_anything_is(tmp_path: Path) -> None:
+    """The kernel walks all of a pool to count what of it is swapped."""
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "smaps_rollup").write_text("00400000-7ffc [rollup]\nRss: 9000 kB\nSwap: 512 kB\n")
+    for free, swapped in (("1024 kB", 512 << 10), ("2048 kB", 0)):
+        (tmp_path / "meminfo").write_text(f"MemTotal: 67108864 kB\nSwapTotal: 2048 kB\nSwapFree: {free}\n")
+        assert swapped_bytes(tmp_path / "7") == swapped
+    assert swapped_bytes(tmp_path / "8" / "8") == 0
 
 
 def test_as_a_command() -> None:

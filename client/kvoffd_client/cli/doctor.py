@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import shutil
 import time
 import urllib.error
 from collections import defaultdict
@@ -20,7 +21,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvoffd_client.admin_client import AdminClient, open_url, read_stats
 from kvoffd_client.cli.findings import FEWEST_LOOKUPS, EngineMetrics, Facts, Finding, Value, find, judge_value
 from kvoffd_client.cli.format import Line, percent, print_json, print_line, print_status, say
-from kvoffd_client.cli.machine import look_at
 from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, local_directory, open_admin
 from kvoffd_client.errors import KvoffdClientError
@@ -112,9 +112,40 @@ def gather(read: Callable[[], DaemonStats], urls: Sequence[str], admin: AdminCli
     stats = read()
     if admin is None:
         return Facts(stats, engines=engines)
-    machine, own = look_at(admin.pid, [one.directory for one in stats.disks]), admin.session_id
-    sessions = [one for one in admin.sessions().sessions if one.session_id != own]
-    return Facts(stats, admin.namespaces().namespaces, sessions, machine, engines)
+    sessions = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
+    return Facts(
+        stats,
+        admin.namespaces().namespaces,
+        sessions,
+        engines,
+        swapped_bytes(Path(f"/proc/{admin.pid}")) if admin.pid else 0,
+        # The word in brackets is chosen.
+        _text(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")).partition("[")[2].partition("]")[0],
+        {one.directory: free for one in stats.disks if (free := _free_bytes(one.directory)) is not None},
+    )
+
+
+def swapped_bytes(process: Path) -> int:
+    """To count a pool's swapped pages the kernel walks all of it, so it is asked only where anything is swapped."""
+    memory = dict(line.split(":") for line in _text(process.parent / "meminfo").splitlines())
+    if memory.get("SwapTotal", "").split() == memory.get("SwapFree", "").split():
+        return 0
+    swapped = _text(process / "smaps_rollup").partition("\nSwap:")[2].split()
+    return int(swapped[0]) * 1024 if swapped else 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _free_bytes(directory: str) -> int | None:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return None
 
 
 def metrics_url(given: str) -> str:
@@ -131,21 +162,20 @@ def read_engine(where: str) -> EngineMetrics:
         with open_url(where, ENGINE_TIMEOUT_S) as answer:
             text = answer.read(MOST_METRICS_BYTES).decode(errors="replace")
         metrics: dict[str, float] = defaultdict(float)
-        models, age_seconds = set(), None
+        age_seconds = None
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name == "process_start_time_seconds":
                     age_seconds = time.time() - sample.value
                 if sample.name.startswith("vllm:") and not sample.name.endswith(("_bucket", "_created")):
                     metrics[sample.name] += sample.value
-                    models |= {sample.labels["model_name"]} if "model_name" in sample.labels else set()
     except urllib.error.HTTPError as error:
         return EngineMetrics(problem=f"answers {error.code} {error.reason}")
     except urllib.error.URLError as error:
         return EngineMetrics(problem=f"does not answer: {getattr(error.reason, 'strerror', None) or error.reason}")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return EngineMetrics(problem=f"does not answer with metrics: {error}")
-    return EngineMetrics(metrics, frozenset(models), age_seconds=age_seconds)
+    return EngineMetrics(metrics, age_seconds=age_seconds)
 
 
 def run_self_test(place: Path) -> SelfTest:

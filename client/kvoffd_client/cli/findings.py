@@ -5,20 +5,17 @@ KINDS has what each finding means and what mends it; a check adds its evidence.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import inf
-from pathlib import PurePath
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 
 from kvoffd_client.cli.format import count_blocks, namespace_name, percent
-from kvoffd_client.cli.machine import Machine
 from kvoffd_client.cli.show import engines_of
-from kvoffd_client.namespace import LABEL_IN_NAME
 from kvoffd_client.namespace_differences import explain, fields_of_description
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import BENCH_LABEL, Role
@@ -63,7 +60,6 @@ DAY_S = 86_400.0
 CONNECTING_S = 60.0
 """What the workers of an engine may be later than its scheduler."""
 HUGE_PAGES_FROM_BYTES = 8 << 30
-LOW_MEMORY, REMOTE_SHARE, SHM_SHARE = 0.05, 0.1, 1 / 40
 AGREE = 1.1
 """Counters of engine and daemon may differ by so much, since they are read one after the other."""
 
@@ -79,62 +75,32 @@ class Kind(NamedTuple):
     fix: str
 
 
-_RESTART = "systemctl restart kvoffd"
-_FILE = " in kvoffd.toml"
-_TOML = _FILE + ", then: " + _RESTART
-_UNIT = " in kvoffd.service, then: " + _RESTART
-_LOG = "journalctl -u kvoffd"
-_NEEDS = "kvoffd config (its last lines say what the daemon needs)"
-_CPU = "CPUAffinity=" + _UNIT
+_RESTART = "; then restart the daemon"
+_LOG = "the daemon's log"
+_CPU = "a core of its own for the daemon (CPUAffinity= in its systemd unit, or taskset)" + _RESTART
 
 KINDS = {
-    # Reasons of kvoffd-cli health, whose sentences are the evidence.
-    "stopping": Kind("error", "No engine is served until the daemon has started again.", "systemctl start kvoffd"),
-    "sockets_lost": Kind("error", "New engines cannot connect.", _RESTART),
-    "pool_corrupt": Kind("error", "The machine's memory may be bad.", "kvoffd-cli scrub"),
-    "gpu": Kind("warning", "Copies to and from GPUs are slow, or fail.", _LOG + " --grep GPU"),
-    "disk_failed": Kind("warning", "Blocks on that disk are not used.", _RESTART),
-    "disk_hangs": Kind("warning", "Blocks on that disk are misses until the call returns.", "dmesg | tail -n 50"),
-    "disk_errors": Kind("warning", "The drive may be failing.", "dmesg | tail -n 50"),
-    "shared_unreachable": Kind("warning", "Blocks of other nodes are misses.", "kvoffd-cli stats tiers"),
-    "shared_refuses": Kind("warning", "Other nodes do not get blocks of this one.", "kvoffd-cli stats tiers"),
-    "shared_server": Kind("warning", "Blocks that lie there are misses.", "kvoffd-cli stats tiers"),
-    "pool_file_removed": Kind("warning", "The next daemon starts with an empty pool.", "lsof +L1"),
-    "disk_file_removed": Kind("warning", "The next daemon starts with an empty disk.", "lsof +L1"),
-    "pool_pinned": Kind("warning", "Stores find no space until blocks are released.", "kvoffd-cli clients"),
-    "stores_without_space": Kind("warning", "These blocks are computed again when asked for.", "{}"),
-    "lookups_late": Kind("warning", "Engines computed these: they or the daemon have too little CPU.", _CPU),
-    "sessions_taken": Kind("warning", "Further engines run without the cache.", "kvoffd-cli clients --all"),
-    "descriptors": Kind("warning", "The daemon exits when it has no more.", "LimitNOFILE=65536" + _UNIT),
-    "http_unavailable": Kind("warning", "Nobody can scrape /metrics.", "http_address" + _TOML),
-    # The daemon.
-    "errors": Kind("warning", "Requests of a client are refused.", _LOG + " --since -1h"),
+    # The daemon. What it says of its own health has sentences of its own.
+    "errors": Kind("warning", "Requests of a client are refused.", _LOG),
     "failed_stores": Kind("warning", "These blocks are computed again when they are asked for.", _LOG),
     "failed_loads": Kind("warning", "Engines computed these blocks.", _LOG),
-    "loop_blocked": Kind("warning", "Lookups take that long, and engines do not wait.", _LOG + " --grep blocked"),
+    "loop_blocked": Kind("warning", "Lookups take that long, and engines do not wait.", _LOG),
+    "lookups_late": Kind("warning", "Engines computed these: they or the daemon have too little CPU.", _CPU),
     "no_engine": Kind("info", "Nobody uses this cache now.", "vllm serve ... --kv-transfer-config (client/README.md)"),
     "workers_missing": Kind("warning", "No block becomes ready without all ranks.", "kvoffd-cli clients --all"),
     "partial_blocks": Kind("warning", "A worker does not store, or they are on several machines.", _LOG),
     # The machine.
-    "out_of_memory": Kind("error", "A limit is too low for the pool and what the daemon needs besides.", _NEEDS),
-    "memory_limit": Kind("warning", "The kernel kills the daemon when it needs more.", _NEEDS),
-    "memory_low": Kind("warning", "The machine is about to swap or to kill processes.", "a smaller pool_size" + _TOML),
     "swapped": Kind("warning", "Loads wait for the swap device, longer than computing takes.", "swapoff -a"),
     "huge_pages": Kind(
         "info",
         "The daemon starts slower, and page tables are larger.",
-        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; " + _RESTART,
+        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" + _RESTART,
     ),
-    "numa": Kind("info", "Copies of these are slower: one node's part of the pool is full.", "numactl --hardware"),
-    "shm_full": Kind("warning", "What the policy learned cannot be saved there.", "mount -o remount,size=... /dev/shm"),
-    "cuda": Kind("warning", "The daemon may not find it either, and engines on GPUs need it.", "cuda_library" + _TOML),
-    "not_pinned": Kind("warning", "GPUs copy the rest slowly.", _LOG + " --grep pin"),
-    "memlock": Kind("warning", "GPUs copy the rest slowly.", "LimitMEMLOCK=infinity" + _UNIT),
     # Tiers.
     "disk_space": Kind("warning", "Writes will fail when the file system is full.", "df -h"),
-    "disk_too_small": Kind("info", "Blocks leave it before they come back.", "{}" + _TOML),
-    "tier_late": Kind("warning", "Engines computed these: tiers are slow, or have too much to do.", "{}" + _TOML),
-    "disk_writes": Kind("warning", "The drives wear out for little.", "{}" + _TOML),
+    "disk_too_small": Kind("info", "Blocks leave it before they come back.", "{}" + _RESTART),
+    "tier_late": Kind("warning", "Engines computed these: tiers are slow, or have too much to do.", "{}" + _RESTART),
+    "disk_writes": Kind("warning", "The drives wear out for little.", "{}" + _RESTART),
     # Namespaces.
     "not_shared": Kind("warning", "Each computes what the other has.", "kvoffd-cli namespaces diff {}"),
     "left_behind": Kind(
@@ -143,10 +109,10 @@ KINDS = {
         "kvoffd-cli clear {}",
     ),
     # Value.
-    "pool_too_small": Kind("info", "More memory would save more prefill.", "{}" + _TOML),
-    "lru_is_better": Kind("info", "What it learned does not fit this traffic.", 'eviction_policy = "lru"' + _TOML),
+    "pool_too_small": Kind("info", "More memory would save more prefill.", "{}" + _RESTART),
+    "lru_is_better": Kind("info", "What it learned does not fit this traffic.", 'eviction_policy = "lru"' + _RESTART),
     "thrash": Kind("warning", "Blocks leave before they come back.", "{}"),
-    "pool_too_large": Kind("info", "The rest of the memory brings nothing now.", "a smaller pool_size" + _TOML),
+    "pool_too_large": Kind("info", "The rest of the memory brings nothing now.", "a smaller pool_size" + _RESTART),
     "starving": Kind("warning", "Others take the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
     # Engines.
     "engine_unreachable": Kind("warning", "What it counts cannot be compared.", "curl {}"),
@@ -156,7 +122,6 @@ KINDS = {
         """--kv-transfer-config '{{"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}}'""",
     ),
     "engine_away": Kind("warning", "It computes all prompts. Its log says why.", "KVOFFD_DIRECTORY of the engine"),
-    "engine_elsewhere": Kind("warning", "It uses another daemon.", "KVOFFD_DIRECTORY of the engine"),
     "engine_late": Kind("warning", "The daemon or this engine has too little CPU.", _CPU),
     "hits_disagree": Kind("info", "One was restarted, or the engine uses another daemon.", "kvoffd-cli clients"),
 }  # fmt: skip
@@ -179,35 +144,20 @@ class Finding(msgspec.Struct, frozen=True):
 
 def finding(check: str, evidence: str, weight: float = 0.1, fix: str = "", level: str = "") -> Finding:
     """A finding of a kind, with its evidence; ``fix`` stands in that of the kind."""
-    kind = KINDS.get(check, Kind("warning", "", ""))  # another release's daemon may have other reasons
+    kind = KINDS[check]
     return Finding(level or kind.level, check, evidence, kind.meaning, kind.fix.format(fix), min(1.0, weight))
 
 
-@dataclass(frozen=True)
-class EngineMetrics:
+class EngineMetrics(NamedTuple):
     """What an engine's /metrics say, summed over its data-parallel ranks; ``problem``: why they cannot be read."""
 
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    models: frozenset[str] = frozenset()
+    metrics: Mapping[str, float] = MappingProxyType({})
     problem: str = ""
     age_seconds: float | None = None
     """Since its process began; None where it does not say."""
 
     def of(self, name: str) -> float:
         return self.metrics.get(f"vllm:{name}", 0.0)
-
-    def serves(self, label: str) -> bool:
-        """Whether a namespace of that label may be its own: of a local model the label is the directory's name."""
-        return label in self._labels
-
-    def is_session(self, name: str) -> bool:
-        """Whether a session of that name may be its own. The connector puts the label between the engine's id and the
-        role: of a namespace that engines share, another one may have given the label."""
-        return any(f" {label[:LABEL_IN_NAME]} " in name for label in self._labels)
-
-    @property
-    def _labels(self) -> set[str]:
-        return {label for model in self.models for label in (model, PurePath(model).name)}
 
 
 @dataclass(frozen=True)
@@ -217,8 +167,13 @@ class Facts:
     stats: DaemonStats
     namespaces: Sequence[NamespaceInfo] = ()
     sessions: Sequence[SessionInfo] | None = None
-    machine: Machine = field(default_factory=Machine)
     engines: Mapping[str, EngineMetrics] = field(default_factory=dict)
+    swapped_bytes: int = 0
+    """Of the daemon's memory, the pool included."""
+    huge_pages: str = ""
+    """What ``shmem_enabled`` says: ``never``, ``advise``, ..."""
+    disks_free_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By directory; those that can be seen."""
 
     def setting(self, name: str) -> str:
         return next((one.value for one in self.stats.settings if one.name == name), "")
@@ -251,21 +206,8 @@ def _share(part: float, whole: float) -> float:
 
 def daemon_health(facts: Facts) -> Iterator[Finding]:
     for cause in facts.stats.health_problems:
-        fix = _space(facts) if cause.reason == "stores_without_space" else ""
-        yield finding(cause.reason, printable(cause.sentence), 1.0, fix, "" if facts.stats.ready else "error")
-
-
-def _space(facts: Facts) -> str:
-    """What gives stores the space that others have."""
-    causes = facts.stats.last_minute.no_space_causes
-    cause = max(causes, key=causes.__getitem__, default="pinned")
-    if cause == "pinned":
-        return "kvoffd-cli clients"
-    limited = [one for one in facts.counted if one.quota_bytes]
-    if cause == "quota" and limited:
-        one = max(limited, key=lambda one: one.no_space_causes.get("quota", 0))
-        return f"kvoffd-cli namespaces quota {one.id} --max {exact_size(2 * (one.quota_bytes or 0))}"
-    return f'pool_size = "{exact_size(2 * facts.stats.pool.size_bytes)}"{_TOML}'
+        level = "error" if cause.reason == "pool_corrupt" or not facts.stats.ready else "warning"
+        yield Finding(level, cause.reason, printable(cause.sentence), "", "", 1.0)
 
 
 def late_lookups(facts: Facts) -> Iterator[Finding]:
@@ -335,49 +277,12 @@ def partial_blocks(facts: Facts) -> Iterator[Finding]:
 
 
 def memory(facts: Facts) -> Iterator[Finding]:
-    machine = facts.machine
-    limit, used, cgroup = machine.memory_limit_bytes, machine.memory_used_bytes, machine.memory_cgroup
-    if machine.oom_kills:
-        times = f"{machine.oom_kills} process{'es' * (machine.oom_kills > 1)}"
-        yield finding("out_of_memory", f"The kernel killed {times} in {cgroup}, for want of memory.", 0.9)
-    elif limit and used > (1 - LOW_MEMORY) * limit:
-        yield finding("memory_limit", f"{cgroup} has {format_size(used)} in use, of {format_size(limit)}.", 0.8)
-    free, total = machine.available_bytes, machine.memory_bytes
-    if free < LOW_MEMORY * total:
-        yield finding("memory_low", f"{format_size(free)} of {format_size(total)} of memory are available.", 0.7)
-    if machine.swapped_bytes:
-        yield finding("swapped", f"{format_size(machine.swapped_bytes)} of the daemon's memory are swapped out.", 0.8)
-
-
-def limits(facts: Facts) -> Iterator[Finding]:
-    machine, pool_bytes, pool_file = facts.machine, facts.stats.pool.size_bytes, facts.setting("pool_file")
-    if machine.huge_pages in ("never", "deny") and not pool_file and pool_bytes >= HUGE_PAGES_FROM_BYTES:
-        evidence = f"The kernel gives shared memory no huge pages (shmem_enabled is {machine.huge_pages})."
+    if facts.swapped_bytes:
+        yield finding("swapped", f"{format_size(facts.swapped_bytes)} of the daemon's memory are swapped out.", 0.8)
+    large = facts.stats.pool.size_bytes >= HUGE_PAGES_FROM_BYTES and not facts.setting("pool_file")
+    if large and facts.huge_pages in ("never", "deny"):
+        evidence = f"The kernel gives shared memory no huge pages (shmem_enabled is {facts.huge_pages})."
         yield finding("huge_pages", evidence)
-    stored, remote = facts.stats.since_start.stored_blocks, facts.stats.pool.numa_remote_slots
-    if stored and remote > REMOTE_SHARE * stored:
-        evidence = f"{percent(remote, max(stored, remote))} of the blocks lie on another NUMA node than their GPU."
-        yield finding("numa", evidence, 0.2)
-    free = machine.shm_free_bytes
-    if free is not None and pool_file.startswith("/dev/shm/") and free < SHM_SHARE * pool_bytes:
-        evidence = f"/dev/shm has {format_size(free)} free, and {printable(pool_file)} lies there."
-        yield finding("shm_full", evidence)
-
-
-def gpus(facts: Facts) -> Iterator[Finding]:
-    pool, machine = facts.stats.pool, facts.machine
-    pinned, memlock = pool.pinned_for_gpu_bytes, machine.memlock_bytes
-    if not machine.driver or facts.has("gpu"):
-        return
-    if machine.cuda_problem:
-        evidence = f"NVIDIA's driver {machine.driver} is here, but its library does not load: {machine.cuda_problem}."
-        yield finding("cuda", evidence, 0.9)
-    elif pinned < pool.size_bytes and facts.setting("pin_pool") == "start":
-        evidence = f"{format_size(pinned)} of {format_size(pool.size_bytes)} of the pool are pinned for GPUs."
-        if memlock is not None and memlock < pool.size_bytes:
-            yield finding("memlock", f"{evidence} The daemon may lock {format_size(memlock)} of memory.", 0.6)
-        else:
-            yield finding("not_pinned", evidence, 0.6)
 
 
 # --- tiers ------------------------------------------------------------------------------------------
@@ -393,7 +298,7 @@ def _disk_life_s(facts: Facts, disk: DiskStats) -> float:
 
 def disks(facts: Facts) -> Iterator[Finding]:
     for disk in facts.stats.disks:
-        free, name = facts.machine.disks_free_bytes.get(disk.directory), printable(disk.directory)
+        free, name = facts.disks_free_bytes.get(disk.directory), printable(disk.directory)
         missing = disk.size_bytes - disk.physical_bytes
         if disk.up and free is not None and free < missing:
             evidence = f"{name} may take {format_size(missing)} more, and {format_size(free)} are free."
@@ -566,7 +471,7 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         gain -= 100 * _share(below, total.asked_keys)
         yield finding("pool_too_small", evidence, gain / 100, fix, "warning" if gain >= MANY_POINTS else "info")
     elif evicted >= THRASH_SHARE:
-        fix = 'eviction_policy = "learned"' + _TOML
+        fix = 'eviction_policy = "learned"' + _RESTART
         if stats.policy == "learned":
             fix = "kvoffd-cli trace record FILE; kvoffd-cli trace replay FILE"
         yield finding("thrash", f"{gone}, and more memory would find little more.", evicted, fix)
@@ -630,39 +535,27 @@ def engines(facts: Facts) -> Iterator[Finding]:
     """What vLLM's own counters say. Theirs begin with the engine, the daemon's with the daemon."""
     for url, engine in facts.engines.items():
         at = f"The engine at {printable(url)}"
-        models = ", ".join(map(printable, sorted(engine.models))) or "its model"
         if engine.problem:
             yield finding("engine_unreachable", f"{at} {printable(engine.problem)}.", 0.4, url)
         elif "vllm:kvoffd_connected" not in engine.metrics:
             yield finding("engine_without", f"{at} has no metrics of kvoffd.", 0.9)
         elif not engine.of("kvoffd_connected"):
             # Before its first prompt vLLM asks its connector for no metrics.
-            is_here = any(engine.is_session(one.name) for one in facts.sessions or ())
-            if is_here and not engine.of("prompt_tokens_total"):
-                continue
-            yield finding("engine_away", f"{at} is not connected to a daemon.", 1.0)
-        elif not (own := _namespaces_of(facts, engine)):
-            yield finding("engine_elsewhere", f"{at} is connected, and this daemon does not know {models}.", 0.9)
+            if engine.of("prompt_tokens_total") or not facts.engine_count:
+                yield finding("engine_away", f"{at} is not connected to a daemon.", 1.0)
         else:
-            yield from _engine_counts(facts, at, engine, own)
+            yield from _engine_counts(facts, at, engine)
 
 
-def _namespaces_of(facts: Facts, engine: EngineMetrics) -> set[str]:
-    """Fingerprints of the namespaces that are an engine's, by their labels and by its sessions."""
-    labelled = {one.fingerprint for one in facts.counted if engine.serves(one.model)}
-    of_sessions = (one.namespaces for one in facts.sessions or () if engine.is_session(one.name))
-    return labelled | {each.hex() for one in of_sessions for each in one}
-
-
-def _engine_counts(facts: Facts, at: str, engine: EngineMetrics, own: set[str]) -> Iterator[Finding]:
+def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Finding]:
     late, lookups = engine.of("kvoffd_late_lookups_total"), engine.of("kvoffd_lookups_total")
     if late >= FEWEST_ERRORS and late > LATE_SHARE * lookups:
         evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
         yield finding("engine_late", evidence, _share(late, lookups))
-    # Tokens that vLLM counts as external hits, and those that the daemon loaded for engines of its namespaces. What an
-    # engine that is older than the daemon has counted may be of the one before.
+    # Tokens that vLLM counts as external hits, and those that the daemon loaded for all engines. What an engine that is
+    # older than the daemon has counted may be of the one before.
     hits, asked = (engine.of(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
-    loaded = sum(one.loaded_tokens for one in facts.counted if one.fingerprint in own)
+    loaded = facts.stats.since_start.loaded_tokens
     alone = facts.engine_count == 1
     is_older = engine.age_seconds is not None and engine.age_seconds > facts.stats.uptime_seconds
     more_there = not is_older and hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
@@ -673,46 +566,12 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics, own: set[str]) 
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    daemon_health, late_lookups, failures, blocked_loop, connected_clients, partial_blocks, memory, limits, gpus,
+    daemon_health, late_lookups, failures, blocked_loop, connected_clients, partial_blocks, memory,
     disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, starving, engines,
 )  # fmt: skip
-
-
-BY_HAND = (
-    (r"LimitNOFILE=65536 in kvoffd.service", "ulimit -n 65536"),
-    (r"LimitMEMLOCK=infinity in kvoffd.service", "ulimit -l unlimited"),
-    (r"CPUAffinity= in kvoffd.service", "taskset --cpu-list"),
-    (r"systemctl restart kvoffd", "start the daemon again"),
-    (r"systemctl start kvoffd", "kvoffd serve"),
-    (r"journalctl -u kvoffd(?: --grep (\w+)| --since \S+)?", r"see the daemon's log"),
-)
-"""What mends it where the daemon is no unit of systemd."""
 
 
 def find(facts: Facts) -> list[Finding]:
     """All findings, the heaviest first."""
     found = [one for check in CHECKS for one in check(facts)]
-    found = [msgspec.structs.replace(one, fix=_as_started(one.fix, facts)) for one in found]
     return sorted(found, key=lambda one: (LEVELS.index(one.level), -one.weight))
-
-
-def _as_started(fix: str, facts: Facts) -> str:
-    """What mends it in the words of how this daemon was started: by systemd or by hand, by a file, variables, flags."""
-    sources = [one.source for one in facts.stats.settings]
-    file = next((one.removeprefix("file ") for one in sources if one.startswith("file ")), "")
-    if _FILE in fix and file:
-        fix = fix.replace(_FILE, f" in {printable(file)}")
-    elif _FILE in fix and not facts.machine.unit:
-        names = "|".join(one.name for one in facts.stats.settings)
-        by_variable = any(one.startswith("variable ") for one in sources)
-
-        def written(found: re.Match[str]) -> str:
-            name, value = found[1], found[2] or ""
-            if by_variable:
-                return f"KVOFFD_{name.upper()}{'=' * bool(value)}{value}"
-            return f"--{name.replace('_', '-')} {value}".rstrip()
-
-        fix = re.sub(rf'\b({names})\b(?: = \[?"([^"]*)"\]?)?', written, fix.replace(_FILE, ""))
-    for systemd, otherwise in () if facts.machine.unit else BY_HAND:
-        fix = re.sub(systemd, otherwise, fix)
-    return fix
