@@ -31,7 +31,7 @@ DOOR = ("daemon", "cli", "faults", "chaos", "sim")
 def pytest_configure(config: pytest.Config) -> None:
     require.required()  # a wrong name is an error before anything runs
     if not hasattr(config, "workerinput"):  # with xdist, the process that collects the reports
-        config.pluginmanager.register(Durations(config))
+        config.pluginmanager.register(Durations())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -12,12 +12,7 @@ import pytest
 
 from kvoffd_proto import cuda
 from tests.kit.cuda_abi import Declarations, differences, header_version
-from tests.kit.cuda_calls import (
-    MEM_ALLOCATION_TYPE_PINNED,
-    MEMHOSTALLOC_PORTABLE,
-    SRC_ACCESS_ORDER_ANY,
-    TEST_PROTOTYPES,
-)
+from tests.kit.cuda_calls import MEM_ALLOCATION_TYPE_PINNED, MEMHOSTALLOC_PORTABLE, TEST_PROTOTYPES
 from tests.kit.cuda_files import ROOT, VERSIONS, include_directory
 
 CONSTANTS = {
@@ -25,7 +20,6 @@ CONSTANTS = {
     for name, value in vars(cuda).items()
     if name.isupper() and not name.startswith("_") and isinstance(value, int)
 } | {
-    "CU_MEMCPY_SRC_ACCESS_ORDER_ANY": SRC_ACCESS_ORDER_ANY,
     "CU_MEMHOSTALLOC_PORTABLE": MEMHOSTALLOC_PORTABLE,
     "CU_MEM_ALLOCATION_TYPE_PINNED": MEM_ALLOCATION_TYPE_PINNED,
 }
@@ -41,7 +35,6 @@ OURS = Declarations(
         "CUDA_ERROR_TENSOR_MEMORY_LEAK": 12050,
         "CUmemcpyAttributes": 12080,
         "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": 12080,
-        "CU_MEMCPY_SRC_ACCESS_ORDER_ANY": 12080,
         "CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE": 12080,
     },
 )

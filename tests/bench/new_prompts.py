@@ -1,7 +1,8 @@
 """What prompts feel of kvoffd beside a connector that does nothing, on an idle machine and on a busy one.
 
 New prompts, and one that the engine has in its own cache. ``python -m tests.bench.new_prompts``, with the Python that
-has vLLM, starts a daemon of its own. Busy means a busy loop of Python for each core, at normal priority.
+has vLLM, starts a daemon and both engines. Busy means a busy loop of Python for each core, at normal priority. Times
+are vLLM's own, from a prompt's arrival to its first token.
 """
 
 from __future__ import annotations
@@ -13,94 +14,61 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from kvoffd_client import AdminClient
-from kvoffd_client.testing import running_daemon
-from tests.bench.report_file import markdown_table, percentile
+from tests.bench.report_file import ROOT, markdown_table
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import BLOCK_TOKENS, EngineProcess
 from tests.kit.models import make_tiny_llama
-
-if TYPE_CHECKING:
-    from vllm import LLM
 
 IDLE, KVOFFD = "does nothing", "kvoffd"
 SIZES, CACHED_TOKENS = (64, 1024), 4096
-BLOCK_TOKENS = 32
 CACHE_BLOCKS = 4 * CACHED_TOKENS // BLOCK_TOKENS
 """Of an engine's cache: few, so that all are in use soon."""
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
+CONNECTOR = {
+    "kv_connector": "IdleConnector",
+    "kv_connector_module_path": "tests.bench.idle_connector",
+    "kv_role": "kv_both",
 }
 REST_S = 0.03
 """Pause before a prompt: what the one before left to do is done by then."""
 TURN_PAUSE_S = 0.3
 """Pause between the engines' turns: the threads of the one that ran spin for a while."""
-DEADLINE_S = 30.0
 
 
-class Engine:
-    """One vLLM, warm: what only its first requests pay for is paid. And a prompt that it has computed."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._engine = llm.llm_engine
-        self._serial = 0
-        self._known = _prompt(CACHED_TOKENS)
-        # Every block of the cache is written once: the first write to a page costs the kernel's time.
-        for _ in range(CACHE_BLOCKS * BLOCK_TOKENS // CACHED_TOKENS + 1):
-            self._first_token(_prompt(CACHED_TOKENS))
-
-    def new(self, tokens: int, prompts: int) -> list[float]:
-        """The seconds to the first token of new prompts, one after the other."""
-        return [self._first_token(_prompt(tokens)) for _ in range(prompts)]
-
-    def cached(self, prompts: int) -> list[float]:
-        """The same of the known prompt; new prompts may have taken its place in the cache before."""
-        return [self._first_token(self._known) for _ in range(prompts + 1)][1:]
-
-    def _first_token(self, prompt: list[int]) -> float:
-        from vllm import SamplingParams
-
-        time.sleep(REST_S)
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-        self._serial += 1
-        name = str(self._serial)
-        began = time.perf_counter()
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        while not any(output.request_id == name for output in self._engine.step()):
-            assert time.perf_counter() < began + DEADLINE_S, "vLLM gives no token"
-        return time.perf_counter() - began
-
-    def close(self) -> None:
-        self._engine.engine_core.shutdown()
-
-
-def _prompt(tokens: int) -> list[int]:
-    return random.choices(range(3, 1000), k=tokens)
-
-
-def start(model: Path, **connector: Any) -> Engine:
-    os.environ.update(ENVIRONMENT)
-    from vllm import LLM
-
-    llm = LLM(
-        model=str(model),
-        dtype="float32",
-        block_size=BLOCK_TOKENS,
-        num_gpu_blocks_override=CACHE_BLOCKS,
+def engine_of(model: Path, directory: Path | None, **settings: Any) -> EngineProcess:
+    """An engine as users start one, with the defaults of its connector."""
+    return EngineProcess(
+        model,
+        directory,
+        num_blocks=CACHE_BLOCKS,
         max_model_len=CACHED_TOKENS + 1,
         max_num_batched_tokens=CACHED_TOKENS + 1,
-        hf_overrides={"max_position_embeddings": CACHED_TOKENS + 1},
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        kv_transfer_config={"kv_role": "kv_both"} | connector,
+        fork=False,
+        patient=False,
+        environ={"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"},
+        **settings,
     )
-    return Engine(llm)
+
+
+def new_prompts(tokens: int, count: int) -> list[list[int]]:
+    return [random.choices(range(3, 1000), k=tokens) for _ in range(count)]
+
+
+def first_tokens(engine: EngineProcess, prompts: Sequence[list[int]]) -> list[float]:
+    """Milliseconds to the first token of each prompt, one after the other."""
+    found = []
+    for prompt in prompts:
+        time.sleep(REST_S)
+        (answer,) = engine.generate([prompt], max_tokens=1)
+        found.append(1e3 * answer.first_token_s)
+    return found
 
 
 @contextmanager
@@ -123,36 +91,39 @@ def main() -> None:
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     before = os.getloadavg()[0]
     with ExitStack() as stack:
-        directory = stack.enter_context(running_daemon("512MiB"))
+        daemon = stack.enter_context(DaemonProcess("512MiB"))
         model = make_tiny_llama(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tiny")
-        with redirect_stdout(sys.stderr):
-            engines = {
-                IDLE: start(model, kv_connector="IdleConnector", kv_connector_module_path="tests.bench.idle_connector"),
-                KVOFFD: start(
-                    model, kv_connector="KvoffdConnector", kv_connector_extra_config={"directory": str(directory)}
-                ),
-            }
+        engines = {
+            IDLE: stack.enter_context(engine_of(model, None, kv_transfer_config=CONNECTOR)),
+            KVOFFD: stack.enter_context(engine_of(model, daemon.directory)),
+        }
+        (known,) = new_prompts(CACHED_TOKENS, 1)
         for engine in engines.values():
-            stack.callback(engine.close)
+            # Every block of the cache is written once: the first write to a page costs the kernel's time.
+            first_tokens(engine, new_prompts(CACHED_TOKENS, 5))
         for state in ("idle", "busy"):
             with busy_loops(options.loops if state == "busy" else 0):
                 for _ in range(options.rounds):
                     # In another order each time, so that what grows or fades meets both alike.
                     for name, engine in random.sample(list(engines.items()), len(engines)):
                         time.sleep(TURN_PAUSE_S)
-                        times = {f"{tokens:,}": engine.new(tokens, options.prompts) for tokens in SIZES}
-                        times[f"{CACHED_TOKENS:,} in its cache"] = engine.cached(options.prompts)
-                        for kind, seconds in times.items():
-                            found.setdefault((kind, state), {IDLE: [], KVOFFD: []})[name] += seconds
-        with AdminClient(directory) as admin:
+                        times = {
+                            f"{tokens:,}": first_tokens(engine, new_prompts(tokens, options.prompts))
+                            for tokens in SIZES
+                        }
+                        # New prompts may have taken the known one's place in the cache: its first time does not count.
+                        times[f"{CACHED_TOKENS:,} in its cache"] = first_tokens(
+                            engine, [known] * (options.prompts + 1)
+                        )[1:]
+                        for kind, taken in times.items():
+                            found.setdefault((kind, state), {IDLE: [], KVOFFD: []})[name] += taken
+        with AdminClient(daemon.directory) as admin:
             (namespace,) = admin.stats().namespaces
     print(f"Load average before: {before:.1f}. Lookups: {namespace.lookups}, late: {namespace.late_lookups}.\n")
     rows = [["ms to the first token, does nothing / kvoffd", "p50", "p90", "p99", "prompts"]]
     for (kind, state), sides in found.items():
-        cells = [
-            " / ".join(f"{1e3 * percentile(seconds, share):.2f}" for seconds in sides.values())
-            for share in (0.5, 0.9, 0.99)
-        ]
+        shares = np.percentile(list(sides.values()), [50, 90, 99], axis=1, method="inverted_cdf")
+        cells = [f"{idle:.2f} / {kvoffd:.2f}" for idle, kvoffd in shares.tolist()]
         rows.append([f"{kind} tokens, {state}", *cells, str(len(sides[KVOFFD]))])
     print(markdown_table(rows))
 

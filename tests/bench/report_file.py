@@ -1,11 +1,8 @@
-"""The report of a program of this folder: facts about the run, Markdown tables, and how it is printed and saved."""
+"""The report of a program of this folder: facts about the run, and Markdown tables."""
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import json
-import math
 import os
 import platform
 import subprocess
@@ -14,12 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-
-
-def add_report_options(parser: argparse.ArgumentParser) -> None:
-    """Add --json and --save."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object with every round")
-    parser.add_argument("--save", type=Path, help="write the results to this file too: .json, or Markdown")
 
 
 def run_facts(command: str) -> dict[str, object]:
@@ -52,17 +43,8 @@ def machine() -> dict[str, object]:
     }
 
 
-def publish_report(
-    options: argparse.Namespace, title: str, facts: dict[str, object], results: dict[str, object], tables: str
-) -> None:
-    """Print and save the report as the options of ``add_report_options`` ask for it."""
-    as_json = json.dumps(facts | results, indent=1)
-    lines = [f"# {title}", "", *(f"* {name}: {_fact_text(fact)}" for name, fact in facts.items()), "", tables]
-    as_markdown = "\n".join(lines)
-    print(as_json if options.json else as_markdown)
-    if options.save:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        options.save.write_text((as_json if options.save.suffix == ".json" else as_markdown) + "\n")
+def print_report(title: str, facts: dict[str, object], tables: str) -> None:
+    print(f"# {title}", "", *(f"* {name}: {_fact_text(fact)}" for name, fact in facts.items()), "", tables, sep="\n")
 
 
 def _fact_text(fact: object) -> str:
@@ -87,9 +69,3 @@ def number(value: float) -> str:
         return f"{value:,.0f}"
     digits = 1 if value >= 10 else 2 if value >= 1 else 3
     return f"{value:.{digits}f}"
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of ``values`` (at least one) that the share ``share`` (0 to 1) of them does not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -42,15 +42,7 @@ from kvoffd.tiers.tier import HEADER_BYTES, Block, TierListener, encode_header, 
 from kvoffd_client import SchedulerClient
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto.messages import READY, GroupKeys, GroupSpec
-from tests.bench.report_file import (
-    ROOT,
-    add_report_options,
-    markdown_table,
-    number,
-    percentile,
-    publish_report,
-    run_facts,
-)
+from tests.bench.report_file import ROOT, markdown_table, number, print_report, run_facts
 from tests.kit.daemon import DaemonProcess
 from tests.kit.service_manager import ServiceManager
 
@@ -228,12 +220,12 @@ def restart(blocks: int, shards: int) -> Result:
         first_hit, places = time.perf_counter() - started, random.Random(1)
         answers = [look_up(places.randrange(blocks - count + 1)) for _ in range(LOOKUPS)]
         assert all(ready == count for ready, _ in answers)
-        seconds = [1e6 * seconds for _, seconds in answers]
+        p50, p99 = np.percentile([1e6 * seconds for _, seconds in answers], [50, 99]).tolist()
         return {
             "open_s": opened,
             "first_hit_s": first_hit,
-            "p50_us": percentile(seconds, 0.5),
-            "p99_us": percentile(seconds, 0.99),
+            "p50_us": p50,
+            "p99_us": p99,
             "private_mib": private_bytes(daemon.pid) / 2**20,
         }
 
@@ -302,7 +294,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.scale", description=__doc__)
     parser.add_argument("--cases", default=CASES, help=f"BLOCKSxSHARDS, with commas (default {CASES})")
     parser.add_argument("--inside", choices=PARTS, help=argparse.SUPPRESS)
-    add_report_options(parser)
     given = parser.parse_args()
     if given.inside:
         blocks, shards = map(int, given.cases.split("x"))
@@ -310,7 +301,7 @@ def main() -> int:
         return 0
     found = {part: [child(part, case) for case in given.cases.split(",")] for part in PARTS}
     facts = run_facts(f"python -m tests.bench.scale {' '.join(sys.argv[1:])}")
-    publish_report(given, "What blocks cost by their number", facts, dict(found), page(found))
+    print_report("What blocks cost by their number", facts, page(found))
     return 0
 
 

@@ -27,7 +27,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
 from kvoffd_proto.messages import PROTOCOL_VERSION, PageRef, TensorLayout
-from tests.kit import submitted
+from tests.kit.submitted import jobs_in
 
 SPEC = NamespaceSpec.named("paper")
 OPTIONS = ClientOptions()
@@ -549,12 +549,9 @@ def test_garbage_on_the_events_socket_is_asked_for_again(worker: WorkerClient, l
 SMALL = msgspec.structs.replace(LIMITS, max_keys_per_request=4)
 
 
-def stores_in(link: PaperLink) -> list[Job]:
-    return [store for message in link.sent if isinstance(message, m.Submit) for store in submitted.stores_in(message)]
-
-
-def loads_in(link: PaperLink) -> list[Job]:
-    return [load for message in link.sent if isinstance(message, m.Submit) for load in submitted.loads_in(message)]
+def jobs_sent(link: PaperLink) -> list[list[Job]]:
+    """By message."""
+    return [jobs_in(message) for message in link.sent if isinstance(message, m.Submit)]
 
 
 def complete(worker: WorkerClient, sequence: int, *results: m.JobResult) -> None:
@@ -569,14 +566,14 @@ MANY = [GroupTransfer(0, bytes(32 * 10), bytes(4 * 10))]
 def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerClient, link: PaperLink) -> None:
     worker._limits = SMALL
     submit(worker, link, 0.0, Job(1, MANY))
-    for sequence, part in enumerate(stores_in(link), 1):
+    for sequence, (part,) in enumerate(jobs_sent(link), 1):
         assert not worker._results
         failed = [m.GroupKeys(0, b"k" * 32)] if sequence == 2 else []
         error = ErrorCode.NO_ROOM if failed else None
         complete(worker, sequence, m.JobResult(part.job_id, not failed, 10, 0.5, error, failed))
     assert worker._results == [m.JobResult(1, False, 30, 0.5, ErrorCode.NO_ROOM, [m.GroupKeys(0, b"k" * 32)])]
     submit(worker, link, 0.0, Job(2, MANY, 2**32))
-    parts = loads_in(link)
+    parts = [load for (load,) in jobs_sent(link)[3:]]
     assert [load.keep_lease for load in parts] == [True, True, False], "the last part ends the lease"
     for sequence, part in enumerate(parts, 4):
         complete(worker, sequence, m.JobResult(part.job_id, True, 10, 0.5))
@@ -587,8 +584,7 @@ def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerClient, 
 def test_jobs_that_one_message_has_no_room_for_go_out_in_several(worker: WorkerClient, link: PaperLink) -> None:
     worker._limits = SMALL
     submit(worker, link, 0.0, *(Job(number, TRANSFER) for number in range(5)))
-    messages = [submitted.stores_in(message) for message in link.sent if isinstance(message, m.Submit)]
-    assert [[job.job_id for job in jobs] for jobs in messages] == [[0, 1], [2, 3], [4]]
+    assert [[job.job_id for job in jobs] for jobs in jobs_sent(link)] == [[0, 1], [2, 3], [4]]
 
 
 def test_stores_with_tokens_go_out_in_messages_of_their_own(worker: WorkerClient, link: PaperLink) -> None:

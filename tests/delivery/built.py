@@ -65,14 +65,14 @@ def unpack(archive: Path, directory: Path) -> None:
         opened.extractall(directory, filter="fully_trusted")
 
 
-def wheelhouse(python: str = DEBIANS_PYTHON) -> Path:
-    """A directory with this tree's wheel and with all that it needs, for a Python of that version."""
-    house = CACHE / f"wheels-{python}"
+def wheelhouse() -> Path:
+    """A directory with this tree's wheel and with all that it needs, for Debian's Python."""
+    house = CACHE / f"wheels-{DEBIANS_PYTHON}"
     house.mkdir(parents=True, exist_ok=True)
     for old in house.glob("kvoffd-*"):
         old.unlink()
     run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", house, cwd=ROOT)
     (wheel,) = house.glob("kvoffd-*.whl")
-    options = ["--quiet", "--only-binary=:all:", "--python-version", python, "--find-links", str(house)]
+    options = ["--quiet", "--only-binary=:all:", "--python-version", DEBIANS_PYTHON, "--find-links", str(house)]
     run(sys.executable, "-m", "pip", "download", *options, "--dest", house, f"{wheel}[s3]")
     return house

@@ -20,13 +20,6 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_make_alone_lists_every_target() -> None:
-    listed = make()
-    assert listed.returncode == 0
-    for target in ("venv", "demo", "test", "lint", "bench", "gpu", "clean", "help"):
-        assert f"make {target}" in listed.stdout
-
-
 def test_a_missing_python_is_named_in_one_sentence(tmp_path: Path) -> None:
     for target in ("venv", "lint", "test"):
         result = make(target, "PYTHON=", f"VENV={tmp_path / 'venv'}")

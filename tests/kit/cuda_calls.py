@@ -9,7 +9,6 @@ from kvoffd_proto import cuda
 
 MEMHOSTALLOC_PORTABLE = 1
 MEM_ALLOCATION_TYPE_PINNED = 1
-SRC_ACCESS_ORDER_ANY = 3
 
 TEST_PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuMemAlloc_v2": ("CUdeviceptr *", "size_t"),
@@ -19,9 +18,7 @@ TEST_PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuMemcpyHtoD_v2": ("CUdeviceptr", "const void *", "size_t"),
     "cuMemcpyDtoH_v2": ("void *", "CUdeviceptr", "size_t"),
     "cuMemAllocAsync": ("CUdeviceptr *", "size_t", "CUstream"),
-    "cuMemCreate": (
-        *("CUmemGenericAllocationHandle *", "size_t", "const CUmemAllocationProp *", "unsigned long long"),
-    ),
+    "cuMemCreate": ("CUmemGenericAllocationHandle *", "size_t", "const CUmemAllocationProp *", "unsigned long long"),
     "cuModuleLoadData": ("CUmodule *", "const void *"),
     "cuModuleGetFunction": ("CUfunction *", "CUmodule", "const char *"),
     "cuLaunchKernel": ("CUfunction", *("unsigned int",) * 7, "CUstream", "void **", "void **"),
@@ -36,12 +33,7 @@ def load(library: str) -> ctypes.CDLL:
     return loaded
 
 
-def copy_batch(
-    driver: cuda.Cuda,
-    copies: Sequence[tuple[int, int, int]],
-    stream: int,
-    order: int = cuda.MEMCPY_SRC_ACCESS_ORDER_STREAM,
-) -> int:
+def copy_batch(driver: cuda.Cuda, copies: Sequence[tuple[int, int, int]], stream: int) -> int:
     """Make one batch of (destination, source, size) as the copy loop in C does; its status."""
     calls = driver.copy_calls()
     columns = [(ctypes.c_uint64 * len(copies))(*column) for column in zip(*copies, strict=True)]
@@ -50,7 +42,6 @@ def copy_batch(
     form = cuda.argument_types(cuda.BATCH_FORMS[old if calls["has_fail_index"] else new])
     fail_index = [ctypes.byref(failed)] if calls["has_fail_index"] else []
     attributes = cuda.MemcpyAttributes.from_buffer_copy(cuda.MemcpyAttributes.from_address(calls["attributes"]))
-    attributes.srcAccessOrder = order
     arguments = [*columns, len(copies), ctypes.byref(attributes), ctypes.byref(first), 1, *fail_index, stream]
     return int(ctypes.CFUNCTYPE(ctypes.c_int, *form)(calls["batch"])(*arguments))
 

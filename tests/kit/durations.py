@@ -1,4 +1,4 @@
-"""How long each file of tests took: the slowest on the screen, all of them in ``.pytest_cache/v/durations``."""
+"""How long each file of tests took, the slowest first."""
 
 from __future__ import annotations
 
@@ -12,24 +12,15 @@ SHOWN = 25
 class Durations:
     """Plugin of pytest: adds up set-up, call and teardown of a file's tests, over all workers."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._tests: defaultdict[str, int] = defaultdict(int)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        file = report.nodeid.partition("::")[0]
-        self._seconds[file] += report.duration
-        self._tests[file] += report.when == "call"
+        self._seconds[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        slowest = sorted(self._seconds, key=self._seconds.__getitem__, reverse=True)
-        table = {file: {"seconds": round(self._seconds[file], 1), "tests": self._tests[file]} for file in slowest}
-        if hasattr(self._config, "cache"):  # not with -p no:cacheprovider
-            # `make test` runs pytest twice: each run renews the files that it ran.
-            before = self._config.cache.get("durations", {})
-            self._config.cache.set("durations", before | table)
+        slowest = sorted(self._seconds.items(), key=lambda item: -item[1])[:SHOWN]
         if len(slowest) > 1:
             terminalreporter.section("slowest files, in seconds of a worker")
-            for file in slowest[:SHOWN]:
-                terminalreporter.write_line(f"{self._seconds[file]:8.1f}  {self._tests[file]:5}  {file}")
+            for file, seconds in slowest:
+                terminalreporter.write_line(f"{seconds:8.1f}  {file}")

@@ -256,7 +256,7 @@ def wait_connected(
 ) -> None:
     """Until an engine's scheduler and all its workers are connected and the workers' memory is registered.
 
-    ``pids``: only processes of these ids count; None for all. The daemon may die and come back meanwhile.
+    ``pids``: only processes of these ids count; None for all. While it waits the daemon may die and come back.
     """
 
     def connected() -> bool:

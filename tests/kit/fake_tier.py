@@ -230,7 +230,7 @@ class FakeTier(Tier):
         job.on_end(result, block if result is Result.DONE else None)
 
     def end_all(self, now: float = 0.0, fault: Result | None = None) -> int:
-        """End all jobs, also those that begin meanwhile; returns how many there were."""
+        """End all jobs, those included that begin because of it; returns how many there were."""
         count = 0
         while self.jobs:
             self.end(next(iter(self.jobs)), now, fault)

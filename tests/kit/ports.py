@@ -21,7 +21,7 @@ def free_port() -> int:
 def free_ports(count: int) -> list[int]:
     """Several of which no two are the same, below those that the kernel gives to sockets that connect.
 
-    So a server of a test that is killed can be followed by another at its port: no client had it meanwhile.
+    So a killed server can be followed by another at its port, which no client can have got.
     """
     first_local = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     drawn = random.SystemRandom().sample(range(FIRST, first_local), TRIES)

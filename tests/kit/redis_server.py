@@ -100,7 +100,7 @@ class RedisServer(Starting):
             if self._process.poll() is None:
                 self._started = True
                 return self
-            if not self._started:  # somebody else took a port meanwhile
+            if not self._started:  # another process took a port
                 self.port, self.bus_port, self.tls_port = free_ports(3)
         raise AssertionError((self._directory / "log").read_text())
 

@@ -12,23 +12,15 @@ from kvoffd_proto import messages as m
 KEY_BYTES = 32
 
 
-def stores_in(message: m.Submit, key_bytes: int = KEY_BYTES) -> list[Job]:
-    parts = _parts_of(message.stores.groups, len(message.stores.job_ids), key_bytes)
-    return [Job(job_id, groups) for job_id, groups in zip(message.stores.job_ids, parts, strict=True)]
+def jobs_in(message: m.Submit) -> list[Job]:
+    """Loads first; stores have no lease."""
+    loads, stores = message.loads, message.stores
+    of_loads, of_stores = (_parts_of(each.groups, len(each.job_ids)) for each in (loads, stores))
+    jobs = zip(loads.job_ids, of_loads, loads.lease_ids, loads.keep_lease, strict=True)
+    return [Job(*job) for job in (*jobs, *zip(stores.job_ids, of_stores, strict=True))]
 
 
-def loads_in(message: m.Submit, key_bytes: int = KEY_BYTES) -> list[Job]:
-    loads = message.loads
-    parts = _parts_of(loads.groups, len(loads.job_ids), key_bytes)
-    return [Job(*of_job) for of_job in zip(loads.job_ids, parts, loads.lease_ids, loads.keep_lease, strict=True)]
-
-
-def jobs_in(message: m.Submit, key_bytes: int = KEY_BYTES) -> list[Job]:
-    """Loads first."""
-    return [*loads_in(message, key_bytes), *stores_in(message, key_bytes)]
-
-
-def _parts_of(groups: Sequence[m.GroupBlocks], jobs: int, key_bytes: int) -> list[list[GroupTransfer]]:
+def _parts_of(groups: Sequence[m.GroupBlocks], jobs: int) -> list[list[GroupTransfer]]:
     parts: list[list[GroupTransfer]] = [[] for _ in range(jobs)]
     for group in groups:
         keys, blocks, firsts = (
@@ -39,7 +31,7 @@ def _parts_of(groups: Sequence[m.GroupBlocks], jobs: int, key_bytes: int) -> lis
         key = block = 0
         for job in range(jobs):
             if keys[job]:
-                chosen = slice(key * key_bytes, (key + keys[job]) * key_bytes)
+                chosen = slice(key * KEY_BYTES, (key + keys[job]) * KEY_BYTES)
                 ids = group.block_ids[block * 4 : (block + blocks[job]) * 4]
                 told = group.parents[chosen], group.tokens[key * tokens : (key + keys[job]) * tokens]
                 parts[job].append(GroupTransfer(group.group, group.keys[chosen], ids, firsts[job], *told))

@@ -104,14 +104,14 @@ class TieringHarness(CacheRig):
         keys = namespace.split(group, blocks.keys(heads, namespace.key_bytes))
         return dict(zip(keys, heads.tolist(), strict=True))
 
-    def records(self, namespace: Namespace, key: bytes, group: int = 0) -> np.ndarray:
+    def records(self, namespace: Namespace, key: bytes) -> np.ndarray:
         """The slot table's records of a block, by rank."""
-        blocks = self.blocks(namespace, key, group)
+        blocks = self.blocks(namespace, key)
         found: np.ndarray = self.table.records[self.cache.blocks.slots(blocks, namespace.world_size)[0]]
         return found
 
-    def evict(self, namespace: Namespace, keys: bytes, group: int = 0) -> None:
-        self.cache._evict(self.blocks(namespace, keys, group))
+    def evict(self, namespace: Namespace, keys: bytes) -> None:
+        self.cache._evict(self.blocks(namespace, keys))
 
     def content(self, namespace: Namespace, group: int, key: bytes, rank: int) -> bytes:
         """The bytes that a shard must hold."""
@@ -137,31 +137,26 @@ class TieringHarness(CacheRig):
             ticket = self.begin(namespace, rank, group, keys, {0: first_block})
             self.cache.commit_store(ticket, self.fill(ticket))
 
-    def write_down(self, namespace: Namespace, keys: bytes, group: int = 0, tier: FakeTier | None = None) -> None:
-        """Have the tier be given blocks that are READY."""
-        known = self.cache.group(namespace, group)
-        space = self.tiering.space(namespace, group)
-        writes = writes_of(self.cache, known, space, self.blocks(namespace, keys, group))
-        assert len(writes) == len(namespace.split(group, keys))
+    def put_in_tier(self, namespace: Namespace, keys: bytes) -> None:
+        """Have the tier hold blocks of the first group, and the pool not."""
+        self.put(namespace, keys)
+        blocks = self.blocks(namespace, keys)
+        writes = writes_of(self.cache, self.cache.group(namespace, 0), self.space(namespace), blocks)
+        assert len(writes) == len(namespace.split(0, keys))
 
         def done(result: Result) -> None:
             assert result is Result.DONE
 
         for write in writes:
-            assert (tier or self.tier).write(write.copy, write.offsets, done)
-        (tier or self.tier).end_all()
+            assert self.tier.write(write.copy, write.offsets, done)
+        self.tier.end_all()
+        self.evict(namespace, keys)
+        assert self.in_tier(namespace, keys) == len(writes)
 
-    def put_in_tier(self, namespace: Namespace, keys: bytes, group: int = 0, first_block: int = 0) -> None:
-        """Have the tier hold the blocks, and the pool not."""
-        self.put(namespace, keys, group, first_block)
-        self.write_down(namespace, keys, group)
-        self.evict(namespace, keys, group)
-        assert self.in_tier(namespace, keys, group) == len(namespace.split(group, keys))
-
-    def in_tier(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
-        tag, tiers = self.space(namespace, group).tag, self.tiering.disks.tiers
+    def in_tier(self, namespace: Namespace, keys: bytes) -> int:
+        tag, tiers = self.space(namespace).tag, self.tiering.disks.tiers
         names = {name for tier in tiers if isinstance(tier, FakeTier) for name in tier.blocks}
-        return sum((tag, key) in names for key in namespace.split(group, keys))
+        return sum((tag, key) in names for key in namespace.split(0, keys))
 
     def space(self, namespace: Namespace, group: int = 0) -> Space:
         return self.tiering.space(namespace, group)

@@ -69,7 +69,7 @@ class SimWorkers(WorkersWithoutThreads):
 
 
 class SimDisk:
-    """What one life of the daemon has of the disk: the tier itself, and who uses which slot meanwhile is watched."""
+    """What one life of the daemon has of the disk: the tier itself, with a watch on who uses which slot."""
 
     def __init__(self, file: Device, daemon: SimDaemon, rng: random.Random) -> None:
         self.file, self.process, self._daemon, self._rng = file, daemon.process, daemon, rng

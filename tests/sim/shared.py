@@ -143,7 +143,7 @@ class _Workers(SimWorkers):
 
 
 class SimShared(SharedTier):
-    """What one life of the daemon has of it: the tier itself, and who uses which slot meanwhile is watched."""
+    """What one life of the daemon has of it: the tier itself, with a watch on who uses which slot."""
 
     def __init__(self, objects: SharedObjects, daemon: SimDaemon, rng: random.Random, listener: TierListener) -> None:
         self.objects, self.process, self.clock, self.rng = objects, daemon.process, daemon.clock, rng

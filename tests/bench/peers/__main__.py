@@ -21,7 +21,7 @@ from typing import Any
 
 from kvoffd_client.cli.bench import echo_process, memcpy_of
 from kvoffd_client.testing import end_process
-from tests.bench.report_file import ROOT, add_report_options, markdown_table, number, publish_report, run_facts
+from tests.bench.report_file import ROOT, markdown_table, number, print_report, run_facts
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
@@ -181,7 +181,6 @@ def main() -> int:
     parser.add_argument("--lmcache-python", type=Path, default=PYTHON, help="Python of LMCache's environment")
     parser.add_argument("--rounds", type=int, default=9, help="counted rounds")
     parser.add_argument("--samples", type=int, default=20, help="lookups in a round")
-    add_report_options(parser)
     options = parser.parse_args()
     if not (options.lmcache_python.parent / "lmcache").exists():
         parser.error(f"there is no LMCache in {options.lmcache_python.parent}; `make bench-peers` builds it")
@@ -198,7 +197,7 @@ def main() -> int:
                 rows += lookups(sides, chunk_tokens, options.rounds, options.samples)
             for piece in PIECES:
                 rows += copies(sides, chunks, piece, options.rounds)
-    publish_report(options, "kvoffd and LMCache's multiprocess server", facts, {"results": rows}, page(rows))
+    print_report("kvoffd and LMCache's multiprocess server", facts, page(rows))
     return 0
 
 

@@ -24,7 +24,7 @@ BLOCK_TOKENS = 16
 
 
 def measured(server_pid: int, work: Callable[[], None]) -> dict[str, float]:
-    """The seconds that ``work`` took, and the CPU seconds of this process and the server meanwhile."""
+    """The seconds that ``work`` took, and the CPU seconds of this process and the server in that time."""
     clock = (~server_pid << 3) | 2  # its CPU clock: clock_getcpuclockid(3)
     cpu_s, begin = time.process_time() + time.clock_gettime(clock), time.perf_counter()
     work()
