@@ -266,8 +266,6 @@ class Limits:
     partial_timeout_s: float = 60.0
     """After which a block that still lacks a rank's shard is dropped."""
     job_deadline_s: float = 30.0
-    namespaces_bytes: int = 64 * 1024**2
-    """Memory for all namespaces beside their blocks; one may take an eighth of it."""
     totals_every_s: float = 10.0
     """How often the totals that outlive the daemon are saved: a kill loses what came since."""
     pin_linger_s: float = 600.0

@@ -50,7 +50,6 @@ from kvoffd.cache.namespace import (
     Namespace,
     NamespaceRecord,
     NamespaceSnapshot,
-    nbytes_of_shards,
 )
 from kvoffd.cache.policy import REJECTED, Chain, Group, Policy
 from kvoffd.cache.tickets import (
@@ -102,8 +101,6 @@ class Cache:
         leased_share: of the pool that leases may pin. The first half of it is for any session; beyond it each session
             that has leases has an equal part.
         max_leased_keys: of a session.
-        max_namespaces_bytes: bound on ``namespaces_bytes`` for what ranks tell of their shards, of which one namespace
-            may take an eighth.
     """
 
     def __init__(
@@ -117,7 +114,6 @@ class Cache:
         partial_timeout_s: float = 60.0,
         leased_share: float = 0.875,
         max_leased_keys: int = 1 << 20,
-        max_namespaces_bytes: int = 1 << 62,
     ) -> None:
         self.slots, self.table, self.policy = slots, table, policy
         self.blocks = BlockTable(table.records)
@@ -136,7 +132,6 @@ class Cache:
         """Lookups answered with fewer READY keys than there are, since leases may not pin more."""
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
         """``note_requests`` passes each request on to them, after the policy."""
-        self.max_namespaces_bytes = max_namespaces_bytes
         self._events, self._clock = events, clock
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
         self._max_leased_keys, self._max_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
@@ -178,11 +173,6 @@ class Cache:
                 f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
             )
         return found
-
-    @property
-    def namespaces_bytes(self) -> int:
-        """Memory of namespaces beside their blocks, about."""
-        return sum(namespace.nbytes for namespace in self.namespaces.values())
 
     def open_namespace(self, namespace: Namespace) -> tuple[Namespace, bool]:
         """Open or join a namespace; the flag says that it is new. Raises NamespaceMismatch if its geometry differs."""
@@ -226,17 +216,15 @@ class Cache:
     ) -> None:
         """Fix the bytes of a rank's shards, by group, at its first registration, and the NUMA node of its slots.
 
-        ``shards`` describes them; that is forgotten where there is too little memory for descriptions.
-        Raises BadGeometry if they were fixed otherwise or do not fit the namespace; ShardTooLarge if no slot could
-        hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
+        ``shards`` describes them. Raises BadGeometry if they were fixed otherwise or do not fit the namespace;
+        ShardTooLarge if no slot could hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the
+        smallest slot.
         """
         if new := self._fix_shard_bytes(namespace, rank, shard_bytes):
             self._fix_sizes(namespace)
         namespace.nodes[rank] = node
         if shards is not None:
-            nbytes, most = nbytes_of_shards(shards), self.max_namespaces_bytes
-            if namespace.nbytes + nbytes <= most // 8 and self.namespaces_bytes + nbytes <= most:
-                new |= namespace.describe_shards(rank, shards)
+            new |= namespace.describe_shards(rank, shards)
         if new:
             self._save()
 

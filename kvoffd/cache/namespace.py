@@ -18,13 +18,6 @@ from kvoffd_proto.admin import ShardSpec
 from kvoffd_proto.events import kv_topic
 from kvoffd_proto.messages import GroupSpec
 
-GROUP_BYTES = 1024
-"""What is known of a group, without its blocks."""
-SHARD_BYTES = 128
-"""What is known of one rank's shards of one group, without their pages."""
-PAGE_SPEC_BYTES = 512
-"""What is known of a page, with the name and shape of its layer."""
-
 
 class MissReason(IntEnum):
     """Why a key that was asked for was not brought: ``MISS_REASONS`` of the statistics has what each means.
@@ -133,8 +126,6 @@ class Namespace:
         self.topic = kv_topic(fingerprint)
         """Of its KV events."""
         self.of_bench = label.startswith(messages.BENCH_LABEL)
-        self.nbytes = nbytes_of(label, description, world_size, len(groups))
-        """Memory that it takes beside its blocks, about."""
         self.idle_since: float | None = None
         """Since when it is known that it is empty and nobody has it open."""
         self.generation = 0
@@ -221,7 +212,6 @@ class Namespace:
         known = self.shards[rank]
         if known is not None and (_names_layers(known) or not _names_layers(shards)):
             return False
-        self.nbytes += nbytes_of_shards(shards) - nbytes_of_shards(known or ())
         self.shards[rank] = tuple(shards)
         return True
 
@@ -250,16 +240,6 @@ class Namespace:
             )
         self.shard_bytes[rank] = tuple(shard_bytes)
         return known is None
-
-
-def nbytes_of(label: str, description: str, world_size: int, groups: int) -> int:
-    """Memory that a namespace takes beside its blocks and what its shards are made of, about."""
-    return 2 * (len(label) + len(description)) + groups * GROUP_BYTES + world_size * groups * SHARD_BYTES
-
-
-def nbytes_of_shards(shards: Sequence[ShardSpec]) -> int:
-    """Memory that it takes to know what shards are made of, about."""
-    return sum(PAGE_SPEC_BYTES * len(shard.pages) for shard in shards)
 
 
 def _names_layers(shards: Sequence[ShardSpec]) -> bool:

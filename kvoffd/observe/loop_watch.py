@@ -36,15 +36,14 @@ class LoopWatch:
     """Beats in the loop and measures how late each is, less the time for which the thread had no CPU to run on.
 
     A thread of its own wakes about as often. It looks at the loop's stack when a beat is late, which costs the loop
-    nothing and knows every callback. Where that thread is as late, and the process used little CPU, nothing ran.
+    nothing and knows every callback. Where it could not look either, and the process used little CPU, nothing ran.
     """
 
     def __init__(self) -> None:
         self._blocked = DurationHistogram(BOUNDS_S)
         self.loop_blocked_maximum_seconds = 0.0
-        self._due_at = self._wake_at = 0.0
+        self._due_at = 0.0
         self._seen = 0.0, ""  # the beat that was late, and what ran then
-        self._late = 0.0, 0.0  # when the thread was late itself, and by how much
         self._warnings = RareWarnings(logger)
         self._ended = threading.Event()
         self._schedstat = -1
@@ -85,20 +84,13 @@ class LoopWatch:
         self._blocked.observe(late_s)
         self.loop_blocked_maximum_seconds = max(self.loop_blocked_maximum_seconds, late_s)
         if late_s > LOGGED_S:
-            self._log(now, late_s)
+            due_at, what = self._seen
+            if due_at != self._due_at:
+                what = STOP
+            if what == STOP and time.process_time() - self._process_s > late_s / 2:
+                what = "what was not seen"
+            self._warnings.warn("The loop was blocked for %.0f ms by %s.", late_s * 1000, what)
         self._beat_again(now)
-
-    def _log(self, now: float, late_s: float) -> None:
-        due_at, what = self._seen
-        if due_at != self._due_at:
-            what = "what was not seen"
-        late_at, thread_late_s = self._late
-        if late_at < self._due_at:
-            thread_late_s = 0.0
-        idle = time.process_time() - self._process_s < late_s / 2
-        if idle and max(thread_late_s, now - self._wake_at) > (late_s - SAMPLED_S) / 2:
-            what = STOP
-        self._warnings.warn("The loop was blocked for %.0f ms by %s.", late_s * 1000, what)
 
     def _beat_again(self, now: float) -> None:
         used_s = time.thread_time()
@@ -114,19 +106,14 @@ class LoopWatch:
 
     def _watch(self, watched: int) -> None:
         """Look at the loop's stack while a beat is late. In a thread."""
-        now = time.monotonic()
         while True:
-            woke_at, now = now, time.monotonic()
-            if now - woke_at >= SAMPLED_S:  # a stop may come here too
-                self._late = now, now - woke_at
-            self._wake_at = max(now + SAMPLED_S / 4, self._due_at + SAMPLED_S)
-            if self._ended.wait(self._wake_at - now):
+            wake_at = max(time.monotonic() + SAMPLED_S / 4, self._due_at + SAMPLED_S)
+            if self._ended.wait(wake_at - time.monotonic()):
                 return
             now, due_at = time.monotonic(), self._due_at
-            if now - self._wake_at >= SAMPLED_S:
-                self._late = now, now - self._wake_at
             if now - due_at >= SAMPLED_S and self._seen[0] != due_at:
-                self._seen = due_at, describe(sys._current_frames().get(watched))
+                late = now - wake_at > (now - due_at) / 2  # what runs now has not blocked the loop
+                self._seen = due_at, STOP if late else describe(sys._current_frames().get(watched))
 
 
 def describe(frame: FrameType | None) -> str:

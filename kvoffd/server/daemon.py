@@ -195,7 +195,6 @@ class Daemon:
             lease_ttl_s=config.limits.lease_ttl_s,
             leased_share=config.limits.leased_share,
             max_leased_keys=config.limits.max_leased_keys,
-            max_namespaces_bytes=config.limits.namespaces_bytes,
         )
         self._state = State(state_file(config))
         self._state.restore()

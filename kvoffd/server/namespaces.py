@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvoffd.cache.namespace import Namespace, nbytes_of
-from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.cache.namespace import Namespace
+from kvoffd.errors import KvoffdError
 from kvoffd.server.handlers import answers
 from kvoffd.server.sessions import Session
 from kvoffd_proto import messages as m
@@ -32,14 +32,16 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
     """
     cache, fingerprint = service.cache, message.namespace
     geometry = message.world_size, message.key_bytes, message.groups
-    _check_places(session, fingerprint)
+    if fingerprint not in session.namespaces and (held := len(session.namespaces)) >= MAX_NAMESPACES_OF_SESSION:
+        why = f"The session has {held} namespaces open, its limit; open another session."
+        raise KvoffdError(why, ErrorCode.TOO_MANY)
     known = cache.namespaces.get(fingerprint)
     if known is not None and not known.is_same(*geometry) and _idle(known, opened_namespaces(service)):
         logger.info("The empty namespace %r is forgotten for one of another geometry.", known.label)
         _forget(service, known)
         known = None
     if known is None:
-        _make_space(service, message)
+        _make_space(service)
     label, description = printable(message.label), printable(message.description)
     namespace, created = cache.open_namespace(Namespace(fingerprint, label, *geometry, description))
     session.namespaces[fingerprint] = namespace
@@ -62,47 +64,22 @@ def forget_idle(service: Service, after_s: float = 0.0) -> None:
                 _forget(service, namespace)
 
 
-def _check_places(session: Session, fingerprint: bytes) -> None:
-    """Raise KvoffdError where the session may not open one more namespace."""
-    if fingerprint in session.namespaces:
+def _make_space(service: Service) -> None:
+    """Forget a namespace that nobody has open, if there must be room for one more. Raises KvoffdError where none may
+    go."""
+    cache, most = service.cache, service.config.limits.max_namespaces
+    if len(cache.namespaces) < most:
         return
-    if (held := len(session.namespaces)) >= MAX_NAMESPACES_OF_SESSION:
-        raise KvoffdError(
-            f"The session has {held} namespaces open, its limit; open another session.", ErrorCode.TOO_MANY
-        )
-
-
-def _make_space(service: Service, message: m.OpenNamespace) -> None:
-    """Forget namespaces that nobody has open, if there must be room for one more. Raises KvoffdError where too few
-    may go."""
-    cache, limit = service.cache, service.config.limits.max_namespaces
-    nbytes = nbytes_of(message.label, message.description, message.world_size, len(message.groups))
-    most_bytes = service.config.limits.namespaces_bytes
-    if nbytes > most_bytes // 8:
-        raise BadGeometry(
-            f"The namespace would take {nbytes} bytes of the daemon's memory beside its blocks, and {most_bytes // 8} "
-            "are allowed; give it fewer ranks or groups, or a shorter description."
-        )
-    too_many, excess = len(cache.namespaces) + 1 - limit, cache.namespaces_bytes + nbytes - most_bytes
-    if too_many <= 0 and excess <= 0:
-        return
-    # What has the least in it goes first: a block in each must not take all places for good.
-    opened, given_up = opened_namespaces(service), list[Namespace]()
-    unused = (one for one in cache.namespaces.values() if one.fingerprint not in opened and not one.writing_blocks)
-    for namespace in sorted(unused, key=lambda one: one.ready_bytes):
-        if too_many > 0 or excess > 0:
-            given_up.append(namespace)
-            too_many, excess = too_many - 1, excess - namespace.nbytes
-    if too_many > 0 or excess > 0:
-        raise KvoffdError(
-            f"{len(cache.namespaces)} namespaces are open, with {cache.namespaces_bytes} bytes beside their "
-            "blocks, the limit. End engines that are not needed; the namespaces that nobody has open make room.",
-            ErrorCode.TOO_MANY,
-        )
-    for namespace in given_up:
-        logger.info("The namespace %r, which nobody has open, is forgotten for another one.", namespace.label)
-        cache.reset(namespace, keep_tiers=True)
-        _forget(service, namespace)
+    opened = opened_namespaces(service)
+    unused = [one for one in cache.namespaces.values() if one.fingerprint not in opened and not one.writing_blocks]
+    if not unused:
+        why = f"All {most} namespaces are in use, the limit. End engines that are not needed."
+        raise KvoffdError(why, ErrorCode.TOO_MANY)
+    # A block in each must not take all places for good.
+    least = min(unused, key=lambda one: one.ready_bytes)
+    logger.info("The namespace %r, which nobody has open, is forgotten for another one.", least.label)
+    cache.reset(least, keep_tiers=True)
+    _forget(service, least)
 
 
 def opened_namespaces(service: Service) -> set[bytes]:

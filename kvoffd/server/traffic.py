@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -25,29 +24,23 @@ _COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
 """Counters that statistics have under their own name."""
 
 
-@dataclass(eq=False)
 class TrafficCounts:
-    """Sums and windows over all namespaces; those of benches are in no sum. For the service's thread."""
+    """Sums and windows over all namespaces; those of benches are in no sum. For the service's thread.
 
-    _cache: Cache
-    _clock: Callable[[], float]
-    _earlier: Lifetime
-    """What earlier daemons counted."""
-    _gone: Counter[str] = field(default_factory=Counter, init=False)
-    """What the counters of namespaces that were forgotten since had come to: sums never fall."""
-    gone_namespaces: int = field(default=0, init=False)
-    """That had counted something."""
-    _sampled_at: float = field(default=float("-inf"), init=False)
-    _shown: dict[Namespace, None] = field(default_factory=dict, init=False)
-    _others: Counter[str] = field(default_factory=Counter, init=False)
-    """What namespaces without a row of their own had counted when they were forgotten, or got one."""
+    Args:
+        earlier: what earlier daemons counted.
+    """
 
-    def __post_init__(self) -> None:
-        self._started_at = self._clock()
-        self._began = time.time()
-        self._windows = CounterWindows(self._clock)
-        self._crowded = False
-        """Whether there ever were more namespaces than have rows."""
+    def __init__(self, cache: Cache, clock: Callable[[], float], earlier: Lifetime) -> None:
+        self._cache, self._clock, self._earlier = cache, clock, earlier
+        self._started_at, self._began = clock(), time.time()
+        self._windows = CounterWindows(clock)
+        self._sampled_at = float("-inf")
+        self._gone: Counter[str] = Counter()
+        """What the counters of namespaces that were forgotten since had come to: sums never fall."""
+        self.gone_namespaces = 0
+        """That had counted something."""
+        self._has_row: dict[Namespace, bool] = {}
 
     def tick(self) -> None:
         now = self._clock()
@@ -57,10 +50,7 @@ class TrafficCounts:
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Go on to count what the namespace counted."""
-        if namespace in self._shown:
-            del self._shown[namespace]
-        elif not namespace.of_bench:
-            self._others.update(counts_of(namespace))
+        self._has_row.pop(namespace, None)
         if not namespace.of_bench:
             counts = counts_of(namespace)
             self._gone.update(counts)
@@ -77,34 +67,29 @@ class TrafficCounts:
     def choose_rows(self) -> tuple[list[Namespace], list[NamespaceStats]]:
         """The namespaces that have a row of their own, the largest first, and one row for all others, if there are any.
 
-        A namespace keeps its row, and what was counted in the row of the others stays there: counters never fall.
+        A namespace keeps its row, or has none for good, so that no counter falls. With the others are those that were
+        forgotten.
         """
-        known = list(self._cache.namespaces.values())
-        if len(self._shown) < min(len(known), MAX_NAMESPACE_ROWS):
-            waiting = [one for one in known if one not in self._shown]
-            if len(known) > MAX_NAMESPACE_ROWS:
-                waiting.sort(key=lambda one: one.ready_bytes, reverse=True)
-            ids = {namespace_id(one.fingerprint) for one in self._shown}
-            for one in waiting[: MAX_NAMESPACE_ROWS - len(self._shown)]:
-                if (name := namespace_id(one.fingerprint)) in ids:
-                    continue  # two rows, or series, cannot have one name
-                ids.add(name)
-                self._shown[one] = None
-                if self._crowded and not one.of_bench:
-                    self._others.update(counts_of(one))
-        rest = [one for one in known if one not in self._shown and not one.of_bench]
-        self._crowded |= bool(rest)
-        largest = sorted(self._shown, key=lambda one: one.ready_bytes, reverse=True)
-        if not self._crowded:
+        known = sorted(self._cache.namespaces.values(), key=lambda one: one.ready_bytes, reverse=True)
+        ids = {namespace_id(one.fingerprint) for one, has_row in self._has_row.items() if has_row}
+        for one in known:
+            if one not in self._has_row:
+                name = namespace_id(one.fingerprint)  # two rows, or series, cannot have one
+                self._has_row[one] = len(ids) < MAX_NAMESPACE_ROWS and name not in ids
+                if self._has_row[one]:
+                    ids.add(name)
+        largest = [one for one in known if self._has_row[one]]
+        rest = [one for one in known if not self._has_row[one] and not one.of_bench]
+        if not rest:
             return largest, []
-        total = self._others.copy()
+        counts = self._gone.copy()
         for one in rest:
-            total.update(counts_of(one))
+            counts.update(counts_of(one))
         row = NamespaceStats(
             id=OTHERS,
             ready_blocks=sum(one.ready_blocks for one in rest),
             ready_bytes=sum(one.ready_bytes for one in rest),
-            **figures(total),
+            **figures(counts),
         )
         return largest, [row]
 

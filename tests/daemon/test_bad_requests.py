@@ -351,20 +351,6 @@ def _attach_all(worker: WireClient, fd: int) -> None:
         worker.attach(fd)
 
 
-def test_a_refused_namespace_has_cleared_none(memory: SharedMemory) -> None:
-    with DaemonProcess(limits={"namespaces_bytes": 1 << 20}) as daemon:
-        with WireClient(daemon.directory) as engine:
-            engine.open_namespace()
-            assert engine.store(engine.register(memory), keys(1), [0]).ok
-        wait_until(lambda: not books(daemon.directory).sessions)
-        with WireClient(daemon.directory, "scheduler") as hoarder:  # less than it needs could be made free
-            for number in range(9):
-                large = answer(hoarder.open_namespace, bytes([number]) * 32, description="x" * 62000)
-            assert large == "too_many"
-            hoarder.open_namespace()
-            assert hoarder.lookup(1, keys(1)).states == "R"
-
-
 def test_the_number_of_sessions_is_bounded() -> None:
     """One that ends makes a place. The command line still finds one."""
     with DaemonProcess(max_sessions="2") as daemon, WireClient(daemon.directory):

@@ -42,7 +42,6 @@ from tests.kit.wire import (
     Segment,
     Tensor,
     WireClient,
-    answer,
     attach_frame,
     books,
     keys,
@@ -216,22 +215,6 @@ def test_memory_that_is_not_allocated(client: WireClient) -> None:
         assert refused(register, client, segment, size) == "unsafe_segment"
         assert os.fstat(fd).st_blocks * 512 < SIZE
         os.close(fd)
-
-
-def test_memory_that_is_given_back_later(client: WireClient) -> None:
-    """It is seen before the next job, and no job runs until it is whole again."""
-    with SharedMemory(SIZE, "given back") as memory:
-        cache = client.register(memory)
-        assert client.store(cache, keys(1), [0]).ok
-        assert ctypes.CDLL(None).fallocate(memory.fd, KEEP_SIZE | PUNCH_HOLE, 0, mmap.PAGESIZE) == 0
-        numbers = itertools.count(2)
-
-        def store() -> str:
-            return answer(client.store, cache, keys(next(numbers)), [1])
-
-        wait_until(lambda: store() == "unsafe_segment")
-        memory.view[:1] = 1
-        wait_until(lambda: store() == "taken")
 
 
 def test_memory_that_is_emptied_under_its_jobs(client: WireClient) -> None:
