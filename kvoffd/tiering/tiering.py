@@ -321,7 +321,6 @@ class Level:
                 self.promoted_blocks += 1
                 self.promoted_bytes += fill.space.nbytes
                 self._settle(fill)
-                fill.tier.used(fill.space, [fill.key])
             elif not fill.withdrawn:
                 self._failed(fill, Result.CORRUPT if result is Result.DONE else result)
         finally:
@@ -483,8 +482,6 @@ class Tiering:
         self._coming: Coming = {}
         self._parts = cache, clock, self._coming, self.space, engines_busy
         self._spaces: dict[tuple[Namespace, int], Space] = {}
-        self._groups: dict[int, tuple[Namespace, int]] = {}
-        """By tag."""
         self.unshared: dict[bytes, None] = {}
         self.disks = Level([], settings, *self._parts, shared=False)
         self.stores: list[Level] = []
@@ -511,12 +508,9 @@ class Tiering:
         """As it is now. It has no lengths while a rank of the world has not registered."""
         found = self._spaces.get((namespace, group))
         if found is None or found.generation != namespace.generation or not found.lengths:
-            if found is not None:
-                self._groups.pop(found.tag, None)
             lengths = namespace.shard_lengths(group)
             found = make_space(namespace.fingerprint, namespace.generation, group, lengths)
             self._spaces[namespace, group] = found
-            self._groups[found.tag] = namespace, group
         return found
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
@@ -752,8 +746,7 @@ class Tiering:
         for level in self.levels:
             level.no_space_until.pop(namespace, None)
         for group in range(len(namespace.groups)):
-            if (space := self._spaces.pop((namespace, group), None)) is not None:
-                self._groups.pop(space.tag, None)
+            self._spaces.pop((namespace, group), None)
 
     def unshare(self, fingerprint: bytes) -> None:
         """Share nothing of a namespace until ``reshare``."""
@@ -799,10 +792,10 @@ class Tiering:
                     break  # all of a tag are of one
                 fill.level.forget(fill)
 
-    def namespace_of(self, tag: int) -> tuple[Namespace, int] | None:
-        """The namespace that is open, and the group, whose blocks have this tag now."""
-        found = self._groups.get(tag)
-        return None if found is None or self.space(*found).tag != tag else found
+    def namespace_of(self, space: Space) -> Namespace | None:
+        """The namespace of a space, if it is open and was not reset since."""
+        namespace = self._cache.namespaces.get(space.fingerprint)
+        return namespace if namespace is not None and namespace.generation == space.generation else None
 
 
 class Reports:
@@ -814,12 +807,12 @@ class Reports:
         """Tiers and kinds of their errors that were logged, and when; the tiers count them."""
 
     def stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
-        if (found := self._tiering.namespace_of(space.tag)) is not None:
-            self._events.stored(*found, list(keys), MEDIUM_STORAGE)
+        if (namespace := self._tiering.namespace_of(space)) is not None:
+            self._events.stored(namespace, space.group, list(keys), MEDIUM_STORAGE)
 
-    def removed(self, tier: Tier, tag: int, keys: Sequence[bytes]) -> None:
-        if (found := self._tiering.namespace_of(tag)) is not None:
-            self._events.removed(*found, list(keys), MEDIUM_STORAGE)
+    def removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+        if (namespace := self._tiering.namespace_of(space)) is not None:
+            self._events.removed(namespace, space.group, list(keys), MEDIUM_STORAGE)
 
     def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         self._tiering.answered(space, keys, found)

@@ -273,6 +273,8 @@ class DiskTier(Tier):
         self._index = _Index(regions=regions_at, slots_per_region=self._slots.slots_per_region)
         """Finds slots of blocks that are there by their space and key."""
         self._index_at = ctypes.addressof(self._index)
+        self._found = ctypes.c_uint32()
+        self._found_at = ctypes.addressof(self._found)
         if not self._native.disk_open(self._index_at, os.urandom(16)):
             raise MemoryError
         self._close_index = weakref.finalize(self, self._native.disk_close, ctypes.pointer(self._index))
@@ -476,9 +478,10 @@ class DiskTier(Tier):
         too_many = self._reads_under_way >= self._options.most_reads
         if too_many or not self.available() or not self._knows(space):
             return False
-        if not (slots := self._slots_of(space.tag, [key])):
+        number = self._spaces[space.tag].number
+        self._native.disk_find(self._index_at, number, key, 1, len(key), self._found_at)
+        if (slot := self._found.value) == NO_SLOT:
             return False
-        (slot,) = slots
         self._pin(slot)
         self._reads_under_way += 1
         self._reads.put(self._job(space, key, slot, offsets, on_end, deadline))
@@ -572,7 +575,9 @@ class DiskTier(Tier):
 
     def _read_ended(self, job: Job, end: End) -> None:
         region, place = self._at(job.slot)
-        is_there = self._slots_of(job.space.tag, [job.key]) == [job.slot]
+        # While it is pinned, the slot gets no other block.
+        known = self._numbered.get(region.spaces[place])
+        is_there = known is not None and self._spaces.get(known.space.tag) is known
         if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and region.found[place]:
             end = end._replace(fault=DiskFault.TORN)
         if end.fault is not None:
@@ -583,7 +588,7 @@ class DiskTier(Tier):
         elif not is_there and end.result is Result.DONE:
             end = End(Result.GONE)  # it was removed during the read
         if end.result is Result.DONE:
-            region.found[place] = 0
+            region.found[place], region.used[place] = 0, 1
             self.counters.read_blocks += 1
             self.counters.read_bytes += job.nbytes
         self._reads_under_way -= 1
@@ -893,7 +898,7 @@ class DiskTier(Tier):
             known.blocks -= 1
             self._blocks -= 1
             self._bytes -= known.space.nbytes
-            self._listener.removed(self, tag, [key])
+            self._listener.removed(self, known.space, [key])
         return tag, key
 
     def _clear(self, region: _Region, place: int, slot: int) -> None:
@@ -912,6 +917,8 @@ class DiskTier(Tier):
             region.pins[place] -= 1
             if not region.pins[place] and not region.spaces[place] and slot not in self._put_aside:
                 free.append(slot)
+        if not free:
+            return
         self._slots.free(np.array(free, np.uint32))
         for number in {slot // self._slots.slots_per_region for slot in free}:
             if not self._slots.slot_bytes[number]:

@@ -103,38 +103,46 @@ def fits_header(space: Space, key_bytes: int) -> bool:
     return named + _SUM.size <= HEADER_BYTES
 
 
+def _names(space: Space, key: bytes) -> bytes:
+    """What a header begins with."""
+    head = _HEAD.pack(MAGIC, space.generation, space.group, len(space.fingerprint), len(key), len(space.lengths))
+    return head + space.fingerprint + key
+
+
 def encode_header(block: Block) -> bytes:
-    space, key = block.space, block.key
-    parts = [
-        _HEAD.pack(MAGIC, space.generation, space.group, len(space.fingerprint), len(key), len(space.lengths)),
-        space.fingerprint,
-        key,
-        *map(_SHARD.pack, space.lengths, block.checksums, block.first_blocks),
-    ]
-    data = b"".join(parts).ljust(HEADER_BYTES - _SUM.size, b"\0")
+    shards = map(_SHARD.pack, block.space.lengths, block.checksums, block.first_blocks)
+    data = b"".join([_names(block.space, block.key), *shards]).ljust(HEADER_BYTES - _SUM.size, b"\0")
     return data + _SUM.pack(xxhash.xxh3_64_intdigest(data))
 
 
-def parse_header(data: bytes) -> Block | None:
-    """The block that a header tells of; None where it is no whole header, or tells of a block that cannot be."""
-    if len(data) != HEADER_BYTES or data[-_SUM.size :] != _SUM.pack(xxhash.xxh3_64_intdigest(data[: -_SUM.size])):
-        return None
-    magic, generation, group, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)
-    names_end = _HEAD.size + fingerprint_bytes + key_bytes
-    if magic != MAGIC or group > 0xFFFF or names_end + ranks * _SHARD.size + _SUM.size > HEADER_BYTES:
-        return None
-    fingerprint, key = data[_HEAD.size : names_end - key_bytes], data[names_end - key_bytes : names_end]
-    shards = list(_SHARD.iter_unpack(data[names_end : names_end + ranks * _SHARD.size]))
-    lengths, checksums, firsts = zip(*shards, strict=True) if shards else ((), (), ())
-    if not all(checksums) or max(firsts, default=0) > MOST_FIRST_BLOCK:
-        return None
-    return Block(make_space(fingerprint, generation, group, lengths), key, firsts, checksums)
-
-
 def decode_header(data: bytes, space: Space, key: bytes) -> Block | None:
-    """The block that a header tells of; None where it is not a whole header of this very block."""
-    block = parse_header(data)
-    return block if block is not None and block.space == space and block.key == key else None
+    """The block that a header tells of; None where it is not a whole header of this very block, or of one that cannot
+    be."""
+    names = _names(space, key)
+    end = len(names) + len(space.lengths) * _SHARD.size
+    if not data.startswith(names) or len(data) != HEADER_BYTES or end + _SUM.size > HEADER_BYTES:
+        return None
+    if data[-_SUM.size :] != _SUM.pack(xxhash.xxh3_64_intdigest(data[: -_SUM.size])):
+        return None
+    shards = list(_SHARD.iter_unpack(data[len(names) : end]))
+    lengths, checksums, firsts = zip(*shards, strict=True) if shards else ((), (), ())
+    if lengths != space.lengths or not all(checksums) or max(firsts, default=0) > MOST_FIRST_BLOCK:
+        return None
+    return Block(space, key, firsts, checksums)
+
+
+def parse_header(data: bytes) -> Block | None:
+    """As ``decode_header``, of whatever block."""
+    if len(data) != HEADER_BYTES:
+        return None
+    _, generation, group, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)
+    key_at = _HEAD.size + fingerprint_bytes
+    shards_at = key_at + key_bytes
+    if group > 0xFFFF or shards_at + ranks * _SHARD.size > HEADER_BYTES:
+        return None
+    lengths = [_SHARD.unpack_from(data, shards_at + rank * _SHARD.size)[0] for rank in range(ranks)]
+    space = make_space(data[_HEAD.size : key_at], generation, group, lengths)
+    return decode_header(data, space, data[key_at:shards_at])
 
 
 class Result(StrEnum):
@@ -153,7 +161,7 @@ class TierListener(Protocol):
     def stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         """A disk has these blocks from now on (for KV events). Shared tiers do not call it."""
 
-    def removed(self, tier: Tier, tag: int, keys: Sequence[bytes]) -> None:
+    def removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         """A disk has these blocks no more, whatever the reason. Shared tiers do not call it."""
 
     def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:

@@ -154,12 +154,12 @@ class FakeTier(Tier):
         for job in self.jobs:
             job.removed |= (job.space.tag, job.key) in names
         for name in names:
-            if self.blocks.pop(name, None) is not None and tell:
-                self._tell_removed(*name)
+            if (found := self.blocks.pop(name, None)) is not None and tell:
+                self._tell_removed(found[0])
 
-    def _tell_removed(self, tag: int, key: bytes) -> None:
+    def _tell_removed(self, block: Block) -> None:
         if not self._asks:
-            self._news.append(lambda: self.listener.removed(self, tag, [key]))
+            self._news.append(lambda: self.listener.removed(self, block.space, [block.key]))
 
     @property
     def lifetime_bytes(self) -> int:
@@ -227,6 +227,7 @@ class FakeTier(Tier):
         self.known.pop(name, None)
         if result is Result.DONE:
             self.known[name] = True
+            self.used(job.space, [job.key])
         job.on_end(result, block if result is Result.DONE else None)
 
     def end_all(self, now: float = 0.0, fault: Result | None = None) -> int:

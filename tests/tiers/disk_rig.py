@@ -53,8 +53,8 @@ class Told:
         assert not names & self.blocks
         self.blocks |= names
 
-    def removed(self, tier: Tier, tag: int, keys: Sequence[bytes]) -> None:
-        self.blocks -= {(tag, key) for key in keys}
+    def removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+        self.blocks -= {(space.tag, key) for key in keys}
 
     def answered(self, *told: object) -> None:
         raise AssertionError("a disk is not asked")

@@ -76,7 +76,7 @@ class SharedRig:
     def stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         raise AssertionError("nothing is told of what a shared tier has")
 
-    def removed(self, tier: Tier, tag: int, keys: Sequence[bytes]) -> None:
+    def removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         raise AssertionError("nothing is told of what a shared tier has")
 
     def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
