@@ -7,7 +7,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import NamedTuple
 
 from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
@@ -31,12 +30,10 @@ loop."""
 ANSWER_S = 0.02
 """An answer of a store is expected after so long at most: engines that wait for it compare that with what computing
 takes. The deadline for asking is for the worst case, and may be longer than any engine waits."""
-DUE_S = 10.0
-"""Within which a lookup that was told of keys being asked for comes again, or never."""
 LOGGED_S = 600.0
 """An error of a tier is logged again after so long."""
-WAITING_S, MOST_WAITING_KEYS = 3.0, 2**18
-"""How long, and of how many keys, it is known which lookups wait for them: by then their requests wait no longer."""
+MOST_WAITING = 2**16
+"""Leases of which it is known how many keys their lookups wait for."""
 MOST_LOGGED = 1024
 """Kinds of errors of tiers, each of every server, of which it is known when they were logged."""
 MOST_UNSHARED = 32_768
@@ -92,8 +89,6 @@ class Fill:
     """It is overdue and under way: the tier may still write into its slots."""
     askers: int = 0
     """Lookups that count it as found, or as a miss, once it is known whether it comes up."""
-    found: int = 0
-    """Lookups that counted it as found when it came up."""
 
 
 Coming = dict[int, dict[bytes, Fill]]
@@ -348,33 +343,16 @@ class Level:
             self._withdraw(fill)
             self._cache.note_misses(fill.namespace, fill.space.group, fill.key, miss)
 
-    def not_awaited(self, fill: Fill, why: MissReason) -> None:
-        """One of the lookups that count it waits no longer: the tier has it, and that is a miss."""
-        if fill.askers:
-            fill.askers -= 1
-            self._count_found(fill, 1)
-        elif fill.found:
-            fill.found -= 1
-        else:
-            return
-        fill.namespace.counters.misses[why] += 1
-
     def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
         """Count the key for those who asked for it, once: as found, or as a miss."""
         askers, fill.askers = fill.askers, 0
-        if not askers:
-            return
+        counters = fill.namespace.counters
         if miss is not None:
-            fill.namespace.counters.misses[miss] += askers
+            counters.misses[miss] += askers
+        elif self.shared:
+            counters.found_shared += askers
         else:
-            fill.found = askers
-            self._count_found(fill, askers)
-
-    def _count_found(self, fill: Fill, count: int) -> None:
-        if self.shared:
-            fill.namespace.counters.found_shared += count
-        else:
-            fill.namespace.counters.found_disk += count
+            counters.found_disk += askers
 
     def _withdraw(self, fill: Fill) -> None:
         """Lookups do not wait for it any more."""
@@ -413,18 +391,6 @@ class _Lookup(NamedTuple):
     again: bool
     levels: Sequence[Level]
     """Those that are of use to it now, in the order in which they are asked."""
-    waits: _Waits
-
-
-class _Waits(NamedTuple):
-    """What the lookups under one lease wait for, since when."""
-
-    session: int
-    namespace: Namespace
-    since: float
-    fills: list[Fill]
-    asked: list[tuple[int, bytes]]
-    """By tag and key, what stores were asked for."""
 
 
 class _Range:
@@ -488,11 +454,8 @@ class Tiering:
         self._answers_due = 0.0
         self._uncounted: dict[Namespace, Counter[tuple[int, bytes]]] = {}
         """By tag and key that is being asked for: lookups that were told so and have not counted it yet."""
-        self._due: dict[tuple[int, bytes], tuple[Namespace, int, float]] = {}
-        """The same of keys that were found, until they are asked for again, or nobody does: since when."""
-        self._waiting: dict[int, _Waits] = {}
-        """By lease."""
-        self._waiting_keys = 0
+        self._waiting: dict[int, tuple[int, Namespace, int]] = {}
+        """By lease, its session and namespace, and for how many keys its lookup waits."""
         self._evicted: list[tuple[Space, list[bytes]]] = []
         self.reports = Reports(self, events, clock)
 
@@ -529,8 +492,7 @@ class Tiering:
             levels = [level for level in levels if not level.shared]
         if not levels or not groups or not self.space(namespace, groups[0][0]).lengths:
             return list(states)
-        waits = self._end_waiting(lease_id) or _Waits(session, namespace, self._clock(), [], [])
-        lookup = _Lookup(namespace, session, again, levels, waits)
+        lookup = _Lookup(namespace, session, again, levels)
         answer, most, asking = list(map(bytearray, states)), MOST_KEYS // len(groups), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             group, keys = groups[number]
@@ -543,11 +505,9 @@ class Tiering:
                 asking |= self._find_run(lookup, some)
             else:
                 self._find_window(lookup, some, wait=asking)
-        if more := len(waits.fills) + len(waits.asked):
-            self._waiting[lease_id] = waits
-            self._waiting_keys += more
-            while self._waiting_keys > MOST_WAITING_KEYS:
-                self._end_waiting(next(iter(self._waiting)))
+        self._waiting.pop(lease_id, None)
+        if waits := sum(one.count(PENDING) + one.count(SHARED) for one in answer):
+            put_newest(self._waiting, lease_id, (session, namespace, waits), MOST_WAITING)
         return list(map(bytes, answer))
 
     def _find_run(self, lookup: _Lookup, some: _Range) -> bool:
@@ -599,15 +559,13 @@ class Tiering:
             some.states[at] = SHARED
         if some.asked:
             self._answers_due = self._clock() + ANSWER_S
-            names = [(some.space.tag, some.keys[at]) for at in some.asked]
-            lookup.waits.asked.extend(names)
             if not lookup.again:
+                names = [(some.space.tag, some.keys[at]) for at in some.asked]
                 self._uncounted.setdefault(lookup.namespace, Counter()).update(names)
 
     def _request(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> None:
         """Request keys that are there or come, up to the first that cannot come up, and mark them."""
-        slower = self._slower_levels(lookup.namespace, some, places)
-        asker = not lookup.again
+        slower = self._slower_levels(lookup, some, places)
         for at in places:
             key = some.keys[at]
             if (fill := self._coming.get(some.space.tag, {}).get(key)) is None:
@@ -618,56 +576,31 @@ class Tiering:
                 fill = level.request(lookup.session, lookup.namespace, some.space, key, tier)
                 if fill is None:
                     return
-            fill.askers += asker
-            lookup.waits.fills.append(fill)
-            if self._due:
-                fill.askers += self._take_due(some.space, key)
+            fill.askers += not lookup.again
             some.states[at] = SHARED if fill.level.shared else PENDING
 
-    def _slower_levels(self, namespace: Namespace, some: _Range, places: Sequence[int]) -> set[Level]:
+    def _slower_levels(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> set[Level]:
         """The levels from which what is there takes longer to read than to compute: none of that is read."""
         sources = [some.there[at] for at in places if at in some.there]
         slower = {
             level
             for level, count in Counter(level for level, _ in sources).items()
-            if level.is_slower(namespace, some.space.group, count)
+            if level.is_slower(lookup.namespace, some.space.group, count)
         }
-        for at in places if slower else ():
-            if at in some.there and some.there[at][0] in slower:
-                some.there[at][0].failures[SLOWER] += 1
-                namespace.counters.misses[MissReason.SKIPPED] += self._take_due(some.space, some.keys[at])
+        for level, _ in sources if slower else ():
+            if level in slower:
+                level.failures[SLOWER] += 1
+                if lookup.again and level.shared:  # it was counted as found when it was answered
+                    lookup.namespace.counters.misses[MissReason.SKIPPED] += 1
         return slower
 
     def released(self, session: int, lease_ids: Iterable[int], not_awaited: MissReason | None) -> None:
         for lease_id in lease_ids:
-            if (waits := self._waiting.get(lease_id)) is None or waits.session != session:
-                continue
-            self._end_waiting(lease_id)
-            if not_awaited is None:
-                continue
-            for fill in waits.fills:
-                fill.level.not_awaited(fill, not_awaited)
-            for name in waits.asked:
-                self._not_awaited(waits.namespace, name, not_awaited)
-
-    def _end_waiting(self, lease_id: int) -> _Waits | None:
-        """Forget what the lookups under a lease wait for, and return it."""
-        if (waits := self._waiting.pop(lease_id, None)) is not None:
-            self._waiting_keys -= len(waits.fills) + len(waits.asked)
-        return waits
-
-    def _not_awaited(self, namespace: Namespace, name: tuple[int, bytes], why: MissReason) -> None:
-        """One of the lookups that count a key for which stores were asked waits no longer."""
-        uncounted = self._uncounted.get(namespace, Counter())
-        if uncounted[name]:
-            uncounted[name] -= 1
-            namespace.counters.misses[MissReason.TIER_LATE] += 1
-        elif (due := self._due.get(name)) is not None and due[1]:
-            self._due[name] = namespace, due[1] - 1, due[2]
-            namespace.counters.found_shared += 1
-            namespace.counters.misses[why] += 1
-        elif (fill := self._coming.get(name[0], {}).get(name[1])) is not None:
-            fill.level.not_awaited(fill, why)
+            owner, namespace, count = self._waiting.get(lease_id, (None, None, 0))
+            if owner == session:
+                del self._waiting[lease_id]
+                if namespace is not None and not_awaited is not None:
+                    namespace.counters.misses[not_awaited] += count
 
     def used(self, blocks: BlockIds) -> None:
         for group, alike in self._cache.by_group(blocks):
@@ -734,15 +667,12 @@ class Tiering:
                 tier.used(space, keys)
         for level in self.levels:
             level.tick()
-        self._settle_due()
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Nobody has the namespace open, and the pool nothing of it. What disks and stores have of it stays."""
         self._forget_fills(namespace)
         self._uncounted.pop(namespace, None)
-        self._due = {name: due for name, due in self._due.items() if due[0] is not namespace}
-        for lease_id in [one for one, waits in self._waiting.items() if waits.namespace is namespace]:
-            self._end_waiting(lease_id)
+        self._waiting = {lease_id: one for lease_id, one in self._waiting.items() if one[1] is not namespace}
         for level in self.levels:
             level.no_space_until.pop(namespace, None)
         for group in range(len(namespace.groups)):
@@ -756,34 +686,20 @@ class Tiering:
         self.unshared.pop(fingerprint, None)
 
     def answered(self, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        """Count what lookups were told of as being asked for. What was found is counted when it is requested."""
+        """Count what lookups were told of as being asked for."""
         namespace = self._cache.namespaces.get(space.fingerprint)
         if namespace is None or not (uncounted := self._uncounted.get(namespace)):
             return
         lookups = [uncounted.pop((space.tag, key), 0) for key in keys]
         if not any(lookups):
             return
-        current, absent, now = self.space(namespace, space.group).tag == space.tag, list[bytes](), self._clock()
+        absent: list[bytes] = []
         for key, count, there in zip(keys, lookups, found, strict=True):
-            if there and current and count:
-                self._due[space.tag, key] = namespace, count + self._take_due(space, key), now
+            if there and namespace.generation == space.generation:
+                namespace.counters.found_shared += count
             else:
                 absent += [key] * count
         self._cache.count_misses(namespace, space.group, b"".join(absent))
-
-    def _take_due(self, space: Space, key: bytes) -> int:
-        """How many lookups still count a key that was found."""
-        return self._due.pop((space.tag, key))[1] if (space.tag, key) in self._due else 0
-
-    def _settle_due(self) -> None:
-        """Count what was found and nobody asked for again: a key before it was not there, or the request went away."""
-        late = self._clock() - WAITING_S
-        for lease_id in [one for one, _ in takewhile(lambda item: item[1].since <= late, self._waiting.items())]:
-            self._end_waiting(lease_id)
-        late = self._clock() - DUE_S
-        for name in [name for name, _ in takewhile(lambda item: item[1][2] <= late, self._due.items())]:
-            namespace, count, _ = self._due.pop(name)
-            namespace.counters.found_shared += count
 
     def _forget_fills(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):

@@ -83,9 +83,9 @@ class TieringHarness(CacheRig):
         }
         return successor
 
-    def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
+    def states(self, namespace: Namespace, keys: bytes, group: int = 0, *, again: bool = False) -> list[int]:
         """The keys' states, by a lookup that the policy and the tiers do not hear of, and whose lease ends at once."""
-        ((states,), _) = self.cache.lookup(namespace, SESSION, LEASE, [(group, keys)])
+        ((states,), _) = self.cache.lookup(namespace, SESSION, LEASE, [(group, keys)], again=again)
         self.cache.release(SESSION, [LEASE])
         self.cache._requested = None
         return list(states)
