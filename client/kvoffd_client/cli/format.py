@@ -63,12 +63,12 @@ def print_line(text: str) -> None:
     print(text, flush=True)
 
 
-def table_of(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def table_of(titles: Sequence[str], rows: Iterable[Sequence[str]], gap: int = 2) -> Table:
     """A table; a title that begins with ``>`` is one of numbers, aligned right, with ``<`` one of short words.
 
-    Nothing is left out: on a narrow screen other texts go on in a second line.
+    Nothing is left out: on a narrow screen other texts go on in a second line. ``gap``: cells between columns.
     """
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     for title in titles:
         justify: JustifyMethod = "right" if title.startswith(">") else "left"
         table.add_column(title.lstrip("<>"), justify=justify, no_wrap=title[:1] in ("<", ">"), overflow="fold")

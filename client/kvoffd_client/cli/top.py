@@ -13,20 +13,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from socket import gethostname
-from textwrap import wrap
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.cells import cell_len, set_cell_size
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
+from rich.layout import Layout
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.findings import failing_copies
-from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, wrapped
+from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, table_of, wrapped
 from kvoffd_client.cli.show import Engine, engine_table, engines_of, labels_of
 from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_details, token_count
 from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin, parse_option
@@ -77,9 +76,6 @@ SORTS: dict[str, Callable[[Window], float]] = {
 }
 """By what comes before the size."""
 SPARKS = " ▁▂▃▄▅▆▇█"
-MOST_AWAY_LINES = 3
-LEAVE, ENTER = b"\x1b[?1049l\x1b[?25h", b"\x1b[?1049h\x1b[?25l"
-"""The alternate screen, and the cursor."""
 
 
 @dataclass(frozen=True)
@@ -97,22 +93,25 @@ Read = Callable[[str, float], Reading]
 
 
 class History:
-    """Samples of the last minutes. A restart of the daemon empties it: its counters begin anew."""
+    """Samples of the last seconds, and rates of the last minutes. A restart of the daemon empties it."""
 
     def __init__(self) -> None:
-        self._totals: deque[tuple[float, Window]] = deque(maxlen=MOST_SAMPLES)
-        self._latest: deque[DaemonStats] = deque(maxlen=MOST_SAMPLES)
+        self._latest: deque[DaemonStats] = deque()
         """From the youngest that is older than ``NOW_S`` on, if there is one."""
+        self.rates: deque[tuple[float, float]] = deque(maxlen=MOST_SAMPLES)
+        """Tokens loaded and bytes stored in each second, between two samples."""
 
     def add(self, stats: DaemonStats) -> None:
         """Times are the daemon's: an answer that comes late changes no rate, nor one that HTTP gives twice."""
-        last_s = self._latest[-1].uptime_seconds if self._latest else 0.0
-        if self._latest and stats.uptime_seconds == last_s:
-            return
-        if stats.uptime_seconds < last_s:
-            self._totals.clear()
+        if self._latest and stats.uptime_seconds < self._latest[-1].uptime_seconds:
             self._latest.clear()
-        self._totals.append((stats.uptime_seconds, stats.since_start))
+            self.rates.clear()
+        if self._latest:
+            last, gained = self._latest[-1], self._gained(stats.since_start, self._latest[-1].since_start)
+            seconds = stats.uptime_seconds - last.uptime_seconds
+            if not seconds:
+                return
+            self.rates.append((gained.loaded_tokens / seconds, gained.stored_bytes / seconds))
         self._latest.append(stats)
         while len(self._latest) > 2 and self._latest[1].uptime_seconds <= stats.uptime_seconds - NOW_S:
             self._latest.popleft()
@@ -126,11 +125,6 @@ class History:
         # Of one that was not there nothing had been counted, unless others pushed it off the list.
         absent = NamespaceStats() if len(self._before) < MAX_NAMESPACE_ROWS else namespace
         return self._gained(namespace, self._before.get(namespace.id, absent))
-
-    def series(self, name: str, count: int) -> list[float]:
-        """How much of a counter came in each second, between the latest samples."""
-        kept = list(self._totals)[-count - 1 :]
-        return [(getattr(b, name) - getattr(a, name)) / max(1e-9, t - s) for (s, a), (t, b) in pairwise(kept)]
 
     def _gained(self, later: Traffic, earlier: Traffic) -> Window:
         """What was counted in the last seconds; ``earlier``: what had been before."""
@@ -163,139 +157,151 @@ class Screen:
     """Since when the daemon does not answer, and why; empty while it does."""
     clock: str = ""
 
-    def lines(self, console: Console) -> list[Text]:
-        """As many lines as the screen has, the last one that of the keys."""
+    def page(self, console: Console) -> Layout:
+        """The whole screen. What matters most comes first: a low screen ends earlier."""
         assert self.reading is not None
-        width, height = console.size
-        pen = Pen(width)
-        stats = self.reading.stats
-        away = wrap(printable(self.away), max(1, width))[:MOST_AWAY_LINES]
-        head = [self._header(stats, pen), *(pen.text(line, "bold red") for line in away)]
-        room = max(0, height - len(head) - 1)
+        stats, width = self.reading.stats, console.width
+        body: list[RenderableType]
         if self.reading.far and self.view == "clients":
-            body = [Text(), pen.text("This is shown on the daemon's own machine: HTTP has statistics alone.", "dim")]
+            body = [Text(), line("This is shown on the daemon's own machine: HTTP has statistics alone.", "dim")]
         elif self.view == "clients":
-            body = [pen.cut(line) for line in _clients(self.reading.engines, console)]
+            body = _clients(self.reading.engines, console)
         elif self.view == "tiers":
-            body = _page(tier_details(stats), pen)
+            body = _lines(tier_details(stats), width)
         elif self.view == "policy":
-            body = _page(policy_lines(stats), pen)
+            body = _lines(policy_lines(stats), width)
         elif self.view == "help":
-            body = _page(HELP, pen)
+            body = _lines(HELP, width)
         else:
-            body = self._all(stats, pen)
-        if len(body) > room > 0:
-            more = len(body) - room + 1
-            body = [*body[: room - 1], pen.text(f"{more} more lines: make the terminal higher", "dim")]
-        return [*head, *body, *[Text()] * (room - len(body)), self._keys(pen)][:height]
+            body = self._all(stats, width)
+        away = [Text(printable(self.away), "bold red")] if self.away else []
+        page = Layout()
+        page.split_column(
+            Layout(self._header(stats), size=1), Layout(Group(*away, *body)), Layout(self._keys(), size=1)
+        )
+        return page
 
-    def _header(self, stats: DaemonStats, pen: Pen) -> Text:
+    def _header(self, stats: DaemonStats) -> RenderableType:
         level, problems = stats.health, len(stats.health_problems)
         words = level.value.upper() + (f": {problems} problem{plural(problems)}" if problems else "")
         style = {HealthLevel.OK: "bold green", HealthLevel.DEGRADED: "bold yellow"}.get(level, "bold red")
         words, style = ("NO ANSWER", "bold red") if self.away else (words, style)
         up = format_duration(stats.uptime_seconds)
-        left = f"kvoffd {stats.version}  {gethostname()}  up {up}  {stats.policy}   "
-        line = Text(set_cell_size(printable(left), min(len(left), pen.width - len(words) - 10)), "bold")
-        line.append(words, style)
-        line.append(f"{'PAUSED ' * self.paused}{self.clock}".rjust(pen.width - line.cell_len), "reverse" * self.paused)
-        return pen.cut(line)
+        left = line(f"kvoffd {stats.version}  {gethostname()}  up {up}  {stats.policy}   ", "bold")
+        return _ends(left.append(words, style), Text(f"{'PAUSED ' * self.paused}{self.clock}", "reverse" * self.paused))
 
-    def _keys(self, pen: Pen) -> Text:
+    def _keys(self) -> RenderableType:
         names = "  ".join(f"{number} {name}" for number, name in enumerate(VIEWS, 1))
-        line = f"{names}  s sort: {self.sort.lower()}  p pause  h help  q quit "
-        interval = exact_duration(self.interval_s).rjust(pen.width - len(line))
-        return pen.text((line + interval if len(line + interval) <= pen.width else line).ljust(pen.width), "reverse")
+        keys = line(f"{names}  s sort: {self.sort.lower()}  p pause  h help  q quit")
+        return _ends(keys, Text(exact_duration(self.interval_s)), "reverse")
 
-    def _all(self, stats: DaemonStats, pen: Pen) -> list[Text]:
-        """What matters most comes first: a low screen ends earlier."""
+    def _all(self, stats: DaemonStats, width: int) -> list[RenderableType]:
         now = self.history.now()
         return [
-            *map(pen.cut, pool_bar(stats.pool, pen.width)),
-            _saved(stats, pen),
-            *(pen.text(f"! {one.reason}: {one.sentence}", "yellow") for one in stats.health_problems[:3]),
-            *_rates(stats, now, pen),
-            _misses(stats, pen),
-            *_curve(stats, pen),
-            *_lookups(stats, now, pen),
-            *self._sparks(pen),
-            *_tier_summary(stats, pen),
-            *_namespaces(self._sorted(stats), self.history, self.sort, pen),
+            *pool_bar(stats.pool, width),
+            _saved(stats),
+            *(line(f"! {one.reason}: {one.sentence}", "yellow") for one in stats.health_problems[:3]),
+            _rates(stats, now),
+            _misses(stats),
+            *_curve(stats),
+            *_lookups(stats, now),
+            *self._sparks(width - 40),
+            *_tier_summary(stats),
+            *self._namespaces(stats),
         ]
 
-    def _sorted(self, stats: DaemonStats) -> list[NamespaceStats]:
-        """The namespaces in the order that was chosen; those of the same rank by size."""
-        rank = SORTS[self.sort]
-        return sorted(stats.namespaces, key=lambda one: (-rank(self.history.now_of(one)), -one.ready_bytes))
-
-    def _sparks(self, pen: Pen) -> list[Text]:
-        cells = pen.width - 40
-        tokens, stored = (self.history.series(name, cells) for name in ("loaded_tokens", "stored_bytes"))
-        most = [max(series, default=0.0) for series in (tokens, stored)]
+    def _sparks(self, cells: int) -> list[Text]:
+        tokens, stored = ([one[at] for one in self.history.rates] for at in (0, 1))
+        most_tokens, most_stored = (max(rates, default=0.0) for rates in (tokens, stored))
         return [
-            pen.text(f"Loaded  {pen.spark(tokens, cells)}  at most {format_count(round(most[0]))} tokens/s"),
-            pen.text(f"Stored  {pen.spark(stored, cells)}  at most {format_rate(most[1])}"),
+            line(f"Loaded  {spark(tokens, cells)}  at most {format_count(round(most_tokens))} tokens/s"),
+            line(f"Stored  {spark(stored, cells)}  at most {format_rate(most_stored)}"),
         ]
 
-
-@dataclass(frozen=True)
-class Pen:
-    """Draws lines that are no wider than the screen."""
-
-    width: int
-
-    def text(self, words: str, style: str = "") -> Text:
-        """``words`` on one line; names in them cannot move the cursor."""
-        return self.cut(Text(printable(words), style))
-
-    def cut(self, line: Text) -> Text:
-        line.truncate(self.width, overflow="ellipsis")
-        return line
-
-    def cells(self, words: Sequence[str], widths: Sequence[int], style: str = "") -> Text:
-        """Words in columns: a negative width is one of a name, which is cut; numbers are aligned right."""
-        parts = [
-            set_cell_size(printable(word), -width) if width < 0 else word.rjust(width)
-            for word, width in zip(words, widths, strict=True)
+    def _namespaces(self, stats: DaemonStats) -> list[RenderableType]:
+        """In the order that was chosen; those of the same rank by size."""
+        if not stats.namespaces:
+            return [Text(), line("No namespace: no engine has connected so far.", "dim")]
+        now_of = {one.id: self.history.now_of(one) for one in stats.namespaces}
+        rank = SORTS[self.sort]
+        rows = [
+            _namespace_row(one, now_of[one.id])
+            for one in sorted(stats.namespaces, key=lambda one: (-rank(now_of[one.id]), -one.ready_bytes))
         ]
-        return self.cut(Text(" ".join(parts), style))
-
-    def spark(self, values: Sequence[float], cells: int) -> str:
-        """The latest values, one character each, from nothing to the largest of them."""
-        most, shown = max(values, default=0.0), values[-cells:] if cells > 0 else []
-        heights = (0 if value <= 0 else max(1, round(value / most * (len(SPARKS) - 1))) for value in shown)
-        return "".join(SPARKS[height] for height in heights).rjust(max(0, cells))
+        table = table_of(COLUMNS, rows, gap=1)
+        table.expand, table.header_style = True, "bold reverse"
+        name = table.columns[0]
+        name.ratio, name.no_wrap, name.overflow = 1, True, "ellipsis"
+        return [Text(), table]
 
 
-def _saved(stats: DaemonStats, pen: Pen) -> Text:
+COLUMNS = "NAMESPACE", "<ID          ", ">     SIZE", ">   TOK/S", "> KEYS/S", ">LOADED", ">MISSED", "<MOST MISSED "
+"""As wide as their titles, or wider; the name has what is left, its id is whole."""
+
+
+def _namespace_row(one: NamespaceStats, now: Window) -> tuple[str, ...]:
+    missed = sum(now.misses.values())
+    return (
+        printable(one.model).rpartition("/")[2],
+        one.id,
+        _size(one),
+        _token_rate(now),
+        _rate(now.asked_keys, now),
+        percent(now.loaded_keys, now.asked_keys),
+        percent(missed, now.asked_keys),
+        reason_name(max(now.misses, key=now.misses.__getitem__)) if missed else "-",
+    )
+
+
+def line(words: str, style: str = "") -> Text:
+    """``words`` on one line, cut where it ends; names in them cannot move the cursor."""
+    return Text(printable(words), style, no_wrap=True, overflow="ellipsis")
+
+
+def _ends(left: Text, right: Text, style: str = "") -> Table:
+    """A line with words at both ends."""
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(left, right, style=style)
+    return grid
+
+
+def spark(values: Sequence[float], cells: int) -> str:
+    """The latest values, one character each, from nothing to the largest of them."""
+    most, shown = max(values, default=0.0), values[-cells:] if cells > 0 else []
+    heights = (0 if value <= 0 else max(1, round(value / most * (len(SPARKS) - 1))) for value in shown)
+    return "".join(SPARKS[height] for height in heights).rjust(max(0, cells))
+
+
+def _saved(stats: DaemonStats) -> Text:
     total, life = stats.since_start, stats.lifetime
-    line = f"Saved   prefill {saved_time(total)}, {token_count(total.loaded_tokens, total.loaded_keys)} tokens loaded"
+    words = f"Saved   prefill {saved_time(total)}, {token_count(total.loaded_tokens, total.loaded_keys)} tokens loaded"
     if life.saved_seconds > total.saved_seconds:
-        line += f"; {format_duration(life.saved_seconds)} in all"
-    return pen.text(line, "bold")
+        words += f"; {format_duration(life.saved_seconds)} in all"
+    return line(words, "bold")
 
 
-RATES: tuple[tuple[str, int, Callable[[Window], str]], ...] = (
-    ("tokens/s", 8, lambda one: _token_rate(one)),
-    ("keys/s", 7, lambda one: _rate(one.asked_keys, one)),
-    ("loaded", 7, lambda one: percent(one.loaded_keys, one.asked_keys)),
-    ("not needed", 10, lambda one: percent(one.not_needed_keys, one.asked_keys)),
-    ("missed", 7, lambda one: percent(sum(one.misses.values()), one.asked_keys)),
-    ("loaded/s", 10, lambda one: _bytes(one.loaded_bytes, one)),
-    ("stored/s", 10, lambda one: _bytes(one.stored_bytes, one)),
-)
-"""Title, width and cell of each column."""
-
-
-def _rates(stats: DaemonStats, now: Window, pen: Pen) -> list[Text]:
+def _rates(stats: DaemonStats, now: Window) -> Table:
     """Of tokens and keys that engines asked for, what became of them."""
-    titles, widths, cells = zip(*RATES, strict=True)
-    rows = [("now", now), ("1 min", stats.last_minute), ("1 hour", stats.last_hour), ("since start", stats.since_start)]
-    lines = [pen.cells(("", *titles), (-11, *widths), "dim")]
-    for name, window in rows:
-        shown = (name, *(cell(window) for cell in cells))
-        lines.append(pen.cells(shown, (-11, *widths), "bold" if name == "now" else ""))
-    return lines
+    windows = {"now": now, "1 min": stats.last_minute, "1 hour": stats.last_hour, "since start": stats.since_start}
+    titles = "<", ">tokens/s", "> keys/s", "> loaded", ">not needed", "> missed", ">  loaded/s", ">  stored/s"
+    rows = [
+        (
+            name,
+            _token_rate(one),
+            _rate(one.asked_keys, one),
+            percent(one.loaded_keys, one.asked_keys),
+            percent(one.not_needed_keys, one.asked_keys),
+            percent(sum(one.misses.values()), one.asked_keys),
+            _bytes(one.loaded_bytes, one),
+            _bytes(one.stored_bytes, one),
+        )
+        for name, one in windows.items()
+    ]
+    table = table_of(titles, rows, gap=1)
+    table.header_style, table.rows[0].style = "dim", "bold"
+    return table
 
 
 def _rate(count: float, window: Window) -> str:
@@ -310,64 +316,31 @@ def _bytes(count: float, window: Window) -> str:
     return format_rate(count / window.seconds).removesuffix("/s") if window.seconds else "-"
 
 
-def _lookups(stats: DaemonStats, now: Window, pen: Pen) -> list[Text]:
+def _lookups(stats: DaemonStats, now: Window) -> list[Text]:
     times = [format_duration(stats.lookup_seconds.quantile(share)) for share in (0.5, 0.99)]
     queued = stats.store.queued_jobs + stats.load.queued_jobs
     failed = sum(copies.failed_jobs for _, copies in failing_copies(stats))
     words = f"Lookups {_rate(now.lookups, now)}/s  queued copies {format_count(queued)}  since start:"
-    line = f"{words} p50 {times[0]}  p99 {times[1]}"
     failures = f"! {format_count(failed)} copy jobs failed since the start: see `kvoffd-cli doctor --all`"
-    return [pen.text(line), *([pen.text(failures, "yellow")] if failed else [])]
+    return [line(f"{words} p50 {times[0]}  p99 {times[1]}"), *([line(failures, "yellow")] if failed else [])]
 
 
-def _misses(stats: DaemonStats, pen: Pen) -> Text:
+def _misses(stats: DaemonStats) -> Text:
     """Of the keys asked for in the last hour; of all where none was missed then."""
     window = stats.last_hour if stats.last_hour.misses else stats.since_start
     largest = sorted(window.misses.items(), key=lambda item: -item[1])
     words = "  ".join(f"{reason_name(reason)} {percent(keys, window.asked_keys)}" for reason, keys in largest if keys)
-    return pen.text(f"Missed  {words or 'nothing'}{' in the last hour' * (window is stats.last_hour)}")
+    return line(f"Missed  {words or 'nothing'}{' in the last hour' * (window is stats.last_hour)}")
 
 
-def _curve(stats: DaemonStats, pen: Pen) -> list[Text]:
+def _curve(stats: DaemonStats) -> list[Text]:
     curve = stats.curve
     if curve is None or not curve.asked_tokens:
         return []
     ratios = [(size, curve.lru_hit_ratio[size]) for size in SHOWN_SIZES if size in curve.lru_hit_ratio]
     words = "  ".join(f"{size}x {100 * ratio:.0f} %" for size, ratio in ratios)
     own = percent(curve.found_tokens, curve.asked_tokens)
-    return [pen.text(f"In pool {own} of tokens; lru by size: {words}")]
-
-
-COLUMNS = ("NAMESPACE", "SIZE", "TOK/S", "KEYS/S", "LOADED", "MISSED", "MOST MISSED")
-SIZE_CELLS, QUOTA_CELLS = 9, 11
-"""Of sizes: ``1.00 GiB``; where a namespace has a quota, ``50.0M/1.00G`` as df -h has it."""
-
-
-def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pen: Pen) -> list[Text]:
-    of_size = SIZE_CELLS if all(one.quota_bytes is None for one in found) else QUOTA_CELLS
-    of_name = max(12, pen.width - 46 - of_size)
-    widths = (-of_name, of_size, 8, 8, 6, 6, -12)
-    head = pen.cells(COLUMNS, widths, "bold reverse")
-    head.highlight_words([sort], "underline")
-    lines = [Text(), head]
-    for one in found:
-        name = printable(f"{one.model} {one.id}" if one.model else one.id)
-        if of_name < cell_len(name):  # the id stays whole, since labels may repeat, and the owner of the model goes
-            model = printable(one.model).rpartition("/")[2]
-            name = f"{set_cell_size(model, max(0, of_name - len(one.id) - 1))} {one.id}"
-        now = history.now_of(one)
-        missed = sum(now.misses.values())
-        cells = (
-            name,
-            _size(one),
-            _token_rate(now),
-            _rate(now.asked_keys, now),
-            percent(now.loaded_keys, now.asked_keys),
-            percent(missed, now.asked_keys),
-            reason_name(max(now.misses, key=now.misses.__getitem__)) if missed else "-",
-        )
-        lines.append(pen.cells(cells, widths, "dim" if one.of_bench else ""))
-    return lines if found else [Text(), pen.text("No namespace: no engine has connected so far.", "dim")]
+    return [line(f"In pool {own} of tokens; lru by size: {words}")]
 
 
 def _size(one: NamespaceStats) -> str:
@@ -377,31 +350,29 @@ def _size(one: NamespaceStats) -> str:
     return "/".join(format_size(each).replace(" ", "").removesuffix("iB") for each in both)
 
 
-def _tier_summary(stats: DaemonStats, pen: Pen) -> list[Text]:
+def _tier_summary(stats: DaemonStats) -> list[Text]:
     lines = []
     for disk in stats.disks:
         used = f"{percent(disk.used_bytes, disk.size_bytes)} of {format_size(disk.size_bytes)}"
         copied = f"read {format_size(disk.read_bytes)}  written {format_size(disk.written_bytes)}"
         words = f"Disk  {disk.directory}  {disk.state}  {used}  {copied}"
-        lines.append(pen.text(words, "" if disk.up else "red"))
+        lines.append(line(words, "" if disk.up else "red"))
     for store in stats.shared:
         found = f"found {percent(store.found_keys, store.asked_keys)}"
         words = f"Store {store.url}  {'up' if store.up else 'down'}  {format_duration(store.ask_seconds)}  {found}"
-        lines.append(pen.text(words, "" if store.up else "red"))
+        lines.append(line(words, "" if store.up else "red"))
     return [Text(), *lines] if lines else []
 
 
-def _clients(engines: Sequence[Engine] | None, console: Console) -> list[Text]:
+def _clients(engines: Sequence[Engine] | None, console: Console) -> list[RenderableType]:
     if not engines:
         return [Text(), Text("No answer so far." if engines is None else "No engine is connected.")]
-    found = console.render_lines(engine_table(engines, console))
-    lines = [Text.assemble(*((part.text, part.style or "") for part in line)) for line in found]
-    note = Text("pinned: pool memory under its leases. registered: memory of its own, for copies.", "dim")
-    return [Text(), *lines, Text(), note]
+    note = line("pinned: pool memory under its leases. registered: memory of its own, for copies.", "dim")
+    return [Text(), engine_table(engines, console), Text(), note]
 
 
-def _page(lines: Iterable[Line], pen: Pen) -> list[Text]:
-    return [Text(), *(pen.text(text, style) for text, style in wrapped(lines, pen.width))]
+def _lines(lines: Iterable[Line], width: int) -> list[RenderableType]:
+    return [Text(), *(Text(text, style) for text, style in wrapped(lines, width))]
 
 
 # --- the loop ---------------------------------------------------------------------------------------
@@ -466,9 +437,9 @@ def run(read: Read, interval_s: float, console: Console) -> int:
     screen = Screen(interval_s)
     _look(screen, read, ANSWER_S)
     next_at = time.monotonic() + min(interval_s, 0.5)  # rates need two samples
-    with keyboard() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+    with Live(console=console, screen=True, auto_refresh=False) as live, keyboard(live) as pressed:
         while True:
-            live.update(Group(*screen.lines(console)), refresh=True)
+            live.update(screen.page(console), refresh=True)
             size, keys = console.size, ""
             while not keys and console.size == size and (screen.paused or next_at > time.monotonic()):
                 keys = pressed(min(LOOK_S, LOOK_S if screen.paused else max(0.0, next_at - time.monotonic())))
@@ -505,50 +476,45 @@ def _obey(screen: Screen, key: str) -> None:
 
 
 @contextmanager
-def keyboard() -> Iterator[Callable[[float], str]]:
+def keyboard(live: Live) -> Iterator[Callable[[float], str]]:
     """Yields what waits so many seconds for keys and returns them: ``q`` where the terminal is gone.
 
     Signals that end or stop the process leave the terminal as it was before.
     """
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal) if sys.stdin.isatty() else None
-    resumed: list[str] = []
 
     def pressed(seconds: float) -> str:
         if not select.select([terminal] if before else [], [], [], seconds)[0]:
-            return resumed.pop() if resumed else ""
+            return ""
         return os.read(terminal, 64).decode("ascii", "ignore") or "q"
+
+    def begin() -> None:
+        if before:
+            tty.setcbreak(terminal)
+
+    def restore() -> None:
+        if before:
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
     def end(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)
 
     def stop(number: int, _: object) -> None:
-        os.write(sys.stdout.fileno(), LEAVE)
-        if before:
-            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        live.stop()
+        restore()
         signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-        signal.signal(number, stop)  # it goes on
+        signal.raise_signal(number)  # returns when it goes on
+        signal.signal(number, stop)
+        begin()
+        live.start(refresh=True)
 
-    def resume(_: int, __: object) -> None:
-        if before:
-            tty.setcbreak(terminal)
-        os.write(sys.stdout.fileno(), ENTER)
-        resumed[:] = [" "]  # no key: draw all of it
-
-    given: dict[signal.Signals, Callable[[int, object], None]] = {
-        signal.SIGTERM: end,
-        signal.SIGHUP: end,
-        signal.SIGTSTP: stop,
-        signal.SIGCONT: resume,
-    }
-    defaults = {number: signal.signal(number, handler) for number, handler in given.items()}
+    handlers = {signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGTSTP: stop}
+    defaults = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        if before:
-            tty.setcbreak(terminal)
+        begin()
         yield pressed
     finally:
         for number, handler in defaults.items():
             signal.signal(number, handler)
-        if before:
-            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        restore()
