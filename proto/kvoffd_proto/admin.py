@@ -25,7 +25,6 @@ from kvoffd_proto.messages import (
     RequestReport,
     Role,
     Seconds,
-    Section,
     SessionId,
     Wire,
     doc,
@@ -53,10 +52,7 @@ class HealthProblem(Wire, frozen=True):
 class HealthReply(Reply, frozen=True):
     level: Annotated[
         HealthLevel,
-        doc(
-            "``ok``; ``degraded``: sessions and jobs are taken, and what ``causes`` names makes the cache worse; "
-            "``down``: no sessions and jobs are taken."
-        ),
+        doc("``ok``; ``degraded``: it serves, worse than it could; ``down``: it takes no sessions and jobs."),
     ]
     causes: Annotated[list[HealthProblem], doc("Why the level is not ``ok``, the worst first.")]
 
@@ -76,7 +72,7 @@ class HealthReply(Reply, frozen=True):
         return [cause.sentence for cause in self.causes]
 
 
-@exchange(Section.ADMINISTRATION, ANY_ROLE)
+@exchange(ANY_ROLE)
 class Health(Request[HealthReply], frozen=True):
     """Asks whether the daemon works. The answer is a round trip through the loop that serves engines."""
 
@@ -100,9 +96,7 @@ class SessionInfo(Wire, frozen=True):
     registrations: Annotated[Count, doc("Registrations.")]
     registered_bytes: Annotated[ByteCount, doc("Bytes of memory that the daemon has mapped for the session.")]
     unacknowledged: Annotated[Count, doc("Completions that the session has not acknowledged.")]
-    namespaces: Annotated[list[Fingerprint], doc("Namespaces that the session has opened.")] = field(
-        default_factory=list
-    )
+    namespaces: Annotated[list[Fingerprint], doc("Namespaces that it has opened.")] = field(default_factory=list)
     pinned_bytes: Annotated[ByteCount, doc("Pool bytes of the blocks under the session's leases.")] = 0
     stored_bytes: Annotated[ByteCount, doc("Bytes copied from the session's memory to the pool.")] = 0
     loaded_bytes: Annotated[ByteCount, doc("Bytes copied from the pool to the session's memory.")] = 0
@@ -112,7 +106,7 @@ class SessionsReply(Reply, frozen=True):
     sessions: Annotated[list[SessionInfo], doc("Open sessions, oldest first.")]
 
 
-@exchange(Section.ADMINISTRATION, ADMIN)
+@exchange(ADMIN)
 class Sessions(Request[SessionsReply], frozen=True):
     """Asks for the open sessions."""
 
@@ -129,7 +123,7 @@ class RequestsReply(Reply, frozen=True):
     requests: Annotated[list[LoggedRequest], doc("The newest last.")]
 
 
-@exchange(Section.ADMINISTRATION, ADMIN)
+@exchange(ADMIN)
 class Requests(Request[RequestsReply], frozen=True):
     """Asks what became of engines' latest requests."""
 
@@ -145,16 +139,12 @@ class NamespaceInfo(Wire, frozen=True):
     world_size: Annotated[int, doc("Shards that make a block.", ge=1)]
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=1)]
     groups: Annotated[list[GroupSpec], doc("KV cache groups.")]
-    shard_bytes: Annotated[
-        list[list[ByteCount]], doc("Per group and rank, bytes of a shard; 0 where no worker registered.")
-    ]
+    shard_bytes: Annotated[list[list[ByteCount]], doc("By group and rank, bytes of a shard; 0 if unknown.")]
     ready_blocks: Annotated[Count, doc("Blocks that can be read.")]
     ready_bytes: Annotated[ByteCount, doc("Pool bytes of the blocks that can be read.")]
     writing_blocks: Annotated[Count, doc("Blocks that lack a shard.")]
     sessions: Annotated[Count, doc("Sessions that opened the namespace.")]
-    description: Annotated[
-        str, doc("What the fingerprint was made of, as JSON; empty beyond 1 MiB in one reply, see DescribeNamespace.")
-    ]
+    description: Annotated[str, doc("What the fingerprint was made of, as JSON; empty beyond 1 MiB in all.")]
     quota_bytes: Annotated[ByteCount | None, doc("The most that it may have of the pool; nil for all of it.")] = None
 
 
@@ -162,12 +152,12 @@ class NamespacesReply(Reply, frozen=True):
     namespaces: Annotated[list[NamespaceInfo], doc("Open namespaces, in the order in which they were opened.")]
 
 
-@exchange(Section.ADMINISTRATION, ADMIN)
+@exchange(ADMIN)
 class Namespaces(Request[NamespacesReply], frozen=True):
     """Asks for the open namespaces."""
 
 
-@exchange(Section.ADMINISTRATION, ADMIN)
+@exchange(ADMIN)
 class SetQuota(Request[Done], frozen=True):
     """Sets the most that a namespace may have of the pool, from now on and after restarts, open or not. Admin only.
 
@@ -213,12 +203,10 @@ class NamespaceDescribed(Reply, frozen=True):
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=1)]
     groups: Annotated[list[GroupSpec], doc("KV cache groups.")]
     description: Annotated[str, doc("What the fingerprint was made of, as JSON.")]
-    shards: Annotated[
-        list[RankSpec | None], doc("Shards by rank and group; nil for a rank without a registered worker.")
-    ]
+    shards: Annotated[list[RankSpec | None], doc("Shards by rank and group; nil if unknown.")]
 
 
-@exchange(Section.BLOCKS, ADMIN)
+@exchange(ADMIN)
 class DescribeNamespace(Request[NamespaceDescribed], frozen=True):
     """Asks what the blocks of a namespace are made of."""
 
@@ -247,7 +235,7 @@ class BlocksListed(Reply, frozen=True):
     next_position: Annotated[Count, doc("Where the next page begins; 0 when there is none.")]
 
 
-@exchange(Section.BLOCKS, ADMIN)
+@exchange(ADMIN)
 class ListBlocks(Request[BlocksListed], frozen=True):
     """Lists the blocks of one group, a page at a time, in no order.
 
@@ -279,12 +267,10 @@ class TraceChain(Wire, frozen=True):
 
 class TraceReply(Reply, frozen=True):
     chains: Annotated[list[TraceChain], doc("In the order in which they were asked for, about a MiB at most.")]
-    dropped: Annotated[
-        Count, doc("Chains that found no space behind these, since what was there had not been fetched.")
-    ]
+    dropped: Annotated[Count, doc("Chains missing behind these, since what was there had not been fetched.")]
 
 
-@exchange(Section.ADMINISTRATION, ADMIN)
+@exchange(ADMIN)
 class Trace(Request[TraceReply], frozen=True):
     """Fetches what engines asked for since the last time; the first one begins the trace. Admin only.
 
@@ -295,14 +281,14 @@ class Trace(Request[TraceReply], frozen=True):
 # --- what changes the cache ------------------------------------------------------------------------
 
 
-@exchange(Section.ADMINISTRATION, ADMIN)
+@exchange(ADMIN)
 class Clear(Request[Done], frozen=True):
     """Drops every block of one namespace, or of all. Admin only."""
 
     namespace: Annotated[Fingerprint | None, doc("The namespace; nil for all.")] = None
 
 
-@exchange(Section.ADMINISTRATION, ADMIN)
+@exchange(ADMIN)
 class ResetFleet(Request[Done], frozen=True):
     """Makes every block of a namespace void for all nodes that share a store with this one, as after a change of the
     weights: each drops its own too, within seconds. ``count`` in the answer is how many stores did so. Admin only.
@@ -323,7 +309,7 @@ class ScrubReply(Reply, frozen=True):
     seconds: Annotated[Seconds, doc("How long the scrub has been running, or took, in seconds.")]
 
 
-@exchange(Section.ADMINISTRATION, ADMIN)
+@exchange(ADMIN)
 class Scrub(Request[ScrubReply], frozen=True):
     """Compares every readable block with its checksum in the background, or asks for the progress. Admin only."""
 

@@ -40,10 +40,7 @@ class BlockStored(Struct, frozen=True, array_like=True, tag="stored"):
     block_size: Annotated[int, doc("Tokens of one block of the group.", ge=0)]
     medium: Annotated[str, doc("The tier: CPU for the pool, STORAGE for disks.")]
     group_idx: Annotated[int, doc("KV cache group of the blocks.", ge=0)]
-    parents: Annotated[
-        list[bytes],
-        doc("As ``GroupBlocks.parents``, one for each block; empty where the store sent none."),
-    ] = []
+    parents: Annotated[list[bytes], doc("As ``GroupBlocks.parents``, by block; empty where there are none.")] = []
     token_ids: Annotated[bytes, doc("As ``GroupBlocks.tokens``; empty where ``parents`` is.")] = b""
 
 

@@ -25,9 +25,7 @@ class Greeting(Wire, frozen=True, tag="greeting"):
     """Daemon to client, first frame: the connection was accepted; the session of this lifeline."""
 
     protocol_version: Annotated[int, doc("The daemon's protocol version.", ge=0)]
-    epoch: Annotated[
-        Count, doc("Number of this run of the daemon: random, new at each start; in the topic of completions.")
-    ]
+    epoch: Annotated[Count, doc("Random number of this run of the daemon; in the topic of completions.")]
     session_id: Annotated[int, doc("The session this lifeline belongs to.", ge=1, lt=2**31)]
     token: Annotated[
         bytes,

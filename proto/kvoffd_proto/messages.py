@@ -75,17 +75,6 @@ ENGINE = SCHEDULER + WORKER
 ANY_ROLE = ENGINE + ADMIN
 
 
-class Section(StrEnum):
-    """Headings of the reference page under which requests are described, in the order of the page."""
-
-    SESSION = "Session"
-    MEMORY = "Namespaces and memory"
-    SCHEDULER = "Scheduler"
-    WORKER = "Worker"
-    ADMINISTRATION = "Administration"
-    BLOCKS = "Blocks"
-
-
 class KeyState(IntEnum):
     """What a lookup tells of a key, one byte each."""
 
@@ -132,7 +121,6 @@ class Reply(Message, frozen=True):
 class Exchange(NamedTuple):
     """What ``exchange`` and the base class declare of a request."""
 
-    section: Section
     roles: tuple[Role, ...]
     """Who may send it."""
     answer: type[Message]
@@ -144,13 +132,13 @@ EXCHANGES: dict[type[Request[Message]], Exchange] = {}
 RequestT = TypeVar("RequestT", bound=Request[Message])
 
 
-def exchange(section: Section, roles: tuple[Role, ...]) -> Callable[[type[RequestT]], type[RequestT]]:
+def exchange(roles: tuple[Role, ...]) -> Callable[[type[RequestT]], type[RequestT]]:
     """Make the decorated class a request of the protocol, which ``roles`` may send."""
 
     def declare(kind: type[RequestT]) -> type[RequestT]:
         (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
         (answer,) = base.__args__
-        EXCHANGES[kind] = Exchange(section, roles, answer)
+        EXCHANGES[kind] = Exchange(roles, answer)
         return kind
 
     return declare
@@ -244,9 +232,7 @@ class CudaIpcHandle(Wire, frozen=True, tag="cuda_ipc"):
 class CudaVmmHandle(Wire, frozen=True, tag="cuda_vmm"):
     """GPU memory of the virtual memory API: one descriptor per chunk, sent over the lifeline."""
 
-    segment_ids: Annotated[
-        list[SegmentId], doc("One attached descriptor per chunk, in address order.", min_length=1, max_length=65536)
-    ]
+    segment_ids: Annotated[list[SegmentId], doc("A descriptor per chunk, by address.", min_length=1, max_length=65536)]
     chunk_bytes: Annotated[list[ByteCount], doc("Size of each chunk in bytes.", min_length=1, max_length=65536)]
     gpu_uuid: GpuUuid
 
@@ -310,16 +296,12 @@ class JobResult(Wire, frozen=True):
     """How one job ended."""
 
     job_id: JobId
-    ok: Annotated[
-        bool, doc("Load: all bytes are in place. Store: every key was stored, was there already, or was declined.")
-    ]
+    ok: Annotated[bool, doc("Load: all bytes are there. Store: every key is stored, was there, or is declined.")]
     bytes: Annotated[ByteCount, doc("Bytes that were copied.")]
     seconds: Annotated[Seconds, doc("From the daemon's acceptance of the job to its end, in seconds.")]
     error: Annotated[ErrorCode | None, doc("Why the job is not ok.")] = None
     failed: Annotated[list[GroupKeys], doc("Keys that were not stored, or that the load lacked.")] = []
-    declined: Annotated[
-        list[GroupKeys], doc("Keys of a store that the policy rejected: others in the pool score higher.")
-    ] = []
+    declined: Annotated[list[GroupKeys], doc("Keys of a store that the policy rejected.")] = []
 
     @property
     def sentence(self) -> str:
@@ -334,17 +316,14 @@ class Welcome(Reply, frozen=True):
 
     session_id: SessionId
     daemon_version: Annotated[str, doc("Release of the daemon.")]
-    capabilities: Annotated[
-        list[str],
-        doc("Handle kinds and features, e.g. ``memfd``, ``kv_events``."),
-    ]
+    capabilities: Annotated[list[str], doc("Handle kinds and features, e.g. ``memfd``, ``kv_events``.")]
     limits: Annotated[Limits, doc("Limits of this session.")]
     credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding.")]
     lease_ttl_ms: Annotated[int, doc("Lifetime of a lease, in milliseconds.", ge=1)]
     job_deadline_ms: Annotated[int, doc("Time after which an unfinished job is failed, in milliseconds.", ge=1)]
 
 
-@exchange(Section.SESSION, ANY_ROLE)
+@exchange(ANY_ROLE)
 class Hello(Request[Welcome], frozen=True):
     """First message of a session, with the token from the lifeline."""
 
@@ -371,12 +350,10 @@ class Completions(Message, frozen=True):
 
 class ResultsReply(Reply, frozen=True):
     batches: Annotated[list[Completions], doc("Unacknowledged completions, oldest first.")]
-    unfinished: Annotated[
-        list[JobId], doc("Accepted jobs that have not ended. Any other job is unknown to the daemon.")
-    ]
+    unfinished: Annotated[list[JobId], doc("Accepted jobs that have not ended. Any other is unknown here.")]
 
 
-@exchange(Section.WORKER, WORKER)
+@exchange(WORKER)
 class Results(Request[ResultsReply], frozen=True):
     """Asks for completions that PUB may have dropped: when a number is missing, or a job takes longer than a second."""
 
@@ -387,7 +364,7 @@ class NamespaceOpened(Reply, frozen=True):
     created: Annotated[bool, doc("False when the namespace was open already.")]
 
 
-@exchange(Section.MEMORY, ENGINE)
+@exchange(ENGINE)
 class OpenNamespace(Request[NamespaceOpened], frozen=True):
     """Opens a namespace, or joins it when its geometry is the same."""
 
@@ -404,7 +381,7 @@ class Registered(Reply, frozen=True):
     shard_bytes: Annotated[list[ByteCount], doc("Per group, bytes of this rank's shard of a block.")]
 
 
-@exchange(Section.MEMORY, WORKER)
+@exchange(WORKER)
 class Register(Request[Registered], frozen=True):
     """Registers a worker's KV tensors. The segments' descriptors must have come over the lifeline before."""
 
@@ -420,7 +397,7 @@ class Register(Request[Registered], frozen=True):
     ]
 
 
-@exchange(Section.MEMORY, WORKER)
+@exchange(WORKER)
 class Unregister(Request[Done], frozen=True):
     """Ends a registration. After the reply the daemon does not access its memory any more."""
 
@@ -432,24 +409,18 @@ class LookupReply(Reply, frozen=True):
     states: Annotated[
         list[bytes],
         doc(
-            "Per group of the request, one byte per key: 0 absent, 1 writing, 2 ready, 3 pending, 4 shared. A "
-            "pending key is on a disk and being promoted, a shared one in a store that nodes share, or that is "
-            "being asked: ask again."
+            "Per group of the request, one byte per key, a ``KeyState``: 0 absent, 1 writing, 2 ready, 3 pending, 4 "
+            "shared. Ask again for keys that are pending or shared."
         ),
     ]
     pinned: Annotated[Count, doc("Number of blocks pinned; with 0 there is no lease.")]
     ttl_ms: Annotated[int, doc("Lifetime of the lease, in milliseconds. Look up again after half of it.", ge=0)]
     wait_ms: Annotated[
-        int,
-        doc(
-            "Time until all pending keys are ready, expected by the speed measured so far, in "
-            "milliseconds; 0 where it is not known.",
-            ge=0,
-        ),
+        int, doc("Milliseconds until all pending keys are ready, by the speed so far; 0 if not known.", ge=0)
     ] = 0
 
 
-@exchange(Section.SCHEDULER, SCHEDULER)
+@exchange(SCHEDULER)
 class Lookup(Request[LookupReply], frozen=True):
     """Asks which keys are ready and pins those under a lease. Asking again with the same lease pins nothing twice.
 
@@ -459,12 +430,10 @@ class Lookup(Request[LookupReply], frozen=True):
     namespace: Fingerprint
     lease_id: LeaseId
     groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=MAX_GROUPS)]
-    again: Annotated[
-        bool, doc("The request was looked up before, and is not counted a second time, nor is what it asks for.")
-    ] = False
+    again: Annotated[bool, doc("The request was looked up before, and is not counted again.")] = False
 
 
-@exchange(Section.SCHEDULER, SCHEDULER)
+@exchange(SCHEDULER)
 class Release(Request[Done], frozen=True):
     """Ends leases. A lease that has ended already is no error."""
 
@@ -472,15 +441,14 @@ class Release(Request[Done], frozen=True):
     unused: Annotated[
         str,
         doc(
-            "Why what was found was not loaded, to be counted as a miss: ``late``, the answer was not waited for; "
-            "``skipped``, computing was faster; ``coming``, what comes from a tier was not waited for, and of nothing "
-            "else. Empty where it was loaded or not needed.",
+            "Why what was found was not loaded, a reason of misses: ``late``; ``skipped``; ``coming``, of what comes "
+            "from a tier alone. Empty where it was loaded or not needed.",
             max_length=32,
         ),
     ] = ""
 
 
-@exchange(Section.SCHEDULER, SCHEDULER)
+@exchange(SCHEDULER)
 class Invalidate(Request[Done], frozen=True):
     """Drops blocks that proved unusable. A block under another session's lease leaves the index now, the pool later."""
 
@@ -488,27 +456,23 @@ class Invalidate(Request[Done], frozen=True):
     groups: Annotated[list[GroupKeys], doc("Keys of the blocks to drop.", max_length=MAX_GROUPS)]
 
 
-@exchange(Section.SCHEDULER, SCHEDULER)
+@exchange(SCHEDULER)
 class Reset(Request[Done], frozen=True):
     """Drops every block of a namespace, as after a change of the model's weights."""
 
     namespace: Fingerprint
 
 
-@exchange(Section.SCHEDULER, SCHEDULER)
+@exchange(SCHEDULER)
 class ReportEngine(Request[Done], frozen=True):
     """Tells how fast an engine computes and loads, and what it left out since its last report."""
 
     namespace: Fingerprint
     prefill_tokens_per_second: Annotated[Speed, doc("Prompt tokens that it computes a second; 0 if not known.")]
     load_tokens_per_second: Annotated[Speed, doc("Tokens that loads bring it a second; 0 if not known.")]
-    skipped_loads: Annotated[int, doc("Loads that it left out, since computing is faster.", ge=0, le=MAX_REPORTED)] = 0
-    paused_stores: Annotated[
-        int, doc("Stores that it left out, since it had waited for stores too often.", ge=0, le=MAX_REPORTED)
-    ] = 0
-    late_lookups: Annotated[
-        int, doc("Lookups whose answers it did not wait for any longer.", ge=0, le=MAX_REPORTED)
-    ] = 0
+    skipped_loads: Annotated[int, doc("Loads left out, as computing is faster.", ge=0, le=MAX_REPORTED)] = 0
+    paused_stores: Annotated[int, doc("Stores left out, as it had waited too often.", ge=0, le=MAX_REPORTED)] = 0
+    late_lookups: Annotated[int, doc("Lookups that it did not wait for.", ge=0, le=MAX_REPORTED)] = 0
 
 
 MAX_REQUEST_REPORTS = 256
@@ -520,9 +484,7 @@ class RequestReport(Wire, frozen=True):
     request: Annotated[str, doc("The engine's id of the request.", max_length=128)]
     decided_at: Annotated[Seconds, doc("When it was known, in seconds since 1970.")]
     tokens: Annotated[Count, doc("Tokens of its prompt.")]
-    keys: Annotated[
-        Count, doc("Keys that it asked for; 0 without an answer, and where the prompt is shorter than a block.")
-    ]
+    keys: Annotated[Count, doc("Keys asked for; 0 without an answer, and for less than a block.")]
     found_pool: Annotated[Count, doc("Of these, keys that the pool had.")]
     found_disk: Annotated[Count, doc("Keys that a disk had.")]
     found_shared: Annotated[Count, doc("Keys that a store had which nodes share.")]
@@ -553,7 +515,7 @@ class Outcome(StrEnum):
     """Nothing may be looked up for it, or the daemon could not be asked."""
 
 
-@exchange(Section.SCHEDULER, SCHEDULER)
+@exchange(SCHEDULER)
 class ReportRequests(Request[Done], frozen=True):
     """Tells what became of requests, for operators: the daemon keeps the last 1,000 of a session."""
 
@@ -574,8 +536,7 @@ class GroupBlocks(Wire, frozen=True):
     key_counts: Annotated[bytes, doc("Keys of each job, little-endian uint32; 0 for one that has none in the group.")]
     block_counts: Annotated[bytes, doc("Engine blocks of each job, little-endian uint32.")]
     first_blocks: Annotated[
-        bytes,
-        doc("Engine blocks of each job's key 0 that are left out at its start, little-endian uint32. Empty for none."),
+        bytes, doc("Engine blocks left out at the start of each job's key 0, little-endian uint32; empty for none.")
     ]
     keys: Keys
     block_ids: Annotated[bytes, doc("Engine block ids, little-endian int32, end to end.")]
@@ -611,13 +572,12 @@ class Loads(Wire, frozen=True):
     job_ids: Annotated[list[JobId], doc("One for each load.", max_length=MAX_JOBS)]
     lease_ids: Annotated[list[LeaseId], doc("The lease of each load.", max_length=MAX_JOBS)]
     keep_lease: Annotated[
-        list[bool],
-        doc("Whether other workers load the same shards; the scheduler ends the lease.", max_length=MAX_JOBS),
+        list[bool], doc("Whether the scheduler ends the lease, as others load the same shards.", max_length=MAX_JOBS)
     ]
     groups: Annotated[list[GroupBlocks], doc("Blocks to copy; each group once.", max_length=MAX_GROUPS)]
 
 
-@exchange(Section.WORKER, WORKER)
+@exchange(WORKER)
 class Submit(Request[Completions], frozen=True):
     """Submits the stores and loads of one step.
 
@@ -636,14 +596,12 @@ class CancelReply(Reply, frozen=True):
     running: Annotated[list[JobId], doc("Jobs whose bytes are moving; wait for their completions.")]
 
 
-@exchange(Section.WORKER, WORKER)
+@exchange(WORKER)
 class Cancel(Request[CancelReply], frozen=True):
     """Fails stores and loads that have not started; they get completions as all jobs do."""
 
     job_ids: Annotated[list[JobId], doc("Jobs of this session.", max_length=65536)]
-    unsent: Annotated[
-        int, doc("Stores that the client dropped before it sent them, to be counted.", ge=0, le=MAX_REPORTED)
-    ] = 0
+    unsent: Annotated[int, doc("Stores dropped unsent, to be counted.", ge=0, le=MAX_REPORTED)] = 0
     acknowledged: Acknowledged = 0
 
 

@@ -7,27 +7,24 @@ Messages, fields, ranges and error sentences are put into it from the Structs th
 from __future__ import annotations
 
 import textwrap
-import types
-import typing
+from collections.abc import Iterable, Sequence
 from enum import Enum, IntEnum
 from pathlib import Path
 from string import Template
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
+from msgspec import inspect as of
 
-from kvoffd_proto import admin as a
-from kvoffd_proto import events, lifeline
+from kvoffd_proto import admin, errors, events, lifeline, stats
 from kvoffd_proto import messages as m
-from kvoffd_proto import stats as s
 from kvoffd_proto.codec import encode
-from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import fields_of, metas_of
+from kvoffd_proto.messages import fields_of
 from kvoffd_proto.paths import SYSTEM_DIRECTORY, SocketPaths
 
 TEMPLATE = Path(__file__).with_name("PROTOCOL.template.md")
 
-MODULES = (m, a, s, lifeline, events)
+MODULES = (m, admin, stats, lifeline, events, errors)
 REQUESTS = {exchange.answer: request for request, exchange in m.EXCHANGES.items()}
 """By what answers them: a reply that answers nothing else needs no sentence of its own."""
 
@@ -36,7 +33,7 @@ def reference() -> str:
     """The page, as Markdown."""
     sockets = SocketPaths(SYSTEM_DIRECTORY)
     return Template(TEMPLATE.read_text()).substitute(
-        _descriptions() | _request_sections(),
+        _descriptions(),
         version=m.PROTOCOL_VERSION,
         directory=SYSTEM_DIRECTORY,
         sockets="\n".join(
@@ -46,65 +43,24 @@ def reference() -> str:
         length_bytes=lifeline.LENGTH_BYTES,
         max_frame_bytes=lifeline.MAX_FRAME_BYTES,
         exchanges=_exchange_table(),
-        role_doc=_docstring(m.Role),
-        roles="\n".join(f"| `{role.value}` |" for role in m.Role),
-        level_doc=_docstring(a.HealthLevel),
-        levels="\n".join(f"| `{level.value}` |" for level in a.HealthLevel),
-        disk_doc=_docstring(s.DiskState),
-        disk_states="\n".join(f"| `{state.value}` |" for state in s.DiskState),
-        fault_doc=_docstring(s.DiskFault),
-        faults="\n".join(f"| `{fault.value}` | {_markdown(fault.meaning)} |" for fault in s.DiskFault),
-        absent=m.ABSENT,
-        writing=m.WRITING,
-        ready=m.READY,
-        pending=m.PENDING,
-        shared=m.SHARED,
-        error_doc=_docstring(ErrorCode),
-        errors="\n".join(f"| {code.value} | `{code.name}` | {_markdown(code.sentence)} |" for code in ErrorCode),
         examples=_examples(),
     )
 
 
 def _descriptions() -> dict[str, str]:
-    """The description of every Struct of the wire by its name. The template says which are described where."""
-    return {
-        kind.__name__: _struct(kind)
-        for module in MODULES
-        for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, Struct)
-    }
-
-
-def _request_sections() -> dict[str, str]:
-    """The requests of each section with their answers; an answer is described after the first request that has it."""
-    described: set[type[Struct]] = {m.Completions, m.Done}
-    found: dict[str, list[type[Struct]]] = {}
-    for section, request, exchange in _exchanges():
-        structs = found.setdefault(f"{section.name.lower()}_requests", [])
-        structs.append(request)
-        if exchange.answer not in described:
-            described.add(exchange.answer)
-            structs.append(exchange.answer)
-    return {name: "\n".join(map(_struct, structs)) for name, structs in found.items()}
-
-
-def _exchanges() -> list[tuple[m.Section, type[Struct], m.Exchange]]:
-    """All requests, section by section in the order of the page."""
-    return [
-        (section, request, known)
-        for section in m.Section
-        for request, known in m.EXCHANGES.items()
-        if known.section is section
-    ]
+    """The description of every type of the wire by its name. The template says which are described where."""
+    kinds = {kind for module in MODULES for kind in vars(module).values() if isinstance(kind, type)}
+    structs = {kind.__name__: _struct(kind) for kind in kinds if issubclass(kind, Struct)}
+    return structs | {kind.__name__: _enum(kind) for kind in kinds if issubclass(kind, Enum)}
 
 
 def _exchange_table() -> str:
-    lines = ["| request | roles | answer |", "|---|---|---|"]
-    for _, request, exchange in _exchanges():
+    rows = []
+    for request, exchange in m.EXCHANGES.items():
         roles = "any" if exchange.roles == m.ANY_ROLE else ", ".join(exchange.roles)
         where = ", in a completion" if exchange.answer is m.Completions else ""
-        lines.append(f"| {_link(request)} | {roles} | {_link(exchange.answer)}{where} |")
-    return "\n".join([*lines, ""])
+        rows.append([_link(request), roles, _link(exchange.answer) + where])
+    return _table(["request", "roles", "answer"], rows)
 
 
 def _examples() -> str:
@@ -127,29 +83,49 @@ def _examples() -> str:
 
 
 def _struct(struct: type[Struct]) -> str:
-    tag = struct.__struct_config__.tag
-    if not struct.__struct_config__.array_like:
-        shape = "a map of" if tag is None else f'a map with `"type": "{tag}"` and'
-    elif tag is not None:
-        shape = f'an array: `"{tag}"`, then'
+    config, fields = struct.__struct_config__, fields_of(struct)
+    if not config.array_like:
+        shape = "a map of" if config.tag is None else f'a map with `"type": "{config.tag}"` and'
     else:
-        shape = "an array without a tag:"
+        shape = "an array without a tag:" if config.tag is None else f'an array: `"{config.tag}"`, then'
     lines = [f"#### {struct.__name__}", "", _docstring(struct), ""]
-    fields = fields_of(struct)
     if not fields:
         return "\n".join([*lines, f"Encoded as {shape} nothing else.", ""])
-    lines += [f"Encoded as {shape}", "", "| # | field | type | meaning |", "|---|---|---|---|"]
-    first = 0 if tag is None or not struct.__struct_config__.array_like else 1
-    for number, (item, hint, description) in enumerate(fields, first):
-        position = str(number) if struct.__struct_config__.array_like else ""
-        lines.append(f"| {position} | `{item.name}` | {_type(hint)}{_default(item)} | {_markdown(description)} |")
-    return "\n".join([*lines, ""])
+    first = 0 if config.tag is None else 1
+    rows = [
+        (
+            str(number) if config.array_like else "",
+            f"`{item.name}`",
+            _type(of.type_info(hint)) + _default(item),
+            _markdown(description),
+        )
+        for number, (item, hint, description) in enumerate(fields, first)
+    ]
+    return "\n".join([*lines, f"Encoded as {shape}", "", _table(["#", "field", "type", "meaning"], rows)])
+
+
+def _enum(enum: type[Enum]) -> str:
+    """A table of values, with their names where they are numbers, and what they mean where they say so."""
+    rows = []
+    for one in enum:
+        meaning = _markdown(getattr(one, "sentence", "") or getattr(one, "meaning", ""))
+        named = [str(one.value), f"`{one.name}`"] if issubclass(enum, IntEnum) else [f"`{one.value}`"]
+        rows.append([*named, *([meaning] if meaning else [])])
+    titles = {1: ["value"], 2: ["value", "meaning"], 3: ["value", "name", "meaning"]}[max(map(len, rows), default=1)]
+    return "\n".join([f"#### {enum.__name__}", "", _docstring(enum), "", _table(titles, rows)])
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows), ""])
 
 
 def _default(item: msgspec.structs.FieldInfo) -> str:
-    if item.default is not msgspec.NODEFAULT:
-        return f"; default {'nil' if item.default is None else item.default}"
-    return "; default empty" if item.default_factory is not msgspec.NODEFAULT else ""
+    if item.default_factory is not msgspec.NODEFAULT or isinstance(item.default, Struct):
+        return "; default empty"
+    if item.default is msgspec.NODEFAULT:
+        return ""
+    return f"; default {'nil' if item.default is None else item.default}"
 
 
 def _docstring(documented: type) -> str:
@@ -161,49 +137,43 @@ def _markdown(plain: str) -> str:
     return plain.replace("``", "`").replace("|", "\\|")
 
 
-def _type(hint: object, metas: list[Meta] | None = None) -> str:
-    """``hint`` in words, with its range."""
-    if typing.get_origin(hint) is typing.Annotated:
-        return _type(typing.get_args(hint)[0], [*(metas or []), *metas_of(hint)])
-    metas = metas or []
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(_type(argument, metas) for argument in arguments)
-    if origin is list:
-        return f"array{_lengths(metas, 'elements')} of {_type(arguments[0])}"
-    if origin is dict:
-        return f"map of {_type(arguments[0])} to {_type(arguments[1])}"
-    assert isinstance(hint, type), hint
-    if hint is type(None):
-        return "nil"
-    if issubclass(hint, Struct):
-        return _link(hint)
-    if issubclass(hint, Enum):
-        return f"{'int' if issubclass(hint, IntEnum) else 'str'}, one of {_link(hint)}"
-    if hint in (int, float):
-        return f"{hint.__name__}{_range(metas)}"
-    return f"{hint.__name__}{_lengths(metas, 'bytes' if hint is bytes else 'characters')}"
+def _type(kind: of.Type) -> str:
+    """A type in words, with its range."""
+    match kind:
+        case of.Metadata():
+            return _type(kind.type)
+        case of.UnionType():
+            return " or ".join(map(_type, kind.types))
+        case of.ListType():
+            return f"array{_lengths(kind, 'elements')} of {_type(kind.item_type)}"
+        case of.DictType():
+            return f"map of {_type(kind.key_type)} to {_type(kind.value_type)}"
+        case of.StructType():
+            return _link(kind.cls)
+        case of.EnumType():
+            return f"{'int' if issubclass(kind.cls, IntEnum) else 'str'}, one of {_link(kind.cls)}"
+        case of.IntType() | of.FloatType():
+            return f"{'int' if isinstance(kind, of.IntType) else 'float'}{_range(kind)}"
+        case of.BytesType():
+            return f"bytes{_lengths(kind, 'bytes')}"
+        case of.StrType():
+            return f"str{_lengths(kind, 'characters')}"
+    return {of.NoneType: "nil", of.BoolType: "bool"}[type(kind)]
 
 
 def _link(documented: type) -> str:
     return f"[{documented.__name__}](#{documented.__name__.lower()})"
 
 
-def _bound(metas: list[Meta], name: str) -> int | None:
-    return next((bound for meta in metas if (bound := getattr(meta, name)) is not None), None)
-
-
-def _range(metas: list[Meta]) -> str:
-    low, high, below = (_bound(metas, name) for name in ("ge", "le", "lt"))
-    if high is None and below is not None:
-        high = below - 1
+def _range(kind: of.IntType | of.FloatType) -> str:
+    high = kind.le if kind.lt is None else kind.lt - 1
     if high is None:
-        return "" if low is None else f" ≥ {_number(low)}"
-    return f" {_number(low or 0)} … {_number(high)}"
+        return "" if kind.ge is None else f" ≥ {_number(kind.ge)}"
+    return f" {_number(kind.ge or 0)} … {_number(high)}"
 
 
-def _lengths(metas: list[Meta], unit: str) -> str:
-    low, high = _bound(metas, "min_length"), _bound(metas, "max_length")
+def _lengths(kind: of.ListType | of.BytesType | of.StrType, unit: str) -> str:
+    low, high = kind.min_length, kind.max_length
     if low is None and high is None:
         return ""
     if low == high:
@@ -213,7 +183,7 @@ def _lengths(metas: list[Meta], unit: str) -> str:
     return f" (at most {high} {unit})" if not low else f" ({low} … {high} {unit})"
 
 
-def _number(value: int) -> str:
+def _number(value: float) -> str:
     for power in (63, 31, 32):
         if value in (2**power - 1, 2**power):
             return f"2^{power} - 1" if value < 2**power else f"2^{power}"

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import partial
 from typing import Annotated, NamedTuple, TypeAlias
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.errors import ErrorCode
@@ -38,7 +39,6 @@ from kvoffd_proto.messages import (
     Reply,
     Request,
     Seconds,
-    Section,
     doc,
     exchange,
     metas_of,
@@ -67,43 +67,24 @@ class Metric(NamedTuple):
     keys: tuple[str, ...] = ()
 
 
-_METRIC = "metric"
-"""Key of ``Meta.extra`` under which a field has its Metric."""
+def _metric(kind: str, description: str, label: str = "", keys: Iterable[str] = ()) -> Meta:
+    return Meta(description=description, extra={"metric": Metric(kind, label, keys=tuple(keys))})
 
 
-def _described(description: str, metric: Metric) -> Meta:
-    return Meta(description=description, extra={_METRIC: metric})
-
-
-def counter(description: str, label: str = "", keys: Iterable[str] = ()) -> Meta:
-    """Describe a field that is a counter on /metrics. For a map, ``label`` is the name of the label with its key, and
-    ``keys`` are those that are known before."""
-    return _described(description, Metric("counter", label, keys=tuple(keys)))
-
-
-def gauge(description: str, label: str = "") -> Meta:
-    """Describe a field that is a gauge on /metrics. There is no sample while it is None."""
-    return _described(description, Metric("gauge", label))
-
-
-def histogram(description: str) -> Meta:
-    """Describe a field of type ``Histogram``."""
-    return _described(description, Metric("histogram"))
-
-
-def label(description: str, name: str) -> Meta:
-    """Describe a field that tells the Structs of a list apart: a label of that name."""
-    return _described(description, Metric("label", name))
+counter, gauge, histogram = partial(_metric, "counter"), partial(_metric, "gauge"), partial(_metric, "histogram")
+"""Describe a field that is such a metric. There is no sample of a gauge while it is None."""
+label = partial(_metric, "label")
+"""Describe a field that tells the Structs of a list apart, and the name of its label."""
 
 
 def part(description: str, prefix: str, fixed: tuple[str, ...] = ()) -> Meta:
     """Describe a field whose Structs hold metrics. Without it no field of a Struct is on /metrics."""
-    return _described(description, Metric("part", "", prefix, fixed))
+    return Meta(description=description, extra={"metric": Metric("part", "", prefix, fixed)})
 
 
 def metric_of(hint: object) -> Metric | None:
     """What a field is on /metrics, if anything."""
-    return next((meta.extra[_METRIC] for meta in metas_of(hint) if meta.extra and _METRIC in meta.extra), None)
+    return next((meta.extra["metric"] for meta in metas_of(hint) if meta.extra and "metric" in meta.extra), None)
 
 
 class Part(Struct, frozen=True):
@@ -123,6 +104,7 @@ Labelled: TypeAlias = dict[str, Count]
 
 # --- traffic ---------------------------------------------------------------------------------------
 
+SOURCES = "pool", "disk", "shared"
 MISS_REASONS = {
     "unknown": "never stored, or gone for too long to be remembered",
     "evicted": "evicted to make space for others",
@@ -155,34 +137,20 @@ class Traffic(Part, frozen=True):
     lookups: Annotated[Count, counter("Lookups of prompts in a namespace.")] = 0
     asked_keys: Annotated[Count, counter("Keys (block hashes) that lookups asked for and whose outcome is known.")] = 0
     loaded_keys: Annotated[Count, counter("Keys that lookups asked for and engines loaded.")] = 0
-    not_needed_keys: Annotated[
-        Count, doc("Keys that were found and not loaded: the engine had them in its own cache, or dropped the request.")
-    ] = 0
+    not_needed_keys: Annotated[Count, doc("Keys found and not loaded: the engine had them, or dropped it.")] = 0
     misses: Annotated[Labelled, counter("Keys that lookups asked for and did not get, by reason.", "reason")] = {}
     found_keys: Annotated[
-        Labelled,
-        counter(
-            "Keys that lookups found, by source: pool, disk or shared. Engines ask for what they hold too.",
-            "source",
-            ("pool", "disk", "shared"),
-        ),
+        Labelled, counter("Keys found, by source. Engines ask for what they hold too.", "source", SOURCES)
     ] = {}
     asked_tokens: Annotated[Count, counter("Tokens of the prompts that lookups asked for, in whole blocks.")] = 0
     loaded_tokens: Annotated[Count, counter("Tokens that engines loaded and did not have to compute.")] = 0
-    saved_seconds: Annotated[
-        Seconds,
-        counter("Seconds of prefill that loaded tokens would have taken, by the speed that their engine reported."),
-    ] = 0.0
+    saved_seconds: Annotated[Seconds, counter("Seconds of prefill saved, by the speed that engines reported.")] = 0.0
     loaded_bytes: Annotated[ByteCount, counter("Bytes copied from the pool to engines.")] = 0
     stored_bytes: Annotated[ByteCount, counter("Bytes copied from engines to the pool.")] = 0
     stored_blocks: Annotated[Count, doc("Blocks that were stored whole and became readable.")] = 0
     evicted_blocks: Annotated[Count, counter("Blocks evicted from the pool for others, by a quota too.")] = 0
-    no_space_keys: Annotated[
-        Count, counter("Keys that were not stored, since the pool, or the namespace's quota, had no space.")
-    ] = 0
-    no_space_causes: Annotated[
-        Labelled, doc("These keys by what had the space: " + ", ".join(NO_SPACE_CAUSES) + ".")
-    ] = {}
+    no_space_keys: Annotated[Count, counter("Keys not stored, since the pool, or the quota, had no space.")] = 0
+    no_space_causes: Annotated[Labelled, doc("Those by what had it: " + ", ".join(NO_SPACE_CAUSES) + ".")] = {}
     rejected_keys: Annotated[Count, doc("Keys that were not stored, since the eviction policy rejected them.")] = 0
     late_lookups: Annotated[Count, counter("Lookups whose answer engines did not wait for: they computed.")] = 0
     skipped_loads: Annotated[Count, doc("Loads that engines skipped, since computing was faster.")] = 0
@@ -202,16 +170,10 @@ class HitCurve(Part, frozen=True):
     """What requests for tokens found, and would have found in pools of other sizes. What is a day old weighs half."""
 
     asked_tokens: Annotated[Count, gauge("Tokens that requests asked for, as far as they still count.")] = 0
-    found_tokens: Annotated[
-        Count, gauge("Tokens of those that were in the pool, up to the first block that was not.")
-    ] = 0
+    found_tokens: Annotated[Count, gauge("Tokens of those in the pool, up to the first block that was not.")] = 0
     lru_hit_ratio: Annotated[
         dict[str, Ratio],
-        gauge(
-            "Share of tokens that requests would have found in a pool of another size with the policy lru, by size "
-            "relative to the pool; estimated from a sample.",
-            "times",
-        ),
+        gauge("Share of tokens that lru would find in a pool of so many times the size; estimated.", "times"),
     ] = {}
 
 
@@ -224,9 +186,7 @@ OTHERS = "other"
 class NamespaceStats(Traffic, frozen=True):
     """One namespace, since the daemon's start."""
 
-    id: Annotated[
-        str, label("First 12 hex digits of the fingerprint; ``other`` for those beyond 100.", "kv_namespace")
-    ] = ""
+    id: Annotated[str, label("First 12 digits of the fingerprint; ``other`` beyond 100.", "kv_namespace")] = ""
     model: Annotated[str, label("Name of the namespace: its model, as the engine calls it.", "model")] = ""
     fingerprint: Annotated[str, doc("The namespace's fingerprint, 64 hex digits; empty for ``other``.")] = ""
     of_bench: Annotated[bool, doc("Whether a bench made it: it is in no sum.")] = False
@@ -234,14 +194,10 @@ class NamespaceStats(Traffic, frozen=True):
     ready_bytes: Annotated[ByteCount, gauge("Pool bytes of the namespace's readable blocks.")] = 0
     disk_bytes: Annotated[ByteCount, doc("Bytes of the namespace's blocks on this node's disks.")] = 0
     pending_keys: Annotated[Count, doc("Keys that lookups asked for and that a tier is still reading.")] = 0
-    invalidated_blocks: Annotated[
-        Count, doc("Blocks dropped by a reset, a clear, an engine, a timeout or a wrong checksum.")
-    ] = 0
+    invalidated_blocks: Annotated[Count, doc("Blocks dropped by reset, clear, engine, timeout or checksum.")] = 0
     partial_blocks: Annotated[Count, doc("Blocks dropped because a rank did not store its part within 60 seconds.")] = 0
     quota_bytes: Annotated[ByteCount | None, gauge("Pool bytes that the namespace may have at most.")] = None
-    prefill_tokens_per_second: Annotated[
-        PerSecond, doc("Prompt tokens that an engine computes a second, as it reported last; 0 if not known.")
-    ] = 0.0
+    prefill_tokens_per_second: Annotated[PerSecond, doc("Speed that an engine reported last; 0 if not known.")] = 0.0
     curve: Annotated[HitCurve | None, doc("What pools of other sizes would have found.")] = None
 
 
@@ -252,10 +208,8 @@ class Lifetime(Part, frozen=True):
     """
 
     since: Annotated[Seconds, doc("When counting began, in seconds since 1970; 0 where nothing was counted.")] = 0.0
-    loaded_tokens: Annotated[Count, gauge("Tokens that engines loaded, earlier runs of the daemon included.")] = 0
-    saved_seconds: Annotated[
-        Seconds, gauge("Seconds of prefill that loads saved, earlier runs of the daemon included.")
-    ] = 0.0
+    loaded_tokens: Annotated[Count, gauge("Tokens that engines loaded, earlier runs included.")] = 0
+    saved_seconds: Annotated[Seconds, gauge("Seconds of prefill that loads saved, earlier runs included.")] = 0.0
 
 
 # --- the pool and copies -----------------------------------------------------------------------------
@@ -268,23 +222,17 @@ class PoolStats(Part, frozen=True):
     bytes: Annotated[
         Labelled,
         gauge(
-            "Bytes of the pool by state, which add up to its size: free, filling (a store is writing), ready, evicting "
-            "(dropped, but a lease or a copy still reads, or not freed yet), quarantined (bad checksum).",
+            "Bytes of the pool by state: free, filling (being written), ready, evicting (dropped, but not freed yet), "
+            "quarantined (bad checksum).",
             "state",
         ),
     ] = {}
     usable_bytes: Annotated[ByteCount, doc("Bytes of the pool whose memory is touched and ready for use.")] = 0
     pinned_bytes: Annotated[ByteCount, gauge("Bytes of the pool under a lease or a copy: they cannot be evicted.")] = 0
-    pinned_for_gpu_bytes: Annotated[
-        ByteCount, gauge("Bytes of the pool that are page-locked for GPUs, which then copy at full speed.")
-    ] = 0
-    unpinnable_bytes: Annotated[
-        ByteCount, gauge("Bytes of the pool that the CUDA driver refused to page-lock: GPUs copy them slowly.")
-    ] = 0
+    pinned_for_gpu_bytes: Annotated[ByteCount, gauge("Bytes page-locked for GPUs, which then copy at full speed.")] = 0
+    unpinnable_bytes: Annotated[ByteCount, gauge("Bytes that CUDA refused to page-lock: GPUs copy them slowly.")] = 0
     pinning_gpu_bytes: Annotated[ByteCount, doc("Memory of the first GPU that page-locking the pool took.")] = 0
-    index_bytes: Annotated[
-        ByteCount, gauge("Memory of what is known of the pool's slots, most of it untouched where they are large.")
-    ] = 0
+    index_bytes: Annotated[ByteCount, gauge("Memory of what is known of the slots, most of it untouched.")] = 0
     table_bytes: Annotated[ByteCount, doc("Size of the slot table.")] = 0
     numa_remote_slots: Annotated[Count, doc("Slots so far that are on another NUMA node than their GPU.")] = 0
 
@@ -303,9 +251,7 @@ class CopyStats(Part, frozen=True):
     queued_jobs: Annotated[Count, gauge("Copy jobs that wait.")] = 0
     running_jobs: Annotated[Count, doc("Copy jobs that run.")] = 0
     checksum_seconds: Annotated[Seconds, doc("CPU seconds spent on the checksums of copy jobs.")] = 0.0
-    refused_batches: Annotated[
-        Count, doc("Batches and rows of copies that a CUDA driver refused: they were copied piece by piece.")
-    ] = 0
+    refused_batches: Annotated[Count, doc("Batches that a CUDA driver refused: their pieces were copied.")] = 0
 
 
 class IntegrityStats(Part, frozen=True):
@@ -314,18 +260,14 @@ class IntegrityStats(Part, frozen=True):
     checked_slots: Annotated[Count, doc("Slots whose bytes were compared with their checksum.")] = 0
     checked_bytes: Annotated[ByteCount, doc("Bytes that were compared with their checksum.")] = 0
     mismatches: Annotated[Count, counter("Slots of the pool that did not match their checksum.")] = 0
-    quarantined_slots: Annotated[
-        Count, doc("Slots that did not match: not used any more, after a restart neither.")
-    ] = 0
+    quarantined_slots: Annotated[Count, doc("Slots that did not match, and are used no more.")] = 0
     unverified_slots: Annotated[Count, doc("Slots whose checksum is still to be compared or taken.")] = 0
 
 
 class Histogram(Part, frozen=True):
     """Distribution of a duration since the daemon's start."""
 
-    buckets: Annotated[
-        Labelled, doc("Durations up to each bound, in seconds, which is the key; ``+Inf`` has all.")
-    ] = {}
+    buckets: Annotated[Labelled, doc("Durations up to each key, in seconds; ``+Inf`` has all.")] = {}
     sum_seconds: Annotated[Seconds, doc("Sum of all durations.")] = 0.0
 
     @property
@@ -403,7 +345,7 @@ class TieringStats(Part, frozen=True):
     promoted_bytes: Annotated[ByteCount, doc("Bytes promoted from disk to the pool.")] = 0
     promotions_waiting: Annotated[Count, doc("Blocks that are being promoted, or wait for it.")] = 0
     promotions_failed: Annotated[
-        Labelled, counter("Blocks that a disk had and that were not promoted.", "reason", PROMOTION_FAILURES)
+        Labelled, counter("Blocks on disk that were not promoted.", "reason", PROMOTION_FAILURES)
     ] = {}
     demoted_blocks: Annotated[Count, counter("Blocks written from the pool to disk.")] = 0
     demoted_bytes: Annotated[ByteCount, doc("Bytes written from the pool to disk.")] = 0
@@ -411,9 +353,7 @@ class TieringStats(Part, frozen=True):
     writes_throttled: Annotated[Count, doc("Times that a disk write waited for the daily write budget.")] = 0
     writes_avoided: Annotated[Count, doc("Blocks not written to a full disk: the policy expected no reuse.")] = 0
     writes_missed: Annotated[Count, counter("Blocks to be written to disk that were evicted before their turn.")] = 0
-    write_budget_left_bytes: Annotated[
-        ByteCount | None, gauge("Bytes that disk_write_per_day allows to be written now.")
-    ] = None
+    write_budget_left_bytes: Annotated[ByteCount | None, gauge("Bytes that disk_write_per_day allows now.")] = None
     write_mode: Annotated[str, doc("Which blocks are written: the setting ``disk_write``.")] = ""
     promotion_bytes_per_second: Annotated[PerSecond, doc("Speed of the latest promotions.")] = 0.0
 
@@ -429,16 +369,12 @@ class DiskStats(Part, frozen=True):
     used_bytes: Annotated[ByteCount, gauge("Bytes of the disk's blocks.")] = 0
     physical_bytes: Annotated[ByteCount, doc("Bytes that the file takes of its device.")] = 0
     blocks: Annotated[Count, doc("Blocks on the disk that can be promoted.")] = 0
-    oldest_seconds: Annotated[
-        Seconds, doc("Age of the oldest block at most: of blocks of earlier runs the hour is known.")
-    ] = 0.0
+    oldest_seconds: Annotated[Seconds, doc("Age of the oldest block at most; of earlier runs to the hour.")] = 0.0
     read_blocks: Annotated[Count, doc("Blocks read.")] = 0
     read_bytes: Annotated[ByteCount, counter("Bytes read from the disk, headers of blocks included.")] = 0
     written_blocks: Annotated[Count, doc("Blocks written.")] = 0
     written_bytes: Annotated[ByteCount, counter("Bytes written to the disk, headers of blocks included.")] = 0
-    lifetime_written_bytes: Annotated[
-        ByteCount, gauge("Bytes written to the disk since its file was made, earlier runs of the daemon included.")
-    ] = 0
+    lifetime_written_bytes: Annotated[ByteCount, gauge("Bytes written to the disk since its file was made.")] = 0
     evicted_blocks: Annotated[Count, doc("Blocks evicted to make space for others.")] = 0
     refused_writes: Annotated[Count, doc("Writes to the disk that were refused: too many were under way.")] = 0
     queued_reads: Annotated[Count, doc("Reads that wait.")] = 0
@@ -447,9 +383,7 @@ class DiskStats(Part, frozen=True):
     running_writes: Annotated[Count, doc("Writes that run.")] = 0
     busy_seconds: Annotated[Seconds, doc("Seconds that threads spent reading and writing the disk.")] = 0.0
     direct: Annotated[bool, doc("Whether the file bypasses the page cache (O_DIRECT).")] = False
-    errors: Annotated[
-        Labelled, counter("Errors of the disk by kind; the log has the sentences.", "kind", DiskFault)
-    ] = {}
+    errors: Annotated[Labelled, counter("Errors of the disk; the log has the sentences.", "kind", DiskFault)] = {}
 
 
 class SharedServer(Part, frozen=True):
@@ -498,17 +432,13 @@ class SharedStats(Part, frozen=True):
     written_blocks: Annotated[Count, doc("Blocks written.")] = 0
     written_bytes: Annotated[ByteCount, counter("Bytes written to the shared store.")] = 0
     already_stored: Annotated[Count, doc("Blocks that were to be written and were there already.")] = 0
-    dropped_writes: Annotated[
-        Count, counter("Blocks not written to the shared store: it was full, slow or not reachable.")
-    ] = 0
+    dropped_writes: Annotated[Count, counter("Blocks not written to the store: it was full, slow or away.")] = 0
     queued_writes: Annotated[Count, doc("Writes that wait or run.")] = 0
     mismatches: Annotated[Count, doc("Objects that were not the block that they should be; they are removed.")] = 0
     promotions_failed: Annotated[Labelled, doc("Blocks that the shared store had and that were not promoted.")] = {}
     errors: Annotated[Labelled, counter("Errors of the shared store by kind; the log has the sentences.", "kind")] = {}
     servers: Annotated[list[SharedServer], part("Servers of the store; empty where it cannot tell.", "server_")] = []
-    unshared_namespaces: Annotated[
-        Count, doc("Namespaces that are not shared since an engine reset them; see `kvoffd-cli clear --all-nodes`.")
-    ] = 0
+    unshared_namespaces: Annotated[Count, doc("Namespaces that are not shared since an engine reset them.")] = 0
 
 
 # --- what the policy learned -------------------------------------------------------------------------
@@ -552,9 +482,10 @@ class SettingInfo(Part, frozen=True):
 
     name: Annotated[str, doc("Its name, as in the configuration file.")]
     value: Annotated[str, doc("Its value, as a flag would give it.")]
-    source: Annotated[
-        str, doc("Where that came from: ``default``, or as ``flag --numa``, ``variable KVOFFD_NUMA``, ``file PATH``.")
-    ] = "default"
+    source: Annotated[str, doc("As ``default``, ``flag --numa``, ``variable KVOFFD_NUMA``, ``file PATH``.")] = "default"
+
+
+ERROR_NAMES = [code.name.lower() for code in ErrorCode]
 
 
 class DaemonStats(Part, frozen=True):
@@ -566,81 +497,47 @@ class DaemonStats(Part, frozen=True):
     uptime_seconds: Annotated[Seconds, gauge("Seconds since the daemon's start.")] = 0.0
     ready: Annotated[bool, gauge("1 while the daemon takes sessions and jobs, else 0.")] = True
     health: Annotated[HealthLevel, doc("``ok``, ``degraded`` or ``down``.")] = HealthLevel.OK
-    health_problems: Annotated[
-        list[Problem],
-        gauge("Problems that an operator should see to, by reason; kvoffd-cli health has them.", "reason"),
-    ] = []
+    health_problems: Annotated[list[Problem], gauge("Problems, which kvoffd-cli health explains.", "reason")] = []
     sessions: Annotated[Count, gauge("Sessions of engines that are open.")] = 0
     ended_sessions: Annotated[
         Labelled,
-        counter(
-            "Sessions of engines that ended, by reason: closed; gone (killed, as vLLM kills its engine at SIGTERM "
-            "without --shutdown-timeout); and others.",
-            "reason",
-        ),
+        counter("Sessions of engines that ended: closed; gone (killed, as by vLLM at SIGTERM); and others.", "reason"),
     ] = {}
     leases: Annotated[Count, gauge("Leases that engines hold on blocks.")] = 0
     pinned_blocks: Annotated[Count, doc("Blocks under a lease or a copy.")] = 0
     requests: Annotated[Count, counter("Requests that the daemon answered, errors included.")] = 0
-    errors: Annotated[
-        Labelled,
-        counter("Requests that the daemon refused, by error code.", "code", (code.name.lower() for code in ErrorCode)),
-    ] = {}
+    errors: Annotated[Labelled, counter("Requests that the daemon refused, by error.", "code", ERROR_NAMES)] = {}
     last_hour_requests: Annotated[Count, doc("Requests of the last hour, errors included.")] = 0
     last_hour_errors: Annotated[Labelled, doc("Those of them that the daemon refused, by error code.")] = {}
     replies_dropped: Annotated[Labelled, doc("Replies not sent: the client is gone, or left too many unread.")] = {}
     kv_events: Annotated[Count, doc("KV event messages that were published.")] = 0
     cpu_seconds: Annotated[Seconds, doc("CPU seconds that the daemon used.")] = 0.0
     resident_bytes: Annotated[ByteCount, gauge("Resident memory of the daemon without the pool and its table.")] = 0
-    lookup_seconds: Annotated[Histogram, histogram("Seconds that the daemon spent on each lookup.")] = field(
-        default_factory=Histogram
-    )
-    loop_blocked_seconds: Annotated[
-        Histogram, histogram("Seconds for which the event loop, which answers all clients, was blocked.")
-    ] = field(default_factory=Histogram)
-    loop_blocked_max_seconds: Annotated[
-        Seconds, gauge("Longest time for which the event loop was blocked since the start.")
-    ] = 0.0
-    shortened_lookups: Annotated[
-        Count, doc("Lookups that found fewer keys, since their session may lease no more.")
-    ] = 0
+    lookup_seconds: Annotated[Histogram, histogram("Seconds that the daemon spent on each lookup.")] = Histogram()
+    loop_blocked_seconds: Annotated[Histogram, histogram("Seconds for which the event loop was blocked.")] = Histogram()
+    loop_blocked_max_seconds: Annotated[Seconds, gauge("Longest time for which the event loop was blocked.")] = 0.0
+    shortened_lookups: Annotated[Count, doc("Lookups that found fewer keys, as their session may lease no more.")] = 0
     cancelled_stores: Annotated[Count, doc("Stores cancelled before their copy began: vLLM wanted the blocks.")] = 0
     unsent_stores: Annotated[Count, doc("Stores that clients dropped before they sent them.")] = 0
-    pool: Annotated[PoolStats, part("The pool.", "pool_")] = field(default_factory=PoolStats)
-    store: Annotated[CopyStats, part("Copies from engines to the pool.", "copy_", ("direction", "store"))] = field(
-        default_factory=CopyStats
-    )
-    load: Annotated[CopyStats, part("Copies from the pool to engines.", "copy_", ("direction", "load"))] = field(
-        default_factory=CopyStats
-    )
-    since_start: Annotated[Window, doc("All namespaces together, those that are forgotten included.")] = field(
-        default_factory=Window
-    )
-    last_hour: Annotated[Window, doc("The same over the last hour.")] = field(default_factory=Window)
-    last_minute: Annotated[Window, doc("The same over the last minute.")] = field(default_factory=Window)
-    lifetime: Annotated[Lifetime, part("Totals that outlive the daemon.", "lifetime_")] = field(
-        default_factory=Lifetime
-    )
-    namespaces: Annotated[
-        list[NamespaceStats], part("The 100 largest namespaces, and one row for all others.", "namespace_")
-    ] = []
+    pool: Annotated[PoolStats, part("The pool.", "pool_")] = PoolStats()
+    store: Annotated[CopyStats, part("Copies from engines to the pool.", "copy_", ("direction", "store"))] = CopyStats()
+    load: Annotated[CopyStats, part("Copies from the pool to engines.", "copy_", ("direction", "load"))] = CopyStats()
+    since_start: Annotated[Window, doc("All namespaces together, and forgotten ones.")] = Window()
+    last_hour: Annotated[Window, doc("The same over the last hour.")] = Window()
+    last_minute: Annotated[Window, doc("The same over the last minute.")] = Window()
+    lifetime: Annotated[Lifetime, part("Totals that outlive the daemon.", "lifetime_")] = Lifetime()
+    namespaces: Annotated[list[NamespaceStats], part("The 100 largest, and a row for all others.", "namespace_")] = []
     other_namespaces: Annotated[Count, doc("How many namespaces are in the row ``other``.")] = 0
-    gone_namespaces: Annotated[
-        Count, doc("Namespaces that are counted in ``since_start`` and are forgotten: empty, and without an engine.")
-    ] = 0
-    integrity: Annotated[IntegrityStats, part("Comparisons with checksums.", "integrity_")] = field(
-        default_factory=IntegrityStats
-    )
+    gone_namespaces: Annotated[Count, doc("Forgotten ones in ``since_start``: empty, and without an engine.")] = 0
+    integrity: Annotated[IntegrityStats, part("Comparisons with checksums.", "integrity_")] = IntegrityStats()
     tiers: Annotated[TieringStats | None, part("Traffic with the disks; null without a tier.", "tiers_")] = None
     disks: Annotated[list[DiskStats], part("Directories of the disk tier.", "disk_")] = []
     shared: Annotated[list[SharedStats], part("Stores that nodes share.", "shared_")] = []
     curve: Annotated[HitCurve | None, part("What pools of other sizes would have found.", "curve_")] = None
-    curve_seen_bytes: Annotated[
-        ByteCount, doc("Bytes of the different blocks asked for, up to ten pools: beyond, nothing is known.")
-    ] = 0
+    curve_seen_bytes: Annotated[ByteCount, doc("Bytes of the different blocks asked for, at most ten pools.")] = 0
     ghost_entries: Annotated[Count, doc("Keys without a block that the policy remembers.")] = 0
     policy_bytes: Annotated[ByteCount, doc("Memory of what the policy knows of keys.")] = 0
-    learned: Annotated[LearnedStats, doc("What the policy learned.")] = field(default_factory=LearnedStats)
+    learned: Annotated[LearnedStats, doc("What the policy learned.")] = LearnedStats()
     settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = []
 
 
@@ -648,6 +545,6 @@ class StatsReply(Reply, frozen=True):
     stats: Annotated[DaemonStats, doc("All counters: maps, as in ``kvoffd-cli stats --json``.")]
 
 
-@exchange(Section.ADMINISTRATION, ANY_ROLE)
+@exchange(ANY_ROLE)
 class Stats(Request[StatsReply], frozen=True):
     """Asks for all counters."""
