@@ -18,11 +18,11 @@ from kvoffd import __version__
 from kvoffd.config import (
     CONFIG_VARIABLE,
     SETTINGS,
+    VARIABLE_PREFIX,
     Config,
     ConfigError,
     Limits,
     did_you_mean,
-    given_log_format,
     load_config,
     removed_advice,
 )
@@ -57,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
             message = f"{unknown} {nearest[:-1]}"
         elif nearest := unknown and did_you_mean(unknown, self._option_string_actions):
             message = f"{message} ({nearest})"
-        _refuse(f"{message}; {self.prog} --help shows what can be given.", given_log_format({}, os.environ))
+        _refuse(f"{message}; {self.prog} --help shows what can be given.", _asked_format())
         self.exit(EXIT_REFUSED)
 
 
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -
     try:
         config = load_config(flags, os.environ, given.config, limits)
     except ConfigError as error:
-        return _refuse(str(error), given_log_format(flags, os.environ, given.config))
+        return _refuse(str(error), flags["log_format"] or _asked_format())
     return serve(config) if given.command == "serve" else show(config, as_json=given.json)
 
 
@@ -113,6 +113,11 @@ def serve(config: Config) -> int:
         if str(error) != "can't start new thread":
             raise
         return _refuse(str(NoMoreThreads()), config.log_format)
+
+
+def _asked_format() -> str:
+    """The log's, where no configuration could be made."""
+    return os.environ.get(f"{VARIABLE_PREFIX}LOG_FORMAT", "")
 
 
 def _refuse(sentence: str, log_format: str) -> int:

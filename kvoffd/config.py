@@ -12,7 +12,6 @@ import dataclasses
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -490,19 +489,6 @@ def load_config(
                     raise ConfigError(f"{one.name} ({source}): {error}.") from error
                 sources[one.name] = source
     return Config(**values, limits=limits or Limits(), sources=sources)
-
-
-def given_log_format(
-    flags: Mapping[str, str | list[str] | None], environ: Mapping[str, str], config_path: str | Path | None = None
-) -> str:
-    """The log format that a refused configuration asks for. Arguments as of ``load_config``."""
-    path = config_path if config_path is not None else environ.get(CONFIG_VARIABLE) or None
-    given = flags.get("log_format") or environ.get(f"{VARIABLE_PREFIX}LOG_FORMAT")
-    if not given and path is not None:
-        with suppress(OSError):
-            text = Path(path).read_text(errors="replace")  # by a pattern, since it may be no TOML
-            given = "json" if re.search(r"""^\s*log_format\s*=\s*["']json""", text, re.MULTILINE) else ""
-    return "json" if given == "json" else "text"
 
 
 _Layer: TypeAlias = dict[str, tuple[Any, str]]

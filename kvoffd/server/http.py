@@ -20,8 +20,7 @@ from concurrent.futures import Future
 from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
-from socketserver import BaseRequestHandler, ThreadingTCPServer
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -194,78 +193,62 @@ def _listeners(host: str, port: int) -> list[socket.socket]:
     return listeners
 
 
-class _Server(ThreadingTCPServer):
-    """One listening socket, and a thread for each connection."""
-
-    daemon_threads = True
-    block_on_close = False
+class _Server:
+    """One listening socket, and a thread for each connection, which has one request."""
 
     def __init__(self, listener: socket.socket, answer: Callable[[str], _Answer]) -> None:
-        super().__init__(listener.getsockname()[:2], _Connection, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-        self.answer = answer
+        self._listener, self._answer = listener, answer
+        self._places = threading.Semaphore(2 * MAX_CONNECTIONS)
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self._ended = False
 
     def serve(self) -> None:
-        """Accept connections until ``end``. In a thread of its own, which sleeps while nobody connects."""
-        with self.socket:
-            while not self._ended:
-                self.handle_request()
+        """Accept connections until ``end``. In a thread of its own, which sleeps while nobody connects.
+
+        A connection too many takes the place of the oldest: a probe is answered however many others are idle.
+        """
+        with self._listener:
+            while self._places.acquire() and not self._ended:
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError:
+                    self._places.release()
+                    time.sleep(0 if self._ended else RETRY_S)
+                    continue
+                with self._lock:
+                    self._open.append(connection)
+                    if len(self._open) > MAX_CONNECTIONS:
+                        _shut(self._open[-MAX_CONNECTIONS - 1])
+                try:
+                    threading.Thread(target=self._serve_one, args=(connection,), daemon=True).start()
+                except RuntimeError:  # there is no thread for it
+                    self._close(connection)
 
     def end(self) -> None:
         self._ended = True
-        _shut(self.socket)
+        _shut(self._listener)
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return self.socket.accept()
-        except OSError:
-            time.sleep(0 if self._ended else RETRY_S)
-            raise
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Give a connection too many the place of the oldest: a probe is answered however many others are idle."""
+    def _close(self, connection: socket.socket) -> None:
         with self._lock:
-            self._open.append(request)
-            if len(self._open) > MAX_CONNECTIONS:
-                _shut(self._open[-MAX_CONNECTIONS - 1])
-            return len(self._open) <= 2 * MAX_CONNECTIONS  # the others' threads end soon
+            self._open.remove(connection)
+            connection.close()
+        self._places.release()
 
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.remove(request)
-            self.close_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.warning("An HTTP connection failed inside the daemon.", exc_info=True)
-
-
-def _shut(opened: socket.socket) -> None:
-    try:
-        opened.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # its peer was faster
-
-
-class _Connection(BaseRequestHandler):
-    """Reads one request and answers it."""
-
-    server: _Server
-    request: socket.socket
-
-    def handle(self) -> None:
+    def _serve_one(self, connection: socket.socket) -> None:
         try:
-            if (answer := self._read_and_answer()) is not None:
-                self.request.settimeout(REQUEST_S)
-                self.request.sendall(answer.encode())
-                self._finish()
+            if (answer := self._read_and_answer(connection)) is not None:
+                connection.settimeout(REQUEST_S)
+                connection.sendall(answer.encode())
+                _finish(connection)
         except OSError:
             pass  # the peer went away, or does not read: there is nobody to tell
+        except Exception:
+            logger.exception("An HTTP connection failed inside the daemon.")
+        finally:
+            self._close(connection)
 
-    def _read_and_answer(self) -> _Answer | None:
+    def _read_and_answer(self, connection: socket.socket) -> _Answer | None:
         """The answer to the connection's request; None when the peer closed without one."""
         head, until = b"", time.monotonic() + REQUEST_S
         while b"\r\n\r\n" not in head:
@@ -273,7 +256,7 @@ class _Connection(BaseRequestHandler):
                 text = f"The request is longer than {MAX_REQUEST_BYTES} bytes."
                 return _sentence(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
             try:
-                data = self._receive(until)
+                data = _receive(connection, until)
             except TimeoutError:
                 return _sentence(HTTPStatus.REQUEST_TIMEOUT, "The request did not arrive in time.")
             if not data:
@@ -289,16 +272,25 @@ class _Connection(BaseRequestHandler):
             return _sentence(
                 HTTPStatus.FORBIDDEN, "Ask for this by an address, by localhost or by this machine's name."
             )
-        return self.server.answer(path)
+        return self._answer(path)
 
-    def _receive(self, until: float) -> bytes:
-        self.request.settimeout(max(0.001, until - time.monotonic()))
-        return self.request.recv(MAX_REQUEST_BYTES)
 
-    def _finish(self) -> None:
-        """Get the answer to the peer: closing with parts of the request unread would reset the connection first."""
-        self.request.shutdown(socket.SHUT_WR)
-        until = time.monotonic() + REQUEST_S
-        for _ in range(MAX_DISCARDED_BYTES // MAX_REQUEST_BYTES):
-            if not self._receive(until):
-                break
+def _receive(connection: socket.socket, until: float) -> bytes:
+    connection.settimeout(max(0.001, until - time.monotonic()))
+    return connection.recv(MAX_REQUEST_BYTES)
+
+
+def _finish(connection: socket.socket) -> None:
+    """Get the answer to the peer: closing with parts of the request unread would reset the connection first."""
+    connection.shutdown(socket.SHUT_WR)
+    until = time.monotonic() + REQUEST_S
+    for _ in range(MAX_DISCARDED_BYTES // MAX_REQUEST_BYTES):
+        if not _receive(connection, until):
+            break
+
+
+def _shut(opened: socket.socket) -> None:
+    try:
+        opened.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # its peer was faster

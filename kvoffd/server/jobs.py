@@ -141,7 +141,8 @@ def checked_parts(
     named: set[int] = set()
     for part in batch.groups:
         group = part.group
-        namespace.check(group, part.keys)
+        if not 0 <= group < len(namespace.groups) or len(part.keys) % namespace.key_bytes:
+            namespace.check(group, part.keys)  # which raises
         if any(other.group == group for other in parts):
             raise BadKeys(f"Group {group} comes twice; put its keys into one part, or send two messages.")
         keys: list[bytes] = np.frombuffer(part.keys, namespace.key_type).tolist()

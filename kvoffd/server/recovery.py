@@ -119,7 +119,6 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
         lost = found.unwritten + found.damaged + found.incomplete
         level = logging.WARNING if lost else logging.INFO
         logger.log(level, "The pool starts empty. No whole block was found in the earlier daemon's.")
-    void = len(snapshot.namespaces) - len(known)
     for count, why in (
         (found.unwritten, "their namespaces were not written down, as there were too many for a pool of this size"),
         (found.damaged, "damaged, or written without a checksum"),
@@ -128,11 +127,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
         if count:
             logger.warning("%d slot%s of the pool not brought back: %s.", count, plural(count), why)
     if found.reset:
-        logger.info(
-            "%d slots of the pool are void: their namespaces were reset%s.",
-            found.reset,
-            f", {void} of them while this pool was away" if void else "",
-        )
+        logger.info("%d slots of the pool are void: their namespaces were reset.", found.reset)
     if count := len(found.quarantined):
         logger.warning(
             "%d slot%s not used: wrong bytes were found there; check the machine's memory.", count, plural(count)
