@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.errors import ShardTooLarge
 from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES, SlotAllocator, page_up
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
@@ -93,8 +92,6 @@ class DiskOptions(NamedTuple):
     """Neighbours are read or written in one call of up to so many bytes."""
     region_bytes: int | None = None
     """Of new files; chosen by the size when None."""
-    most_reads: int = 65536
-    """Those that may wait or run; more are not taken."""
     most_writes: int = 64
 
 
@@ -105,16 +102,19 @@ class Job:
     space: Space
     key: bytes
     slot: int
+    region: _Region
+    place: int
+    """In the region."""
     offset: int
     """In the file, of the slot's header."""
+    nbytes: int
+    """In the file."""
     shards: Sequence[int]
     on_end: Callable[..., None]
     begun_at: float
     deadline: float = float("inf")
     block: Block | None = None
     """Of a write."""
-    nbytes: int = 0
-    """In the file."""
     replaces: tuple[int, bytes] | None = None
     """The block that the slot's record names until a write is done."""
     removals: list[int] = field(default_factory=list)
@@ -151,6 +151,11 @@ class _Known:
     space: Space
     number: int
     blocks: int = 0
+    slot_bytes: int = 0
+    """Of a block in the file."""
+
+    def __post_init__(self) -> None:
+        self.slot_bytes = HEADER_BYTES + sum(map(page_up, self.space.lengths))
 
 
 @dataclass(slots=True, eq=False)
@@ -281,7 +286,7 @@ class DiskTier(Tier):
         self._blocks = self._bytes = 0
         self._writing: dict[tuple[int, bytes], Job] = {}
         self._put_aside: set[int] = set()
-        self._used_when_full = self._reads_under_way = 0
+        self._used_when_full = 0
         self._evicted: dict[int, dict[tuple[int, bytes], int]] = {}
         """By slot size, the slots that the hand took and that are written to next, by what their records still name."""
         self._unkept: dict[int, int] = {}
@@ -411,12 +416,12 @@ class DiskTier(Tier):
         return not (self.hangs or self._closed)
 
     def find(self, space: Space, keys: Sequence[bytes], *, prefix: bool) -> bytes:
-        if self.hangs or not self._knows(space):
+        if self.hangs or self._known(space) is None:
             return bytes(len(keys))
         return np.where(self._find(space.tag, keys) == NO_SLOT, np.uint8(ABSENT), np.uint8(PRESENT)).tobytes()
 
     def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        found = self._find(space.tag, keys).tolist() if self._knows(space) else [NO_SLOT] * len(keys)
+        found = self._find(space.tag, keys).tolist() if self._known(space) is not None else [NO_SLOT] * len(keys)
         pairs = zip(keys, found, strict=True)
         return [slot == NO_SLOT and (space.tag, key) not in self._writing for key, slot in pairs]
 
@@ -425,9 +430,9 @@ class DiskTier(Tier):
             region, place = self._at(slot)
             region.used[place] = 1
 
-    def _knows(self, space: Space) -> bool:
+    def _known(self, space: Space) -> _Known | None:
         known = self._spaces.get(space.tag)
-        return known is not None and known.space == space
+        return known if known is not None and known.space == space else None
 
     def _find(self, tag: int, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
         """The slots of blocks that can be read, by key; NO_SLOT where there is none."""
@@ -475,21 +480,17 @@ class DiskTier(Tier):
     # --- reading ---------------------------------------------------------------------------------
 
     def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
-        too_many = self._reads_under_way >= self._options.most_reads
-        if too_many or not self.available() or not self._knows(space):
+        if not self.available() or (known := self._known(space)) is None:
             return False
-        number = self._spaces[space.tag].number
-        self._native.disk_find(self._index_at, number, key, 1, len(key), self._found_at)
+        self._native.disk_find(self._index_at, known.number, key, 1, len(key), self._found_at)
         if (slot := self._found.value) == NO_SLOT:
             return False
-        self._pin(slot)
-        self._reads_under_way += 1
-        self._reads.put(self._job(space, key, slot, offsets, on_end, deadline))
+        self._reads.put(self._job(known, key, slot, offsets, on_end, deadline))
         return True
 
     def _job(
         self,
-        space: Space,
+        known: _Known,
         key: bytes,
         slot: int,
         offsets: Sequence[int],
@@ -497,12 +498,13 @@ class DiskTier(Tier):
         deadline: float = float("inf"),
         block: Block | None = None,
     ) -> Job:
-        nbytes = HEADER_BYTES
-        for length, offset in zip(space.lengths, offsets, strict=True):
-            nbytes += (padded := page_up(length))
-            if offset < 0 or offset % PAGE_BYTES or offset + padded > len(self._pool):
-                raise ValueError(f"{length} bytes at offset {offset} are no slot of the pool.")
-        return Job(space, key, slot, self._offset(slot), offsets, on_end, self._clock(), deadline, block, nbytes)
+        """Pins the slot until the job has ended."""
+        number, place = divmod(slot, self._slots.slots_per_region)
+        region = self._regions[number]
+        region.pins[place] += 1
+        offset = PAGE_BYTES + number * self._slots.region_bytes + place * region.slot_bytes
+        at = slot, region, place, offset, known.slot_bytes
+        return Job(known.space, key, *at, offsets, on_end, self._clock(), deadline, block)
 
     def _next_reads(self, waiting: deque[Job]) -> list[Job]:
         """Half of what waits, which one call of the kernel begins; through the page cache each waits for the last."""
@@ -574,7 +576,7 @@ class DiskTier(Tier):
         return End(Result.FAILED, None, kind, f"The disk tier could not {verb} {what} of {self._file.path}: {why}.")
 
     def _read_ended(self, job: Job, end: End) -> None:
-        region, place = self._at(job.slot)
+        region, place = job.region, job.place
         # While it is pinned, the slot gets no other block.
         known = self._numbered.get(region.spaces[place])
         is_there = known is not None and self._spaces.get(known.space.tag) is known
@@ -591,7 +593,6 @@ class DiskTier(Tier):
             region.found[place], region.used[place] = 0, 1
             self.counters.read_blocks += 1
             self.counters.read_bytes += job.nbytes
-        self._reads_under_way -= 1
         self._unpin([job.slot])
         job.on_end(end.result, end.block)
 
@@ -601,39 +602,29 @@ class DiskTier(Tier):
         space, key, now = block.space, block.key, self._clock()
         if not self.wants(space, [key])[0]:
             return False
-        full = len(self._writing) >= self._options.most_writes
-        if not self.available() or full or now < self._write_at or not self._fits(space, key):
+        known = self._known(space) or _Known(space, self._last_space + 1)
+        takes = self.available() and len(self._writing) < self._options.most_writes and now >= self._write_at
+        if not takes or not self._fits(known, key) or (taken := self._take(known.slot_bytes)) is None:
             self.counters.refused_writes += 1
             return False
         assert all(block.checksums), "without them nothing could tell that a block is whole"
-        if (taken := self._take(self._slots.slot_size(self._slot_bytes(space)))) is None:
-            self.counters.refused_writes += 1
-            return False
         slot, replaces = taken
-        if not self._knows(space):
+        if known.number > self._last_space:
             if (before := self._spaces.get(space.tag)) is not None:  # its namespace has another geometry now
                 written = [name for tag, name in self._writing if tag == space.tag]
                 self.remove(before.space, [*self._keys_of(before), *written], "")
                 del self._numbered[before.number]
-            self._last_space += 1
-            self._spaces[space.tag] = self._numbered[self._last_space] = _Known(space, self._last_space)
-        self._pin(slot)
-        self._writing[space.tag, key] = job = self._job(space, key, slot, offsets, on_end, block=block)
+            self._last_space = known.number
+            self._spaces[space.tag] = self._numbered[known.number] = known
+        self._writing[space.tag, key] = job = self._job(known, key, slot, offsets, on_end, block=block)
         job.replaces = replaces
         self._writes.put(job)
         return True
 
-    @staticmethod
-    def _slot_bytes(space: Space) -> int:
-        return HEADER_BYTES + sum(map(page_up, space.lengths))
-
-    def _fits(self, space: Space, key: bytes) -> bool:
-        try:
-            self._slots.slot_size(self._slot_bytes(space))
-        except ShardTooLarge:
-            fits = False
-        else:
-            fits = 0 < len(key) <= MAX_KEY_BYTES and fits_header(space, len(key)) and space.nbytes < 1 << 32
+    def _fits(self, known: _Known, key: bytes) -> bool:
+        space = known.space
+        fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._slots.region_bytes and space.nbytes < 1 << 32
+        fits = fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(space, len(key))
         if not fits and not self.counters.errors[DiskFault.TOO_LARGE]:  # reported once: there will be many such blocks
             self._error(
                 DiskFault.TOO_LARGE,
@@ -766,7 +757,7 @@ class DiskTier(Tier):
             if (len(self._put_aside) + 1) * _PUT_ASIDE_SHARE <= self._blocks:
                 self._put_aside.add(job.slot)
         if kept and result is Result.DONE:
-            region, place = self._at(job.slot)
+            region, place = job.region, job.place
             known = self._spaces[job.space.tag]
             region.keys[place, : len(job.key)] = np.frombuffer(job.key, np.uint8)
             region.key_bytes[place], region.spaces[place] = len(job.key), known.number
@@ -875,7 +866,8 @@ class DiskTier(Tier):
         may leave the new record and the removed bytes.
         """
         for slot in slots:
-            self._pin(slot)
+            region, place = self._at(slot)
+            region.pins[place] += 1
         at_once = WIPED_AT_ONCE if wiped else len(slots)
         parts = [slots[at : at + at_once] for at in range(0, len(slots), at_once or 1)] or [[]] * bool(removals)
         for removal in removals:
@@ -905,10 +897,6 @@ class DiskTier(Tier):
         """Have the block of a slot not be found any more."""
         self._native.disk_remove(self._index_at, slot.to_bytes(4, "little"), 1)
         region.spaces[place], region.hours[place] = 0, _NEVER
-
-    def _pin(self, slot: int) -> None:
-        region, place = self._at(slot)
-        region.pins[place] += 1
 
     def _unpin(self, slots: Sequence[int]) -> None:
         free: list[int] = []

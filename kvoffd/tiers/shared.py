@@ -452,7 +452,7 @@ class SharedTier(Tier):
             logger.info("%s is reachable.", self.name)
         if not self._probing and now >= (self.breaker.probe_at if self.breaker.open else self._heard_at + QUIET_S):
             self._probe()
-        for name, error in self._store.servers.take_unraised() if self._store.servers is not None else ():
+        for name, error in self._store.servers.take_unraised().items() if self._store.servers is not None else ():
             self._error(f"{error.kind} {name}", error.sentence)
         if self._asking.longest_s > HANGS_S:
             overdue = self._asking.end(None, lambda one: isinstance(one, Ask) and one.deadline < now - HANGS_S)

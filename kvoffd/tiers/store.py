@@ -9,7 +9,6 @@ import stat
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
@@ -25,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 MOST_TTL_S = 10 * 365 * 86400
-MOST_UNRAISED = 256
-"""Failures of servers that may wait until somebody hears of them."""
 MOST_PASSWORD_CHARACTERS = 65_536
 PASSWORD_VARIABLE = "KVOFFD_SHARED_PASSWORD"
 _S3_QUERY = {"endpoint": r"https?://[^/?#@\s]+(/[^?#@\s]*)?", "region": r"[\w-]+"}
@@ -92,7 +89,7 @@ class Servers:
     def __init__(self, *names: str) -> None:
         self._lock = threading.Lock()
         self._known = {name: Server(name) for name in names}
-        self._unraised: deque[tuple[str, StoreError]] = deque(maxlen=MOST_UNRAISED)
+        self._unraised: dict[str, StoreError] = {}
 
     def __iter__(self) -> Iterator[Server]:
         with self._lock:
@@ -113,13 +110,14 @@ class Servers:
         with self._lock:
             if name in self._known:
                 self._known[name] = Server(name, False, error.sentence)
-            if not raised:
-                self._unraised.append((name, error))
+                if not raised:
+                    self._unraised[name] = error
 
-    def take_unraised(self) -> list[tuple[str, StoreError]]:
+    def take_unraised(self) -> dict[str, StoreError]:
         """Servers that the store went on without since the last call, each with why."""
         with self._lock:
-            return [self._unraised.popleft() for _ in range(len(self._unraised))]
+            found, self._unraised = self._unraised, {}
+            return found
 
 
 class GetRequest(NamedTuple):

@@ -323,12 +323,11 @@ class Workers(Generic[T, R]):
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
         self._idle = threading.Condition(lock)
-        self._delivering = threading.Lock()
         self._waiting: deque[T] = deque()
         self._running: dict[int, tuple[float, list[T]]] = {}  # by thread: since when, and what
         self._ended: deque[tuple[T, R]] = deque()
         self._posted = self._stopped = self._called = False
-        self._busy_seconds = 0.0
+        self.busy_seconds = 0.0
         self._start()
 
     def _start(self) -> None:
@@ -376,18 +375,13 @@ class Workers(Generic[T, R]):
         with self._changed:
             return max((self._clock() - begun for begun, _ in self._running.values()), default=0.0)
 
-    @property
-    def busy_seconds(self) -> float:
-        return self._busy_seconds
-
     def close(self, until: float) -> bool:
-        """Wait until nothing waits or runs, handle all ends in this thread, and end the threads.
+        """Wait until nothing waits or runs, handle all ends, and end the threads. For the daemon's thread.
 
         False where something still hangs at ``until`` (of ``time.monotonic``); then it may be called again.
         """
         idle = self._wait_idle(until)
-        with self._delivering:
-            self._deliver(len(self._ended))
+        self._deliver(len(self._ended))
         return idle and self._stop(until)
 
     def _wait_idle(self, until: float) -> bool:
@@ -403,14 +397,11 @@ class Workers(Generic[T, R]):
         return self._threads.join(until)
 
     def _deliver_some(self) -> None:
-        if self._delivering.acquire(blocking=False):  # else another thread closes, and handles what ends
-            try:
-                self._posted = False
-                self._deliver(min(ENDED_AT_ONCE, len(self._ended)))
-            finally:
-                self._delivering.release()
-            if self._ended:
-                self._wake()
+        self._posted = False
+        self._deliver(min(ENDED_AT_ONCE, len(self._ended)))
+        if self._ended:
+            self._posted = True
+            self._post(self._deliver_some)
 
     def _deliver(self, count: int) -> None:
         for _ in range(count):
@@ -423,20 +414,17 @@ class Workers(Generic[T, R]):
             logger.exception("The end of a task of %s raised: a bug; the others go on.", self._name)
 
     def _run(self, number: int) -> None:
-        while (tasks := self._next(number)) is not None:
-            self._do(number, tasks)
-
-    def _next(self, number: int) -> list[T] | None:
-        """The next tasks; None once stopped."""
-        with self._changed:
-            while not self._stopped:
+        while True:
+            with self._changed:
+                if self._stopped:
+                    return
                 self._called = False
-                if tasks := self._begin(number):
-                    if self._waiting:
-                        self._call_one()
-                    return tasks
-                self._changed.wait(AGAIN_S if self._waiting else None)
-        return None
+                if not (tasks := self._begin(number)):
+                    self._changed.wait(AGAIN_S if self._waiting else None)
+                    continue
+                if self._waiting:
+                    self._call_one()
+            self._do(number, tasks)
 
     def _call_one(self) -> None:
         """Wake a thread; one that takes tasks and leaves some wakes the next."""
@@ -458,15 +446,11 @@ class Workers(Generic[T, R]):
         except Exception as error:
             results = [self._failed(error)] * len(tasks)
         with self._changed:
-            self._busy_seconds += time.perf_counter() - begun
+            self.busy_seconds += time.perf_counter() - begun
             del self._running[number]
             self._ended.extend(zip(tasks, results, strict=True))
             # This thread takes the next tasks: no other need be woken.
             self._notify_idle()
-        self._wake()
-
-    def _wake(self) -> None:
-        with self._changed:
             wake, self._posted = not self._posted, True
         if wake:
             self._post(self._deliver_some)

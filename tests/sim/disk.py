@@ -95,7 +95,6 @@ class SimDisk:
             readers=rng.choice((1, 4, 16)),
             merge_bytes=rng.choice((1, 1 << 20)),
             region_bytes=file.region_bytes,
-            most_reads=most,
             most_writes=most,
         )
         self._size = size
