@@ -393,9 +393,6 @@ class SharedTier(Tier):
         self._writing.put(write)
         return True
 
-    def used(self, space: Space, keys: Sequence[bytes]) -> None:
-        """Nothing: what is offered again after ``Store.believed_s`` is touched by that (``Store.touch``)."""
-
     def remove_all(self, fingerprint: bytes | None) -> int:
         """Forget the answers; they are few, and stand for seconds."""
         self._answers.clear()

@@ -239,9 +239,8 @@ class Tier(ABC):
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         """Begin to write from these pool offsets, by rank. False where it is not taken now."""
 
-    @abstractmethod
-    def used(self, space: Space, keys: Sequence[bytes]) -> None:
-        """These blocks were of use, or leave the pool: a disk's hand spares them once. Unknown ones are ignored."""
+    def used(self, space: Space, keys: Sequence[bytes]) -> None:  # noqa: B027
+        """These blocks leave the pool: a disk's hand spares them once, as what is read. Unknown ones are ignored."""
 
     @abstractmethod
     def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
