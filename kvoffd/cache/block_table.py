@@ -48,6 +48,7 @@ class _Blocks(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("records", "state", "shard", "pins", "missing", "group", "next", "pages", "misses")
         ),
+        *((name, ctypes.c_void_p) for name in ("bytes", "numbers", "counts")),
         ("index", SlotIndex),
         ("crc", ctypes.c_uint32 * 256 * 8),
     )
@@ -87,7 +88,7 @@ class Found(NamedTuple):
 class BlockTable:
     """Arrays by slot number, and the index. For one thread.
 
-    What C reads of an array is copied into ``bytes`` first, and what it writes out of a buffer: for a few blocks that
+    What C reads of an array is copied into ``bytes`` first, and what it finds out of a buffer: for a few blocks that
     takes less than to ask an array for its address.
 
     Args:
@@ -115,8 +116,7 @@ class BlockTable:
         self._misses = np.zeros(KNOWN_MISSES, np.uint64)
         arrays = self.state, self.shard, self.pins, self.missing, self.group, self.next, self.pages, self._misses
         self._native = native()
-        self._counts = (ctypes.c_uint64 * 21)()
-        self._counts_at = ctypes.addressof(self._counts)
+        self._counts = array("Q", bytes(8 * 21))
         self._blocks = _Blocks(records.ctypes.data, *(one.ctypes.data for one in arrays))
         self._arrays_bytes = sum(one.nbytes for one in arrays)
         self.address = ctypes.addressof(self._blocks)
@@ -124,15 +124,16 @@ class BlockTable:
         if not self._native.blocks_open(self.address, os.urandom(16)):
             raise MemoryError
         self._close = weakref.finalize(self, self._native.blocks_close, ctypes.pointer(self._blocks))
-        self._words = _NOTHING
+        self._blocks.counts, _ = self._counts.buffer_info()
+        self._numbers = _NOTHING
         self._fit(512)
 
     def _fit(self, count: int) -> None:
-        """Have the buffers hold so many words, and as many keys."""
-        if count > len(self._words):
+        """Have the buffers hold so many numbers, and as many keys."""
+        if count > len(self._numbers):
             count *= 2  # the next are likely to be as many
-            self._words, self._bytes = np.empty(count, np.uint32), np.empty(64 * count, np.uint8)
-            self._words_at, self._bytes_at = self._words.ctypes.data, self._bytes.ctypes.data
+            self._numbers, self._bytes = np.empty(count, np.uint32), np.empty(64 * count, np.uint8)
+            self._blocks.numbers, self._blocks.bytes = self._numbers.ctypes.data, self._bytes.ctypes.data
 
     @property
     def nbytes(self) -> int:
@@ -143,20 +144,19 @@ class BlockTable:
         """By key: the state of its block and the number; FREE and NO_BLOCK where there is none."""
         count = len(keys) // key_bytes
         self._fit(count)
-        self._native.blocks_find(self.address, group, keys, count, key_bytes, self._bytes_at, self._words_at)
-        return self._bytes[:count].tobytes(), self._words[:count].copy()
+        self._native.blocks_find(self.address, group, keys, count, key_bytes)
+        return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
     def lookup(self, group: int, keys: bytes, key_bytes: int, *, pin: bool) -> Found:
         """Find keys, and pin the blocks of those that are READY."""
         count = len(keys) // key_bytes
         self._fit(count)
-        some = self.address, group, keys, count, key_bytes
-        self._native.blocks_lookup(*some, pin, self._bytes_at, self._words_at, self._counts_at)
-        changed, pages, loose_pages, ready, run, *misses = self._counts[:]
+        self._native.blocks_lookup(self.address, group, keys, count, key_bytes, pin)
+        changed, pages, loose_pages, ready, run, *misses = self._counts
         self.pinned_blocks += changed
         self.pinned_bytes += loose_pages * PAGE_BYTES
         nbytes = pages * PAGE_BYTES, loose_pages * PAGE_BYTES
-        return Found(self._bytes[:count].tobytes(), self._words[:ready].copy(), *nbytes, run, misses)
+        return Found(self._bytes[:count].tobytes(), self._numbers[:ready].copy(), *nbytes, run, misses)
 
     def plan(
         self, group: int, keys: bytes, key_bytes: int, rank: int, first_blocks: Mapping[int, int]
@@ -173,11 +173,9 @@ class BlockTable:
                     firsts[number] = first
             offered = firsts.tobytes()
         self._fit(count)
-        if not self._native.blocks_plan(
-            *(self.address, group, keys, count, key_bytes, rank, offered, self._bytes_at, self._words_at)
-        ):
+        if not self._native.blocks_plan(self.address, group, keys, count, key_bytes, rank, offered):
             raise MemoryError
-        return self._bytes[:count].tobytes(), self._words[:count].copy()
+        return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
     def enter(
         self,
@@ -212,11 +210,10 @@ class BlockTable:
         count = len(blocks)
         self._fit(count * ranks)
         replaced = self._native.blocks_replace(
-            *(self.address, packed(blocks), count, ranks, group, keys, key_bytes, reason),
-            *(self._bytes_at, self._words_at, self._counts_at),
+            self.address, packed(blocks), count, ranks, group, keys, key_bytes, reason
         )
         assert replaced == count, "a block is held, or a key is there"
-        names, slots = self._bytes[: count * key_bytes].tobytes(), self._words[: count * ranks].copy()
+        names, slots = self._bytes[: count * key_bytes].tobytes(), self._numbers[: count * ranks].copy()
         return slots.reshape(count, ranks), names, self._counts[1]
 
     def publish(
@@ -241,13 +238,12 @@ class BlockTable:
         assert firsts is None or 2 * count == len(firsts)
         self._fit(count)
         found = self._native.blocks_publish(
-            *(self.address, packed(blocks), packed(slots), count, firsts, length, sums),
-            *(self.generation, self._words_at, self._bytes_at),
+            self.address, packed(blocks), packed(slots), count, firsts, length, sums, self.generation
         )
         if found == NO_BLOCK:
             return None
         self.generation += count
-        return self._words[:found].copy(), self._bytes[: found * key_bytes].tobytes()
+        return self._numbers[:found].copy(), self._bytes[: found * key_bytes].tobytes()
 
     def set_checksum(self, slot: int, checksum: int) -> None:
         """Enter the checksum of a shard that was published without one."""
@@ -260,9 +256,7 @@ class BlockTable:
         Returns their keys, and what ``release`` does.
         """
         self._fit(len(blocks) * ranks)
-        dropped = self._native.blocks_drop(
-            *(self.address, packed(blocks), len(blocks), reason, self._bytes_at, self._words_at, self._counts_at)
-        )
+        dropped = self._native.blocks_drop(self.address, packed(blocks), len(blocks), reason)
         assert dropped == len(blocks), "a block is not in the index"
         return self._bytes[: len(blocks) * key_bytes].tobytes(), *self._released()
 
@@ -273,12 +267,12 @@ class BlockTable:
         Slots whose shard is CORRUPT keep that mark, in their records too, and must not be used again.
         """
         self._fit(len(blocks) * ranks)
-        self._native.blocks_release(self.address, packed(blocks), len(blocks), self._words_at, self._counts_at)
+        self._native.blocks_release(self.address, packed(blocks), len(blocks))
         return self._released()
 
     def _released(self) -> tuple[SlotIds, int, int]:
         slots, unverified, corrupt = self._counts[:3]
-        return self._words[:slots].copy(), unverified, corrupt
+        return self._numbers[:slots].copy(), unverified, corrupt
 
     def group_of(self, blocks: BlockIds, *, loose: bool = False) -> int:
         """The number of the group that all the blocks are of; 0 where there is none, or one has pins and they should be
@@ -288,7 +282,7 @@ class BlockTable:
     def being_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether a store writes a shard of each block."""
         self._fit(len(blocks))
-        self._native.blocks_being_written(self.address, packed(blocks), len(blocks), self._bytes_at)
+        self._native.blocks_being_written(self.address, packed(blocks), len(blocks))
         return self._bytes[: len(blocks)].astype(np.bool_)
 
     def pin(self, blocks: BlockIds) -> tuple[int, int]:
@@ -296,22 +290,20 @@ class BlockTable:
 
         Returns the bytes of all, and of those that nothing pinned before.
         """
-        _, pages, loose_pages = self._pin(blocks, 1)
-        return pages * PAGE_BYTES, loose_pages * PAGE_BYTES
+        return self._pin(blocks, 1)[1:]
 
     def unpin(self, blocks: BlockIds) -> BlockIds:
         """Undo one pin for each time a block is named. Returns those that nothing pins any more."""
         changed, *_ = self._pin(blocks, -1)
-        return self._words[:changed].copy()
+        return self._numbers[:changed].copy()
 
-    def _pin(self, blocks: BlockIds, by: int) -> list[int]:
+    def _pin(self, blocks: BlockIds, by: int) -> tuple[int, int, int]:
         self._fit(len(blocks))
-        at = self._words_at, self._counts_at
-        self._native.blocks_pin(self.address, packed(blocks), len(blocks), by, *at)
-        counts = self._counts[:3]
-        self.pinned_blocks += by * counts[0]
-        self.pinned_bytes += by * counts[2] * PAGE_BYTES
-        return counts
+        self._native.blocks_pin(self.address, packed(blocks), len(blocks), by)
+        changed, pages, loose_pages = self._counts[:3]
+        self.pinned_blocks += by * changed
+        self.pinned_bytes += by * loose_pages * PAGE_BYTES
+        return changed, pages * PAGE_BYTES, loose_pages * PAGE_BYTES
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] the slots of blocks that have so many, or more."""
@@ -344,7 +336,7 @@ class BlockTable:
         """The keys of blocks of one group, end to end."""
         count = len(blocks)
         self._fit(count)
-        self._native.blocks_keys(self.address, packed(blocks), count, key_bytes, self._bytes_at)
+        self._native.blocks_keys(self.address, packed(blocks), count, key_bytes)
         return self._bytes[: count * key_bytes].tobytes()
 
     def split_keys(self, blocks: BlockIds, key_bytes: int) -> list[bytes]:
@@ -358,8 +350,7 @@ class BlockTable:
 
     def count_misses(self, group: int, keys: bytes, key_bytes: int, states: bytes) -> Sequence[int]:
         """For each reason, 0 where it is not known, for which keys whose state is FREE are not there: how many."""
-        some = self.address, group, keys, len(states), key_bytes
-        self._native.blocks_count(*some, states, self._counts_at)
+        self._native.blocks_count(self.address, group, keys, len(states), key_bytes, states)
         return self._counts[:16]
 
 

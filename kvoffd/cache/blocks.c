@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 /* Of everything that C and Python share: system/native.py has it too, and refuses another one. */
-const uint32_t kvoffd_version = 6;
+const uint32_t kvoffd_version = 7;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
@@ -69,15 +69,14 @@ static void find_some(const struct blocks *x, uint32_t group, const uint8_t *key
     }
 }
 
-/* Writes the block of each key, and its state. */
-void kvoffd_blocks_find(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                        uint8_t *states, uint32_t *blocks)
+/* Finds the state and the block of each key. */
+void kvoffd_blocks_find(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
     uint64_t hashed[TOGETHER];
 
     for (uint64_t begin = 0; begin < count; begin += TOGETHER)
         find_some(x, group, keys + begin * key_bytes, count - begin < TOGETHER ? count - begin : TOGETHER, key_bytes,
-                  hashed, states + begin, blocks + begin);
+                  hashed, x->bytes + begin, x->numbers + begin);
 }
 
 /* What pins of blocks came to: those that had none before, or have none now, and the pages of all, and of these. */
@@ -100,14 +99,15 @@ static int pin(struct blocks *x, uint32_t block, int32_t by, struct pinned *pinn
     return changed;
 }
 
-/* Adds `by` to the pins of blocks, which may come more than once; writes those that had none, or have none. */
-void kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count, int32_t by, uint32_t *changed,
-                       struct pinned *pinned)
+/* Adds `by` to the pins of blocks, which may come more than once; finds those that had none, or have none. */
+void kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count, int32_t by)
 {
+    struct pinned *pinned = (struct pinned *)x->counts;
+
     *pinned = (struct pinned){ 0 };
     for (uint64_t i = 0; i < count; i++)
         if (pin(x, blocks[i], by, pinned))
-            changed[pinned->changed - 1] = blocks[i];
+            x->numbers[pinned->changed - 1] = blocks[i];
 }
 
 /* The number of the reason for which a key that is not there left, 0 where that is not known. */
@@ -124,23 +124,24 @@ struct found {
     uint64_t ready, run, misses[REASON + 1];
 };
 
-/* Looks keys up: writes their states, and the blocks of those that are READY, which are pinned if `pins`. */
+/* Looks keys up: finds their states, and the blocks of those that are READY, which are pinned if `pins`. */
 void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                          uint32_t pins, uint8_t *states, uint32_t *ready, struct found *found)
+                          uint32_t pins)
 {
+    struct found *found = (struct found *)x->counts;
     uint64_t hashed[TOGETHER];
     uint32_t blocks[TOGETHER];
 
     *found = (struct found){ 0 };
     for (uint64_t begin = 0; begin < count; begin += TOGETHER) {
         uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
-        find_some(x, group, keys + begin * key_bytes, together, key_bytes, hashed, states + begin, blocks);
+        find_some(x, group, keys + begin * key_bytes, together, key_bytes, hashed, x->bytes + begin, blocks);
         for (uint64_t i = 0; i < together; i++)
             __builtin_prefetch(blocks[i] == NONE ? (void *)&x->misses[hashed[i] & (MISSES - 1)] : &x->pins[blocks[i]]);
         for (uint64_t i = 0; i < together; i++) {
-            if (states[begin + i] == READY) {
+            if (x->bytes[begin + i] == READY) {
                 found->run += found->ready == begin + i;
-                ready[found->ready++] = blocks[i];
+                x->numbers[found->ready++] = blocks[i];
                 if (pins)
                     pin(x, blocks[i], 1, &found->pinned);
             } else
@@ -195,13 +196,14 @@ static void seal(const struct blocks *x, uint8_t *record)
 }
 
 /* Notes that shards of `length` bytes are whole, from the last one to the first, with rising generations. `first_blocks` may
- * be NULL for 0. Writes the blocks that lack no shard now, in the order in which they were noted, and their keys; returns
+ * be NULL for 0. Finds the blocks that lack no shard now, in the order in which they were noted, and their keys; returns
  * how many. Where a block is not WRITING nothing is done, and NONE returned. */
 uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const uint32_t *slots, uint64_t count,
                                const uint16_t *first_blocks, uint32_t length, const uint64_t *checksums,
-                               uint64_t generation, uint32_t *ready, uint8_t *keys)
+                               uint64_t generation)
 {
     uint32_t found = 0;
+    uint8_t *keys = x->bytes;
 
     for (uint64_t i = 0; i < count; i++)
         if (x->state[blocks[i]] != WRITING)
@@ -217,7 +219,7 @@ uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const u
         x->shard[slots[count]] = WRITTEN | (checksums[count] ? 0 : UNVERIFIED);
         if (!--x->missing[blocks[count]]) {
             x->state[blocks[count]] = READY;
-            ready[found++] = blocks[count];
+            x->numbers[found++] = blocks[count];
             memcpy(keys, key_of(x, blocks[count]), record_of(x, blocks[count])[KEY_BYTES]);
             keys += record_of(x, blocks[count])[KEY_BYTES];
         }
@@ -248,10 +250,10 @@ static int being_written(const struct blocks *x, uint32_t block)
 }
 
 /* Says of each block whether a store writes a shard of it. */
-void kvoffd_blocks_being_written(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint8_t *answers)
+void kvoffd_blocks_being_written(const struct blocks *x, const uint32_t *blocks, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
-        answers[i] = being_written(x, blocks[i]);
+        x->bytes[i] = being_written(x, blocks[i]);
 }
 
 /* What became of blocks that are out of the index. */
@@ -260,16 +262,17 @@ struct released {
     uint64_t unverified, corrupt;
 };
 
-/* Ends a DROPPED block if nothing holds it, and writes its slots; of these the ones that are CORRUPT stay marked so. */
-static void release(struct blocks *x, uint32_t block, uint32_t *slots, struct released *released)
+/* Ends a DROPPED block if nothing holds it, and finds its slots; of these the ones that are CORRUPT stay marked so. */
+static void release(struct blocks *x, uint32_t block)
 {
+    struct released *released = (struct released *)x->counts;
     uint32_t at = block;
 
     if (x->state[block] != DROPPED || x->pins[block] || being_written(x, block))
         return;
     do {
         uint32_t next = x->next[at];
-        slots[released->slots++] = at;
+        x->numbers[released->slots++] = at;
         released->unverified += (x->shard[at] & UNVERIFIED) != 0;
         released->corrupt += (x->shard[at] & CORRUPT) != 0;
         if (x->shard[at] & CORRUPT)
@@ -281,12 +284,11 @@ static void release(struct blocks *x, uint32_t block, uint32_t *slots, struct re
 }
 
 /* Ends those of the blocks that are DROPPED and that nothing holds. */
-void kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t *slots,
-                           struct released *released)
+void kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_t count)
 {
-    *released = (struct released){ 0 };
+    *(struct released *)x->counts = (struct released){ 0 };
     for (uint64_t i = 0; i < count; i++)
-        release(x, blocks[i], slots, released);
+        release(x, blocks[i]);
 }
 
 static void note(const struct blocks *x, uint64_t hashed, uint64_t reason)
@@ -294,12 +296,13 @@ static void note(const struct blocks *x, uint64_t hashed, uint64_t reason)
     x->misses[hashed & (MISSES - 1)] = (hashed & ~REASON) | reason;
 }
 
-/* Takes blocks out of the index, and writes their keys. They are DROPPED then, no successor brings them back, and those that
+/* Takes blocks out of the index, and finds their keys. They are DROPPED then, no successor brings them back, and those that
  * nothing holds are ended. Notes why they left where there is a reason. Returns how many: fewer where one is not there. */
-uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t reason, uint8_t *keys,
-                            uint32_t *slots, struct released *released)
+uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t reason)
 {
-    *released = (struct released){ 0 };
+    uint8_t *keys = x->bytes;
+
+    *(struct released *)x->counts = (struct released){ 0 };
     for (uint64_t i = 0; i < count; i++) {
         uint32_t block = blocks[i], at = block;
         const uint8_t *key = key_of(x, block);
@@ -317,24 +320,24 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t c
             set_record(record_of(x, at), FREE_RECORD);
             at = x->next[at];
         } while (at != block);
-        release(x, block, slots, released);
+        release(x, block);
     }
     return count;
 }
 
-/* Drops blocks of a group, and enters others of it, for keys none of which is there, in their slots: writes the keys of the
+/* Drops blocks of a group, and enters others of it, for keys none of which is there, in their slots: finds the keys of the
  * former, and the slots, [count][ranks]. Returns how many it entered: fewer where a block was held or a key is there. */
 uint64_t kvoffd_blocks_replace(struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t ranks, uint32_t group,
-                               const uint8_t *keys, uint64_t key_bytes, uint64_t reason, uint8_t *gone, uint32_t *slots,
-                               struct released *released)
+                               const uint8_t *keys, uint64_t key_bytes, uint64_t reason)
 {
     const uint8_t *record = record_of(x, blocks[0]);
+    const struct released *released = (struct released *)x->counts;
 
-    if (kvoffd_blocks_drop(x, blocks, count, reason, gone, slots, released) < count)
+    if (kvoffd_blocks_drop(x, blocks, count, reason) < count)
         return 0;
     if (released->slots < count * ranks || released->corrupt)
         return 0;
-    return kvoffd_blocks_enter(x, slots, count, ranks, x->pages[blocks[0]], group, keys, key_bytes,
+    return kvoffd_blocks_enter(x, x->numbers, count, ranks, x->pages[blocks[0]], group, keys, key_bytes,
                                READ(record, uint32_t, NAMESPACE), READ(record, uint16_t, GROUP));
 }
 
@@ -347,24 +350,26 @@ uint32_t kvoffd_blocks_alike(const struct blocks *x, const uint32_t *blocks, uin
     return count ? x->group[blocks[0]] : 0;
 }
 
-/* Writes the keys of blocks end to end. */
-void kvoffd_blocks_keys(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t key_bytes, uint8_t *keys)
+/* Finds the keys of blocks. */
+void kvoffd_blocks_keys(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t key_bytes)
 {
     for (uint64_t i = 0; i < count; i++) {
         if (i + TOGETHER / 2 < count)
             __builtin_prefetch(key_of(x, blocks[i + TOGETHER / 2]));
-        memcpy(keys + i * key_bytes, key_of(x, blocks[i]), key_bytes);
+        memcpy(x->bytes + i * key_bytes, key_of(x, blocks[i]), key_bytes);
     }
 }
 
 enum { PRESENT, LACKING, MINE, AGAIN, NARROW };
 
-/* Says what a store by a rank has to do about each of `count` keys, and writes the blocks of those that have one. Keys that
+/* Says what a store by a rank has to do about each of `count` keys, and finds the blocks of those that have one. Keys that
  * are to be written come as AGAIN under later numbers. NARROW: the rank's shard begins behind `first_blocks`, which may be
  * NULL for 0, and the block may go. Returns whether there was the memory. */
 uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                       uint32_t rank, const uint16_t *first_blocks, uint8_t *verdicts, uint32_t *blocks)
+                       uint32_t rank, const uint16_t *first_blocks)
 {
+    uint8_t *verdicts = x->bytes;
+    uint32_t *blocks = x->numbers;
     uint64_t mask = 63;
     while (mask < 2 * count)
         mask = 2 * mask + 1;
@@ -410,10 +415,10 @@ void kvoffd_blocks_note(const struct blocks *x, uint32_t group, const uint8_t *k
 
 /* Counts by reason the keys whose state is 0; those of which nothing is noted under the first. */
 void kvoffd_blocks_count(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                         const uint8_t *states, uint64_t counts[REASON + 1])
+                         const uint8_t *states)
 {
-    memset(counts, 0, (REASON + 1) * sizeof *counts);
+    memset(x->counts, 0, (REASON + 1) * sizeof *x->counts);
     for (uint64_t i = 0; i < count; i++)
         if (!states[i])
-            counts[reason_of(x, hash(x, group, keys + i * key_bytes, key_bytes))]++;
+            x->counts[reason_of(x, hash(x, group, keys + i * key_bytes, key_bytes))]++;
 }

@@ -25,6 +25,10 @@ struct blocks {
     uint8_t *missing;
     uint32_t *group, *next, *pages;
     uint64_t *misses; /* why keys left: see blocks.c */
+    /* What a call finds, until the next one: bytes or keys, numbers of blocks or slots, and counts. */
+    uint8_t *bytes;
+    uint32_t *numbers;
+    uint64_t *counts;
     struct slot_index index;
     uint32_t crc[8][256]; /* what a byte, and so many zeros behind it, make of a CRC-32 */
 };

@@ -11,7 +11,7 @@ from typing import Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 6
+VERSION = 7
 """Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
 changes: an old library would read wrong memory."""
 
@@ -60,35 +60,25 @@ class Native:
             self.recover_blocks = without_gil("recover_blocks", None, address)
             self.blocks_open = with_gil("blocks_open", ctypes.c_int, address, text)
             self.blocks_close = with_gil("blocks_close", None, address)
-            self.blocks_find = with_gil("blocks_find", None, address, *keys, address, address)
-            self.blocks_lookup = with_gil("blocks_lookup", None, address, *keys, number, address, address, address)
+            self.blocks_find = with_gil("blocks_find", None, address, *keys)
+            self.blocks_lookup = with_gil("blocks_lookup", None, address, *keys, number)
             self.blocks_enter = with_gil(
                 "blocks_enter", count, address, *some, number, number, number, text, number, number, number
             )
             self.blocks_publish = with_gil(
-                "blocks_publish",
-                ctypes.c_uint32,
-                address,
-                address,
-                *some,
-                address,
-                number,
-                address,
-                number,
-                address,
-                address,
+                "blocks_publish", ctypes.c_uint32, address, address, *some, address, number, address, number
             )
             self.blocks_set_checksum = with_gil("blocks_set_checksum", None, address, number, number)
-            self.blocks_drop = with_gil("blocks_drop", count, address, *some, number, address, address, address)
+            self.blocks_drop = with_gil("blocks_drop", count, address, *some, number)
             self.blocks_replace = with_gil(
-                "blocks_replace", count, address, *some, number, number, text, number, number, address, address, address
+                "blocks_replace", count, address, *some, number, number, text, number, number
             )
             self.blocks_alike = with_gil("blocks_alike", ctypes.c_uint32, address, *some, number)
-            self.blocks_being_written = with_gil("blocks_being_written", None, address, *some, address)
-            self.blocks_release = with_gil("blocks_release", None, address, *some, address, address)
-            self.blocks_pin = with_gil("blocks_pin", None, address, *some, number, address, address)
-            self.blocks_keys = with_gil("blocks_keys", None, address, *some, number, address)
-            self.blocks_plan = with_gil("blocks_plan", count, address, *keys, number, address, address, address)
+            self.blocks_being_written = with_gil("blocks_being_written", None, address, *some)
+            self.blocks_release = with_gil("blocks_release", None, address, *some)
+            self.blocks_pin = with_gil("blocks_pin", None, address, *some, number)
+            self.blocks_keys = with_gil("blocks_keys", None, address, *some, number)
+            self.blocks_plan = with_gil("blocks_plan", count, address, *keys, number, address)
             self.plan_blocks = with_gil(
                 "plan_blocks", None, address, number, number, number, text, number, text, number, text, address
             )
@@ -99,7 +89,7 @@ class Native:
             self.disk_find = with_gil("disk_find", None, address, *keys, address)
             self.disk_remove = with_gil("disk_remove", None, address, *some)
             self.blocks_note = with_gil("blocks_note", None, address, *keys, number)
-            self.blocks_count = with_gil("blocks_count", None, address, *keys, text, address)
+            self.blocks_count = with_gil("blocks_count", None, address, *keys, text)
             self.queues_new = with_gil("queues_new", address, number, number, text)
             self.queues_free = with_gil("queues_free", None, address)
             self.queues_insert = with_gil("queues_insert", count, address, *keys, text)
