@@ -30,6 +30,7 @@ FREE, WRITING, READY = int(messages.ABSENT), int(messages.WRITING), int(messages
 """States of a block, as lookups answer with them: FREE has no block; of a WRITING one a shard is missing."""
 DROPPED = 16
 """Out of the index, its slots still held by a pin or a running write."""
+WITH_SLOTS = WRITING, READY, DROPPED
 NOT_FIRST = 17
 """State of a slot that is not a block's first."""
 RESERVED, WRITING_SHARD, WRITTEN = 0, 1, 2
@@ -215,6 +216,10 @@ class BlockTable:
         assert replaced == count, "a block is held, or a key is there"
         names, slots = self._bytes[: count * key_bytes].tobytes(), self._numbers[: count * ranks].copy()
         return slots.reshape(count, ranks), names, self._counts[1]
+
+    def begin_writes(self, slots: SlotIds) -> None:
+        """Shards of WRITING blocks are written from now on."""
+        self._native.blocks_begin_writes(self.address, packed(slots), slots.size)
 
     def publish(
         self,

@@ -236,6 +236,13 @@ void kvoffd_blocks_set_checksum(const struct blocks *x, uint32_t slot, uint64_t 
     seal(x, record);
 }
 
+/* A store begins to write shards. */
+void kvoffd_blocks_begin_writes(struct blocks *x, const uint32_t *slots, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++)
+        x->shard[slots[i]] = WRITING_SHARD;
+}
+
 /* Whether a store writes a shard of the block. */
 static int being_written(const struct blocks *x, uint32_t block)
 {

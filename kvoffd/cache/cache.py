@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress, takewhile
@@ -36,8 +35,8 @@ from kvoffd.cache.block_table import (
     RESERVED,
     SHARD_STATE,
     UNVERIFIED,
+    WITH_SLOTS,
     WRITING,
-    WRITING_SHARD,
     WRITTEN,
     BlockIds,
     BlockTable,
@@ -137,7 +136,7 @@ class Cache:
         self._max_leased_keys, self._max_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
         self.held: dict[int, Held] = {}
         """By session that has leases."""
-        self._bytes_in = Counter[int]()
+        self._bytes_in = dict.fromkeys(WITH_SLOTS, 0)
         """By state, bytes of all blocks, of forgotten namespaces too."""
         self._next_number = 1
         self._warned_of_no_space = False
@@ -652,7 +651,7 @@ class Cache:
             stored.slots = self.blocks.slots(stored.blocks, rank + 1)[:, rank] if rank else stored.blocks
             if part.first_blocks:
                 stored.first_blocks = [part.first_blocks.get(key, 0) for key in stored.copy]
-            self.blocks.shard[stored.slots] = WRITING_SHARD
+            self.blocks.begin_writes(stored.slots)
             for block in stored.blocks.tolist() if self._partial else ():
                 self._partial.pop(block, None)
 
@@ -738,7 +737,7 @@ class Cache:
         first = {key: number for number, key in reversed(list(enumerate(keys)))}
         numbers = [number for number, state in enumerate(states) if state == FREE and first[keys[number]] == number]
         slots = self._take(known, b"".join([keys[number] for number in numbers]), inf)
-        self.blocks.shard[slots] = WRITING_SHARD
+        self.blocks.begin_writes(slots)
         each = zip(slots, self.slots.offsets(slots).tolist(), strict=True)
         tickets = (FillTicket(known, its, offsets) for its, offsets in each)
         return {number: next(tickets, None) for number in numbers}
@@ -796,7 +795,7 @@ class Cache:
             if counts and ticket.blocks.size and part not in lease.loaded:
                 lease.loaded.add(part)
                 before = max(lease.loaded_tokens.values(), default=0)
-                lease.loaded_tokens[group] += ticket.tokens
+                lease.loaded_tokens[group] = lease.loaded_tokens.get(group, 0) + ticket.tokens
                 lease.namespace.counters.loaded_keys += len(ticket.blocks)
                 lease.namespace.counters.loaded(max(0, lease.loaded_tokens[group] - before))
         if not tickets or not ends_lease:
@@ -990,7 +989,7 @@ class Cache:
             slots = slots[~bad]
         if slots.size:
             self.slots.free(slots)
-        if group.dead and not group.blocks_in.total():
+        if group.dead and not any(group.blocks_in.values()):
             del self._groups[group.number]
 
     def _quarantine(self, slots: SlotIds) -> None:

@@ -19,7 +19,7 @@
 #include <string.h>
 
 enum { FIRST, NEXT, REST, KINDS };
-enum { SIZES = 13, PIECES = 131072, BUCKETS = 2 * PIECES, NONE = 0, NEXT_PIECES = 8 };
+enum { SIZES = 13, PIECES = 131072, PIECE_TOKENS = 512, BUCKETS = 2 * PIECES, NONE = 0, NEXT_PIECES = 8 };
 /* A piece of more than one key has at most two PARTS-ths of the keys before it. Of a chain at most MOST_SMALL pieces are
  * shorter than its longest. */
 enum { PARTS = 32, MOST_SMALL = PARTS + 64 * PARTS / 2 };
@@ -48,6 +48,7 @@ struct counts {
     double total[KINDS]; /* all pieces */
     double sampled[KINDS]; /* what stands behind the sampled ones */
     double hits[KINDS][SIZES]; /* of that, by the smallest size with which a use is a hit */
+    double found; /* by the requests themselves */
 };
 
 /* curve.py reads the first fields. */
@@ -69,9 +70,9 @@ struct curve {
     struct piece pieces[PIECES]; /* the first one is none */
 };
 
-static uint64_t hash_of(const struct curve *c, uint64_t whose, const uint8_t *key, uint64_t key_bytes)
+static uint64_t hash_of(const struct curve *c, uint64_t group, const uint8_t *key, uint64_t key_bytes)
 {
-    return key_hash(c->seed[0] ^ whose, c->seed[1], key, key_bytes);
+    return key_hash(c->seed[0] ^ group, c->seed[1], key, key_bytes);
 }
 
 static uint32_t *bucket(struct curve *c, uint64_t hash)
@@ -217,15 +218,17 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
     c->held[0] += weight(c, piece);
     if (c->oldest[0] == NONE)
         c->oldest[0] = at;
-    settle(c);
 }
 
-/* Note one chain of a request: `count` keys of `key_bytes`, of blocks of `bytes` and `tokens`, `per` of them a piece. */
-void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t whose, const uint8_t *keys, uint64_t count,
-                        uint64_t key_bytes, uint64_t bytes, double tokens, uint64_t per)
+/* Note one chain of a request: `count` keys of `key_bytes`, of blocks of `bytes` and `tokens`. The request found the first
+ * `run` of them. */
+void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, const uint8_t *keys, uint64_t count,
+                        uint64_t key_bytes, uint64_t bytes, uint64_t tokens, uint64_t run)
 {
+    uint64_t per = tokens > 1 && tokens < PIECE_TOKENS ? PIECE_TOKENS / tokens : 1; /* keys of a piece, at most */
     uint64_t used = 0, n = 1, pieces = MOST_SMALL + 2 * count / per, mask;
 
+    counts->found += run * tokens;
     if (pieces > count)
         pieces = count;
     if (pieces > c->room) {
@@ -246,7 +249,7 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t whose, 
     memset(c->seen, 0, (mask + 1) * sizeof *c->seen);
     for (uint64_t first = 0, longest = 1; first < count; first += n) {
         const uint8_t *key = keys + first * key_bytes;
-        struct use one = {.hash = hash_of(c, whose, key, key_bytes)};
+        struct use one = {.hash = hash_of(c, group, key, key_bytes)};
         uint32_t at;
         double there;
 
@@ -260,15 +263,15 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t whose, 
         if (c->seen[place]) /* what comes twice counts once */
             continue;
         c->seen[place] = one.hash;
-        counts->total[one.kind] += tokens * n;
+        counts->total[one.kind] += (double)(tokens * n);
         if (one.hash >= c->below[one.kind])
             continue;
-        one.last = n > 1 ? hash_of(c, whose, key + (n - 1) * key_bytes, key_bytes) : one.hash;
-        counts->sampled[one.kind] += tokens * n * c->scale[one.kind];
+        one.last = n > 1 ? hash_of(c, group, key + (n - 1) * key_bytes, key_bytes) : one.hash;
+        counts->sampled[one.kind] += tokens * (double)n * c->scale[one.kind];
         if ((at = find(c, one.hash)) != NONE) {
             const struct piece *known = &c->pieces[at];
             if (known->keys < n) /* it has grown, or is another one from somewhere in the middle */
-                there = known->last == hash_of(c, whose, key + (known->keys - 1) * key_bytes, key_bytes)
+                there = known->last == hash_of(c, group, key + (known->keys - 1) * key_bytes, key_bytes)
                             ? known->keys
                             : known->keys / 2.0;
             else
@@ -279,6 +282,7 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t whose, 
     }
     while (used) /* the tail first: it is what an LRU evicts first */
         use(c, &c->uses[--used], bytes);
+    settle(c);
     c->seen_bytes = 0;
     for (int segment = 0; segment < SIZES; segment++)
         c->seen_bytes += c->held[segment];

@@ -25,11 +25,9 @@ HALVED_EVERY_S = 86400.0
 """What was counted weighs half a day later."""
 UNKNOWN_TOKENS = 1
 """Tokens of a block whose group does not say."""
-PIECE_TOKENS = 512
-"""Of a piece, at most; curve.c says why the first ones have fewer."""
 _KINDS = 3
 _ROW = 2 * _KINDS + _KINDS * len(SIZES) + 1
-"""``struct counts``, and the tokens that requests found."""
+"""Numbers in ``struct counts`` of curve.c."""
 _NAMES = [f"{size:g}" for size in SIZES]
 _Row = NDArray[np.float64]
 _NOTHING = np.zeros(_ROW)
@@ -63,21 +61,15 @@ class HitRatioCurve:
 
     def requested(self, chains: Sequence[Chain]) -> None:
         """Note a request."""
-        for group, keys, _, run in chains:
-            namespace = group.namespace
-            if not keys:
-                continue
-            if (counted := self._counts.get(namespace)) is None:
+        for chain in chains:
+            group, keys, size = chain.group, chain.keys, chain.group.key_bytes
+            if (counted := self._counts.get(group.namespace)) is None:
                 row = np.zeros(_ROW)
-                counted = self._counts[namespace] = row, row.ctypes.data
-            row, at = counted
+                counted = self._counts[group.namespace] = row, row.ctypes.data
             tokens = group.tokens or UNKNOWN_TOKENS
-            per = max(1, PIECE_TOKENS // tokens) if tokens > UNKNOWN_TOKENS else 1
-            whose, size = int.from_bytes(namespace.fingerprint[:8], "big") ^ group.index, group.key_bytes
             self._native.curve_asked(
-                *(self._at, at, whose, keys, len(keys) // size, size, group.block_bytes, tokens, per)
+                self._at, counted[1], group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run
             )
-            row[-1] += run * tokens
 
     def tick(self) -> None:
         """Have what is old weigh less."""

@@ -118,6 +118,7 @@ struct learned {
     uint16_t rank[CELLS], by_rank[CELLS]; /* ascending score */
     uint64_t filled[(CELLS + 63) / 64]; /* ranks of cells that are not empty, as bits */
     uint32_t walks;
+    uint64_t noted_keys, noted_bytes; /* of the request at hand, in the groups that are noted */
     void *scratch;
     uint64_t scratch_bytes;
 };
@@ -1056,9 +1057,9 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
 }
 
 /* Notes one group's part of a request, as much of it as the pool could hold: its known keys came back, and all get new
- * classes. Returns how many different keys it has. */
-uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                             uint64_t weight, uint64_t tokens)
+ * classes. */
+static void note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes, uint64_t weight,
+                 uint64_t tokens)
 {
     uint64_t seen = 2;
 
@@ -1073,7 +1074,7 @@ uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *ke
     r.segments = (struct segment *)(r.hashes + count);
     r.handles = (uint32_t *)(r.segments + count + 2);
     if (!count)
-        return 0;
+        return;
     hash_keys(l, name, keys, count, key_bytes, r.hashes);
     r.count = count;
     meet(l, &r);
@@ -1095,7 +1096,8 @@ uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *ke
     }
     join_segments(&r);
     add_spans(l, &r, weight);
-    return r.count;
+    l->noted_keys += r.count;
+    l->noted_bytes += r.count * weight;
 }
 
 /* It is learned again when what is known has become a little more, at the latest after a pool lifetime: when the pool has
@@ -1129,13 +1131,18 @@ static void learn(struct learned *l)
     }
 }
 
-/* A request, of so many keys, is noted. */
-void kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
+/* Notes one group's part of a request, and with the last one that time passed. */
+void kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                         uint64_t weight, uint64_t tokens, uint64_t is_last)
 {
+    note(l, name, keys, count, key_bytes, weight, tokens);
+    if (!is_last || !l->noted_keys)
+        return;
     l->known.requests++;
-    l->known.now += nbytes;
+    l->known.now += l->noted_bytes;
     enter_epoch(l);
-    forget_some(l, keys);
+    forget_some(l, l->noted_keys);
+    l->noted_keys = l->noted_bytes = 0;
     move_cells(l);
     if (l->known.now >= l->learn_at && l->known.requests >= l->learn_after)
         learn(l);

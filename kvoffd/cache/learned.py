@@ -112,38 +112,35 @@ class Learned(InOrder):
         self._counts = Counts.from_address(self._at + ctypes.sizeof(Known))
 
     def requested(self, chains: Sequence[Chain]) -> None:
-        nbytes = keys = 0
-        for group, joined, *_ in chains:
-            size, weight = group.key_bytes, group.block_bytes
-            count = self._native.learned_note(
-                *(self._at, group.number, joined, len(joined) // size, size, weight, group.tokens or UNIT_TOKENS)
+        for chain in chains:
+            group, keys, size = chain.group, chain.keys, chain.group.key_bytes
+            tokens, is_last = group.tokens or UNIT_TOKENS, chain is chains[-1]
+            self._native.learned_note(
+                self._at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, is_last
             )
-            keys += count
-            nbytes += count * weight
-        if keys:
-            self._native.learned_pass(self._at, keys, nbytes)
 
     def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
-        of = group.number, keys, len(blocks), group.key_bytes
-        twice = self._native.learned_insert(self._at, *of, group.block_bytes, packed(blocks))
+        twice = self._native.learned_insert(
+            self._at, group.number, keys, len(blocks), group.key_bytes, group.block_bytes, packed(blocks)
+        )
         assert not twice, "inserted twice"
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
-        of = group.number, keys, len(blocks), group.key_bytes
         if group.namespace.of_bench:
-            known = self._native.learned_forget(self._at, *of)
+            known = self._native.learned_forget(self._at, group.number, keys, len(blocks), group.key_bytes)
             assert known == len(blocks), "removed what is not there"
             return
-        unknown = self._native.learned_remove(self._at, *of)
+        unknown = self._native.learned_remove(self._at, group.number, keys, len(blocks), group.key_bytes)
         assert not unknown, "removed what is not there"
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
-        count = len(keys) // group.key_bytes
+        size = group.key_bytes
+        count = len(keys) // size
         if 4 * count > len(self._buffer):  # a run takes four words
             self._make_buffer(4 * count)
+        begins = array("Q", starts).tobytes()
         made = self._native.learned_admit(
-            *(self._at, group.number, keys, count, group.key_bytes, group.block_bytes),
-            *(array("Q", starts).tobytes(), len(starts), self._buffer_at),
+            self._at, group.number, keys, count, size, group.block_bytes, begins, len(starts), self._buffer_at
         )
         learned = self._is_learned_of(group)
         runs = _OFFER.iter_unpack(self._buffer[: made * _OFFER.size // 4].tobytes())

@@ -11,7 +11,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta, Struct
 
-from kvoffd.cache.block_table import READY, WRITING
+from kvoffd.cache.block_table import READY, WITH_SLOTS, WRITING
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
 from kvoffd_proto import messages
 from kvoffd_proto.admin import ShardSpec
@@ -135,9 +135,9 @@ class Namespace:
         self.number = 0
         """By which the slot table's records name it: a new one with each reset."""
         self.counters = Counters()
-        self.blocks_in = Counter[int]()
+        self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
         """By state, the number of blocks: WRITING, READY, and DROPPED ones that something still holds."""
-        self.bytes_in = Counter[int]()
+        self.bytes_in = dict.fromkeys(WITH_SLOTS, 0)
         """By state, the pool bytes of its blocks."""
         self.nodes: dict[int, int | None] = {}
         """By rank, the NUMA node of its slots."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple, Protocol
@@ -10,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.block_table import WITH_SLOTS, BlockIds
 from kvoffd.cache.namespace import Namespace
 from kvoffd_proto.stats import LearnedStats
 
@@ -36,7 +35,7 @@ class Group:
         """Of a block; 0 where its group does not say."""
         self.dead = False
         """The namespace was reset: its blocks are swept out."""
-        self.blocks_in = Counter[int]()
+        self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
         """By state, the number of blocks that have slots."""
         self.set_sizes([], [])
 

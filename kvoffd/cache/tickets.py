@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -31,7 +30,7 @@ class Lease:
     loaded_ranks: set[int] = field(default_factory=set)
     loaded: set[tuple[int, bytes]] = field(default_factory=set)
     """Group and first key of each load that was counted: other ranks load the same."""
-    loaded_tokens: Counter[int] = field(default_factory=Counter)
+    loaded_tokens: dict[int, int] = field(default_factory=dict)
     """By group."""
 
 

@@ -65,6 +65,7 @@ class Native:
             self.blocks_enter = with_gil(
                 "blocks_enter", count, address, *some, number, number, number, text, number, number, number
             )
+            self.blocks_begin_writes = with_gil("blocks_begin_writes", None, address, *some)
             self.blocks_publish = with_gil(
                 "blocks_publish", ctypes.c_uint32, address, address, *some, address, number, address, number
             )
@@ -98,13 +99,10 @@ class Native:
             self.queues_candidates = with_gil("queues_candidates", count, address, real, *some)
             self.curve_new = with_gil("curve_new", address, address, text)
             self.curve_free = with_gil("curve_free", None, address)
-            self.curve_asked = with_gil(
-                "curve_asked", None, address, address, number, text, number, number, number, real, number
-            )
+            self.curve_asked = with_gil("curve_asked", None, address, address, *keys, number, number, number)
             self.learned_new = with_gil("learned_new", address, number, text)
             self.learned_free = with_gil("learned_free", None, address)
-            self.learned_note = with_gil("learned_note", count, address, *keys, number, number)
-            self.learned_pass = with_gil("learned_pass", None, address, number, number)
+            self.learned_note = with_gil("learned_note", None, address, *keys, number, number, number)
             self.learned_insert = with_gil("learned_insert", count, address, *keys, number, text)
             self.learned_remove = with_gil("learned_remove", count, address, *keys)
             self.learned_forget = with_gil("learned_forget", count, address, *keys)

@@ -32,7 +32,7 @@ def ask(watched: HitRatioCurve, group: Group, requests: Iterable[bytes]) -> None
 
 def group_of(block_bytes: int = MIB, label: str = "tiny", name: int = 0, tokens: int = 512) -> Group:
     namespace = Namespace(bytes([name]) * 32, label, 1, KEY_BYTES, [GroupSpec("full", tokens)], "{}")
-    group = Group(1, namespace, 0)
+    group = Group(1 + name, namespace, 0)
     group.set_sizes([block_bytes], [block_bytes])
     return group
 
