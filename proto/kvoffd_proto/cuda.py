@@ -30,18 +30,8 @@ ERROR_NO_DEVICE = 100
 ERROR_INVALID_CONTEXT = 201
 ERROR_MAP_FAILED = 205
 ERROR_PEER_ACCESS_UNSUPPORTED = 217
-ERROR_CONTAINED = 226
 ERROR_INVALID_HANDLE = 400
-ERROR_ILLEGAL_ADDRESS = 700
-ERROR_LAUNCH_TIMEOUT = 702
 ERROR_TOO_MANY_PEERS = 711
-ERROR_HARDWARE_STACK_ERROR = 714
-ERROR_ILLEGAL_INSTRUCTION = 715
-ERROR_MISALIGNED_ADDRESS = 716
-ERROR_INVALID_ADDRESS_SPACE = 717
-ERROR_INVALID_PC = 718
-ERROR_LAUNCH_FAILED = 719
-ERROR_TENSOR_MEMORY_LEAK = 721
 ERROR_NOT_SUPPORTED = 801
 ERROR_SYSTEM_NOT_READY = 802
 ERROR_MPS_CONNECTION_FAILED = 805
@@ -49,8 +39,6 @@ ERROR_MPS_RPC_FAILURE = 806
 ERROR_MPS_SERVER_NOT_READY = 807
 ERROR_MPS_MAX_CLIENTS_REACHED = 808
 ERROR_MPS_MAX_CONNECTIONS_REACHED = 809
-ERROR_MPS_CLIENT_TERMINATED = 810
-ERROR_EXTERNAL_DEVICE = 911
 
 DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
 
@@ -74,23 +62,8 @@ MEM_ACCESS_FLAGS_PROT_READWRITE = 3
 MEMCPY_SRC_ACCESS_ORDER_STREAM = 1
 MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1
 
-# cuda.h says of these that the process must be terminated and relaunched: every call after one of them fails.
-RELAUNCH_ERRORS = frozenset(
-    {
-        ERROR_CONTAINED,
-        ERROR_ILLEGAL_ADDRESS,
-        ERROR_LAUNCH_TIMEOUT,
-        ERROR_HARDWARE_STACK_ERROR,
-        ERROR_ILLEGAL_INSTRUCTION,
-        ERROR_MISALIGNED_ADDRESS,
-        ERROR_INVALID_ADDRESS_SPACE,
-        ERROR_INVALID_PC,
-        ERROR_LAUNCH_FAILED,
-        ERROR_TENSOR_MEMORY_LEAK,
-        ERROR_MPS_CLIENT_TERMINATED,
-        ERROR_EXTERNAL_DEVICE,
-    }
-)
+RELAUNCH_ERRORS = frozenset({226, 700, 702, 714, 715, 716, 717, 718, 719, 721, 810, 911})
+"""cuda.h says of these that the process must be terminated and relaunched: every call after one of them fails."""
 
 _MPS = (
     "This process should be a client of MPS but is none: it must run as the user of the MPS server, and see the pipes "
@@ -106,11 +79,8 @@ _ADVICE = {
         "Where GPUs are joined by NVSwitch, CUDA needs nvidia-fabricmanager: see that service, and start this process "
         "again when it runs."
     ),
-    ERROR_MPS_CONNECTION_FAILED: _MPS,
-    ERROR_MPS_RPC_FAILURE: _MPS,
-    ERROR_MPS_SERVER_NOT_READY: _MPS,
-    ERROR_MPS_MAX_CLIENTS_REACHED: _MPS_FULL,
-    ERROR_MPS_MAX_CONNECTIONS_REACHED: _MPS_FULL,
+    **dict.fromkeys((ERROR_MPS_CONNECTION_FAILED, ERROR_MPS_RPC_FAILURE, ERROR_MPS_SERVER_NOT_READY), _MPS),
+    **dict.fromkeys((ERROR_MPS_MAX_CLIENTS_REACHED, ERROR_MPS_MAX_CONNECTIONS_REACHED), _MPS_FULL),
 }
 
 _ADVICE_OF_CALL = {
@@ -161,27 +131,6 @@ class MemcpyAttributes(ctypes.Structure):  # since 12.8
     )
 
 
-class Memcpy2D(ctypes.Structure):
-    _fields_ = (
-        ("srcXInBytes", ctypes.c_size_t),
-        ("srcY", ctypes.c_size_t),
-        ("srcMemoryType", ctypes.c_uint),
-        ("srcHost", ctypes.c_void_p),
-        ("srcDevice", ctypes.c_uint64),
-        ("srcArray", ctypes.c_void_p),
-        ("srcPitch", ctypes.c_size_t),
-        ("dstXInBytes", ctypes.c_size_t),
-        ("dstY", ctypes.c_size_t),
-        ("dstMemoryType", ctypes.c_uint),
-        ("dstHost", ctypes.c_void_p),
-        ("dstDevice", ctypes.c_uint64),
-        ("dstArray", ctypes.c_void_p),
-        ("dstPitch", ctypes.c_size_t),
-        ("WidthInBytes", ctypes.c_size_t),
-        ("Height", ctypes.c_size_t),
-    )
-
-
 class IpcMemHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_SIZE),)
 
@@ -195,7 +144,6 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "CUmemAccessDesc": MemAccessDesc,
     "CUmemAllocationProp": MemAllocationProp,
     "CUmemcpyAttributes": MemcpyAttributes,
-    "CUDA_MEMCPY2D": Memcpy2D,
     "CUipcMemHandle": IpcMemHandle,
     "CUuuid": Uuid,
 }
@@ -204,6 +152,7 @@ TYPES: dict[str, type] = {
     "void *": ctypes.c_void_p,
     "const void *": ctypes.c_void_p,
     "const char *": ctypes.c_char_p,
+    "const CUDA_MEMCPY2D *": ctypes.c_void_p,  # only the copy loop in C makes such
     "char": ctypes.c_char,
     "int": ctypes.c_int,
     "unsigned int": ctypes.c_uint,
