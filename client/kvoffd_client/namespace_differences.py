@@ -13,28 +13,24 @@ from kvoffd_proto.units import printable
 
 MOST_NESTED = 16
 """Levels of a description that is shown."""
-MOST_CHARACTERS = 40
-"""Of a value in a sentence."""
-FEWEST_DIGEST_DIGITS = 32
+MOST_CHARACTERS = 60
+"""Of a value in a sentence: a SHA-256 tells nobody anything."""
 
 
 class _Field(NamedTuple):
+    """``cause``: what sets it. Where one of ``follows`` differs, it does too, and needs no words of its own."""
+
     words: str
     cause: str = ""
-    """The option or variable that sets it."""
     follows: tuple[str, ...] = ()
-    """It differs where one of these does, and needs no words of its own then."""
 
 
 _MODEL = ("model", "revision", "weights", "dummy_weights")
 _DTYPES = ("weights_dtype", "quantization")
 _SIZES = ("kv_cache_dtype", "tokens_per_hash", "tokens_per_block", "model_config")
-_RANKS = (
-    "tensor_parallel",
-    "pipeline_parallel",
-    "prefill_context_parallel",
-    "decode_context_parallel",
-)
+_RANKS = ("tensor_parallel", "pipeline_parallel", "prefill_context_parallel", "decode_context_parallel")
+_ENGINE = (*_MODEL, *_DTYPES, *_RANKS)
+_DEVICE = ("attention_backend", "device_type")
 
 FIELDS = {
     "vllm_release": _Field("vLLM"),
@@ -67,19 +63,15 @@ FIELDS = {
     "multimodal": _Field("settings for images and video", "--mm-processor-kwargs, --media-io-kwargs", _MODEL),
     "speculative": _Field("draft model", "--speculative-config"),
     "salt": _Field("salt", "salt in kv_connector_extra_config"),
-    "live_weights": _Field("weights in memory", "", (*_MODEL, *_DTYPES, *_RANKS, "model_config")),
+    "live_weights": _Field("weights in memory", "", (*_ENGINE, "model_config")),
     "format": _Field("format of the namespace", "release of kvoffd in the engine"),
     # Of a group, below.
     "kind": _Field("kind of attention"),
     "window_tokens": _Field("sliding window"),
     "tokens_per_block": _Field("tokens per block", "--block-size", ("tokens_per_hash", "blocks_per_chunk")),
     "layers": _Field("layers", "", (*_MODEL, "model_config", "pipeline_parallel")),
-    "page_bytes": _Field("bytes of a layer's block", "", (*_MODEL, *_DTYPES, *_RANKS, *_SIZES)),
-    "layout": _Field(
-        "layout of a layer's block",
-        "",
-        (*_MODEL, *_DTYPES, *_RANKS, *_SIZES, "page_bytes", "attention_backend", "device_type"),
-    ),
+    "page_bytes": _Field("bytes of a layer's block", "", (*_ENGINE, *_SIZES)),
+    "layout": _Field("layout of a layer's block", "", (*_ENGINE, *_SIZES, "page_bytes", *_DEVICE)),
 }
 """Fields of the fingerprint (vllm/fingerprint.py), the usual causes first."""
 
@@ -170,20 +162,10 @@ def _of_groups(one: object, other: object) -> Iterator[tuple[str, tuple[object, 
 
 def _difference(name: str, one: object, other: object) -> Difference:
     field = FIELDS.get(name) or _Field(name.replace("_", " "))
-    texts = [value for value in (one, other) if isinstance(value, str)]
-    digests = any(len(text) >= FEWEST_DIGEST_DIGITS and not text.strip("0123456789abcdef") for text in texts)
-    values = ("", "") if digests or name == "private" else _shown(one, other)  # a hash tells nobody anything
+    values = _text(one), _text(other)
+    if name == "private" or max(map(len, values)) > MOST_CHARACTERS:
+        values = "", ""
     return Difference(name, printable(field.words), *values, field.cause)
-
-
-def _shown(one: object, other: object) -> tuple[str, str]:
-    """Two values in words. Of long ones the part around their first difference."""
-    texts = [_text(value) for value in (one, other)]
-    differ_at = next((at for at, (here, there) in enumerate(zip(*texts, strict=False)) if here != there), 0)
-    begin = 0 if differ_at < MOST_CHARACTERS else differ_at - MOST_CHARACTERS // 2
-    shown = [("..." if begin else "") + text[begin : begin + MOST_CHARACTERS] for text in texts]
-    ends = ["..." if begin + MOST_CHARACTERS < len(text) else "" for text in texts]
-    return shown[0] + ends[0], shown[1] + ends[1]
 
 
 def _text(value: object) -> str:

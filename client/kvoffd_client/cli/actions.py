@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvoffd_client.cli.format import (
+    WIDE_CELLS,
     count_blocks,
     make_console,
     namespace_name,
@@ -28,8 +29,6 @@ from kvoffd_proto.units import format_count, format_duration, format_rate, forma
 FIRST_SCRUB_PAUSE_S, SCRUB_PAUSE_S = 0.02, 0.5
 """Between two questions for a scrub's progress: at first short, since a small pool is done at once."""
 HASH_DIGITS = 12
-WIDE_CELLS = 120
-"""From so many columns on an event's line has the label, and two hashes."""
 
 
 def clear(

@@ -11,13 +11,12 @@ from types import MappingProxyType
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import (
     NO_NAMESPACE,
-    PIPE_CELLS,
+    WIDE_CELLS,
     make_console,
     namespace_name,
     print_json,
@@ -113,7 +112,7 @@ def clients(
     elif every:
         _show_sessions(found)
     elif rows:
-        print_page(engine_table(rows, make_console()))
+        print_page(engine_table(rows, make_console().width))
         if without := sum(not row.workers for row in rows):
             say(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
     else:
@@ -152,26 +151,22 @@ def _engine_name(session: SessionInfo) -> str:
     return re.sub(rf" {session.role}( \d+)?$", "", session.name)
 
 
-def engine_table(rows: Sequence[Engine], console: Console) -> Table:
-    """A row for each engine; namespaces have their labels beside their ids where the console is wide enough."""
-    named, short = (
-        table_of(
-            ("engine", "<namespace", ">workers", "pids", ">stored", ">loaded", ">pinned", ">registered"),
-            [
-                (
-                    printable(row.name) or "-",
-                    ", ".join(map(namespace_name, labels, row.namespaces)) or "-",
-                    format_count(row.workers),
-                    ", ".join(map(str, row.pids)) or "-",
-                    *map(format_size, (row.stored_bytes, row.loaded_bytes, row.pinned_bytes, row.registered_bytes)),
-                )
-                for row, labels in zip(rows, shown, strict=True)
-            ],
-        )
-        for shown in ([row.labels for row in rows], [[""] * len(row.namespaces) for row in rows])
+def engine_table(rows: Sequence[Engine], width: int) -> Table:
+    """A row for each engine; on a wide screen with the labels of its namespaces."""
+    wide = width >= WIDE_CELLS
+    return table_of(
+        ("engine", "<namespace", ">workers", "pids", ">stored", ">loaded", ">pinned", ">registered"),
+        [
+            (
+                printable(row.name) or "-",
+                ", ".join(map(namespace_name, row.labels if wide else [""] * len(row.labels), row.namespaces)) or "-",
+                format_count(row.workers),
+                ", ".join(map(str, row.pids)) or "-",
+                *map(format_size, (row.stored_bytes, row.loaded_bytes, row.pinned_bytes, row.registered_bytes)),
+            )
+            for row in rows
+        ],
     )
-    needs = console.measure(named, options=console.options.update_width(PIPE_CELLS)).maximum
-    return named if needs <= console.width else short
 
 
 def _show_sessions(found: Sequence[SessionInfo]) -> None:

@@ -165,7 +165,7 @@ class Screen:
         if self.reading.far and self.view == "clients":
             body = [Text(), line("This is shown on the daemon's own machine: HTTP has statistics alone.", "dim")]
         elif self.view == "clients":
-            body = _clients(self.reading.engines, console)
+            body = _clients(self.reading.engines, width)
         elif self.view == "tiers":
             body = _lines(tier_details(stats), width)
         elif self.view == "policy":
@@ -364,11 +364,11 @@ def _tier_summary(stats: DaemonStats) -> list[Text]:
     return [Text(), *lines] if lines else []
 
 
-def _clients(engines: Sequence[Engine] | None, console: Console) -> list[RenderableType]:
+def _clients(engines: Sequence[Engine] | None, width: int) -> list[RenderableType]:
     if not engines:
         return [Text(), Text("No answer so far." if engines is None else "No engine is connected.")]
     note = line("pinned: pool memory under its leases. registered: memory of its own, for copies.", "dim")
-    return [Text(), engine_table(engines, console), Text(), note]
+    return [Text(), engine_table(engines, width), Text(), note]
 
 
 def _lines(lines: Iterable[Line], width: int) -> list[RenderableType]:
