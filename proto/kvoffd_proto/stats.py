@@ -314,11 +314,7 @@ class DiskFault(StrEnum):
         return fault
 
     CORRUPT = "corrupt", "blocks read back were not as they were written: a bad drive; they were recomputed"
-    TORN = (
-        "torn",
-        "blocks that the drive had not written whole when the machine stopped; they were recomputed",
-    )
-    DAMAGED = "damaged", "regions whose records are damaged; the blocks in them are lost"
+    TORN = "torn", "blocks that the drive had not written whole when the machine stopped; they were recomputed"
     STARTED_ANEW = "started_anew", "the file could not be read and was emptied"
     TRUNCATED = "truncated", "the file had been cut off; the blocks beyond are lost"
     NOT_DIRECT = "not_direct", "the file system refuses O_DIRECT; reads and writes go through the page cache"
@@ -328,7 +324,6 @@ class DiskFault(StrEnum):
     RECORD_FAILED = "record_failed", "writes of records that failed; see dmesg and the drive's own report"
     SHORT_READ = "short_read", "reads that ended too soon; see dmesg and the drive's own report"
     NO_SPACE = "no_space", "writes that found no space, though it was allocated; see the file system"
-    NO_MEMORY = "no_memory", "times that there was no memory to write records from; they are written later"
     FORGET_FAILED = "forget_failed", "files that may bring removed blocks back; remove them"
     HUNG = "hung", "times that a call did not return for long, and nothing was read and written; see dmesg"
     BUG = "bug", "bugs; please report the traceback in the daemon's log"
