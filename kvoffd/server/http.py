@@ -78,9 +78,13 @@ class HttpServer:
         self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()
         self._locks = {path: threading.Lock() for path in PATHS}
         self._fresh: dict[str, tuple[float, _Answer]] = {}
+        self._places = threading.Semaphore(2 * MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self._ended = False
         host, port = parse_address(address)
         try:
-            self._servers = [_Server(listener, self.answer) for listener in _listeners(host, port)]
+            self._listeners = _listeners(host, port)
         except OSError as error:
             raise KvoffdError(
                 f"The HTTP address {host}:{port} cannot be listened on ({error.strerror or error}); "
@@ -88,13 +92,14 @@ class HttpServer:
             ) from error
 
     def start(self) -> None:
-        for server in self._servers:
-            threading.Thread(target=server.serve, name="kvoffd-http", daemon=True).start()
+        for listener in self._listeners:
+            threading.Thread(target=self._accept, args=(listener,), name="kvoffd-http", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""
-        for server in self._servers:
-            server.end()
+        self._ended = True
+        for listener in self._listeners:
+            _shut(listener)
 
     def answer(self, path: str) -> _Answer:
         """Answer a GET. In a connection's thread."""
@@ -151,6 +156,75 @@ class HttpServer:
         finally:
             reply.cancel()
 
+    # --- connections: each has a thread and one request -------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Accept connections until ``close``. In a thread of its own, which sleeps while nobody connects.
+
+        A connection too many takes the place of the oldest: a probe is answered however many others are idle.
+        """
+        with listener:
+            while self._places.acquire() and not self._ended:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    self._places.release()
+                    time.sleep(0 if self._ended else RETRY_S)
+                    continue
+                with self._lock:
+                    self._open.append(connection)
+                    if len(self._open) > MAX_CONNECTIONS:
+                        _shut(self._open[-MAX_CONNECTIONS - 1])
+                try:
+                    threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                except RuntimeError:  # there is no thread for it
+                    self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.remove(connection)
+            connection.close()
+        self._places.release()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            if (answer := self._read_and_answer(connection)) is not None:
+                connection.settimeout(REQUEST_S)
+                connection.sendall(answer.encode())
+                _finish(connection)
+        except OSError:
+            pass  # the peer went away, or does not read: there is nobody to tell
+        except Exception:
+            logger.exception("An HTTP connection failed inside the daemon.")
+        finally:
+            self._close(connection)
+
+    def _read_and_answer(self, connection: socket.socket) -> _Answer | None:
+        """The answer to the connection's request; None when the peer closed without one."""
+        head, until = b"", time.monotonic() + REQUEST_S
+        while b"\r\n\r\n" not in head:
+            if len(head) > MAX_REQUEST_BYTES:
+                text = f"The request is longer than {MAX_REQUEST_BYTES} bytes."
+                return _sentence(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
+            try:
+                data = _receive(connection, until)
+            except TimeoutError:
+                return _sentence(HTTPStatus.REQUEST_TIMEOUT, "The request did not arrive in time.")
+            if not data:
+                return None
+            head += data
+        words = head.split(b"\r\n", 1)[0].split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1.") or not words[1].startswith(b"/"):
+            return _sentence(HTTPStatus.BAD_REQUEST, "This is not an HTTP/1 request.")
+        if words[0] != b"GET":
+            return _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET is served.")
+        path = words[1].split(b"?", 1)[0].decode(errors="replace")
+        if path in FOR_BROWSERS and not _is_here(head):
+            return _sentence(
+                HTTPStatus.FORBIDDEN, "Ask for this by an address, by localhost or by this machine's name."
+            )
+        return self.answer(path)
+
 
 def _is_here(head: bytes) -> bool:
     """Whether a request's Host is an address, a name without a dot, or this machine's name.
@@ -191,88 +265,6 @@ def _listeners(host: str, port: int) -> list[socket.socket]:
             listener.close()
         raise errors[-1]
     return listeners
-
-
-class _Server:
-    """One listening socket, and a thread for each connection, which has one request."""
-
-    def __init__(self, listener: socket.socket, answer: Callable[[str], _Answer]) -> None:
-        self._listener, self._answer = listener, answer
-        self._places = threading.Semaphore(2 * MAX_CONNECTIONS)
-        self._lock = threading.Lock()
-        self._open: list[socket.socket] = []
-        self._ended = False
-
-    def serve(self) -> None:
-        """Accept connections until ``end``. In a thread of its own, which sleeps while nobody connects.
-
-        A connection too many takes the place of the oldest: a probe is answered however many others are idle.
-        """
-        with self._listener:
-            while self._places.acquire() and not self._ended:
-                try:
-                    connection, _ = self._listener.accept()
-                except OSError:
-                    self._places.release()
-                    time.sleep(0 if self._ended else RETRY_S)
-                    continue
-                with self._lock:
-                    self._open.append(connection)
-                    if len(self._open) > MAX_CONNECTIONS:
-                        _shut(self._open[-MAX_CONNECTIONS - 1])
-                try:
-                    threading.Thread(target=self._serve_one, args=(connection,), daemon=True).start()
-                except RuntimeError:  # there is no thread for it
-                    self._close(connection)
-
-    def end(self) -> None:
-        self._ended = True
-        _shut(self._listener)
-
-    def _close(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._open.remove(connection)
-            connection.close()
-        self._places.release()
-
-    def _serve_one(self, connection: socket.socket) -> None:
-        try:
-            if (answer := self._read_and_answer(connection)) is not None:
-                connection.settimeout(REQUEST_S)
-                connection.sendall(answer.encode())
-                _finish(connection)
-        except OSError:
-            pass  # the peer went away, or does not read: there is nobody to tell
-        except Exception:
-            logger.exception("An HTTP connection failed inside the daemon.")
-        finally:
-            self._close(connection)
-
-    def _read_and_answer(self, connection: socket.socket) -> _Answer | None:
-        """The answer to the connection's request; None when the peer closed without one."""
-        head, until = b"", time.monotonic() + REQUEST_S
-        while b"\r\n\r\n" not in head:
-            if len(head) > MAX_REQUEST_BYTES:
-                text = f"The request is longer than {MAX_REQUEST_BYTES} bytes."
-                return _sentence(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
-            try:
-                data = _receive(connection, until)
-            except TimeoutError:
-                return _sentence(HTTPStatus.REQUEST_TIMEOUT, "The request did not arrive in time.")
-            if not data:
-                return None
-            head += data
-        words = head.split(b"\r\n", 1)[0].split(b" ")
-        if len(words) != 3 or not words[2].startswith(b"HTTP/1.") or not words[1].startswith(b"/"):
-            return _sentence(HTTPStatus.BAD_REQUEST, "This is not an HTTP/1 request.")
-        if words[0] != b"GET":
-            return _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET is served.")
-        path = words[1].split(b"?", 1)[0].decode(errors="replace")
-        if path in FOR_BROWSERS and not _is_here(head):
-            return _sentence(
-                HTTPStatus.FORBIDDEN, "Ask for this by an address, by localhost or by this machine's name."
-            )
-        return self._answer(path)
 
 
 def _receive(connection: socket.socket, until: float) -> bytes:
