@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 import typer
@@ -22,7 +21,7 @@ from kvoffd_client.cli.format import (
 )
 from kvoffd_client.cli.show import labels_of
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, open_admin
-from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, EventBatch, KvEvent
+from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
 from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
 
@@ -138,33 +137,20 @@ def events(directory: Directory = None, json: Json = False) -> int:
                     gap = "The daemon was restarted, or the namespace opened anew: its events count from 1 again."
                 print(f"kvoffd-cli: {gap}", file=sys.stderr, flush=True)
             last[topic] = sequence
-            fingerprint = topic_fingerprint(topic)
+            fingerprint = bytes.fromhex(topic.removeprefix(KV_TOPIC_PREFIX).decode())
             if fingerprint not in labels:
                 labels |= labels_of(admin)
             if json:
-                print_json(event_object(fingerprint, sequence, batch, labels))
-            else:
-                for line in event_lines(fingerprint, sequence, batch, labels, wide=wide):
-                    print_line(line)
+                where = {"namespace": fingerprint, "label": labels.get(fingerprint)}
+                objects = [_event_object(one) for one in batch.events]
+                print_json({"sequence": sequence, "time": batch.ts, **where, "events": objects})
+                continue
+            label = f" {printable(labels.get(fingerprint, ''))}" if wide else ""
+            clock = f"{time.strftime('%H:%M:%S', time.localtime(batch.ts))}.{int(batch.ts % 1 * 1000):03}"
+            for one in batch.events:
+                text = _event_text(one, span=wide)
+                print_line(f"{clock} {sequence:>8} {namespace_id(fingerprint)}{label} {text}")
     return 0
-
-
-def topic_fingerprint(topic: bytes) -> bytes:
-    """Return the namespace's fingerprint in a topic of KV events; empty where there is none."""
-    try:
-        return bytes.fromhex(topic.removeprefix(KV_TOPIC_PREFIX).decode("ascii"))
-    except ValueError:
-        return b""
-
-
-def event_lines(
-    fingerprint: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str], *, wide: bool
-) -> Iterator[str]:
-    """Yield one line for each event: time, sequence number, namespace, what happened."""
-    label = f" {printable(labels.get(fingerprint, ''))}" if wide else ""
-    clock = f"{time.strftime('%H:%M:%S', time.localtime(batch.ts))}.{int(batch.ts % 1 * 1000):03}"
-    for event in batch.events:
-        yield f"{clock} {sequence:>8} {namespace_id(fingerprint)}{label} {_event_text(event, span=wide)}"
 
 
 def _event_text(event: KvEvent, *, span: bool) -> str:
@@ -178,18 +164,11 @@ def _event_text(event: KvEvent, *, span: bool) -> str:
     return f"{word} group {event.group_idx} {len(hashes):>5} block{plural(len(hashes)) or ' '} {shown}".rstrip()
 
 
-def event_object(
-    fingerprint: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str]
-) -> dict[str, object]:
-    """One message for programs."""
-    found = []
-    for event in batch.events:
-        one: dict[str, object] = {"type": "cleared"}
-        if not isinstance(event, AllBlocksCleared):
-            one = {"type": "removed", "group": event.group_idx, "medium": event.medium}
-            one["block_hashes"] = event.block_hashes
-        if isinstance(event, BlockStored):
-            one |= {"type": "stored", "tokens_per_block": event.block_size}
-        found.append(one)
-    where = {"namespace": fingerprint, "label": labels.get(fingerprint)}
-    return {"sequence": sequence, "time": batch.ts, **where, "events": found}
+def _event_object(event: KvEvent) -> dict[str, object]:
+    """For programs."""
+    if isinstance(event, AllBlocksCleared):
+        return {"type": "cleared"}
+    kind: dict[str, object] = {"type": "removed"}
+    if isinstance(event, BlockStored):
+        kind = {"type": "stored", "tokens_per_block": event.block_size}
+    return {**kind, "group": event.group_idx, "medium": event.medium, "block_hashes": event.block_hashes}

@@ -8,9 +8,8 @@ import shutil
 import time
 import urllib.error
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -85,12 +84,16 @@ def doctor(
     check_names_one(directory, url)
     if url and self_test:
         raise CliError("--self-test stores blocks over the sockets of this node; leave --url away.")
-    urls = [metrics_url(one) for one in engine or ()]
+    engines = {}
+    for where in [metrics_url(one) for one in engine or ()]:
+        print_status(f"Asking {where} ...")
+        engines[where] = read_engine(where)
+    print_status()
     if url:
-        facts = gather(partial(read_stats, url), urls)
+        facts = Facts(read_stats(url), engines=engines)
     else:
         with open_admin(directory) as admin:
-            facts = gather(admin.stats, urls, admin)
+            facts = look_at(admin, engines)
     report = report_of(facts, run_self_test(local_directory(directory)) if self_test else None)
     if json:
         print_json(msgspec.to_builtins(report))
@@ -99,19 +102,9 @@ def doctor(
     return report.status
 
 
-def gather(read: Callable[[], DaemonStats], urls: Sequence[str], admin: AdminClient | None = None) -> Facts:
-    """Read the statistics, and look at all else. Raises KvoffdClientError.
-
-    ``admin``: the daemon is on this machine, which is looked at too.
-    """
-    engines = {}
-    for url in urls:
-        print_status(f"Asking {url} ...")
-        engines[url] = read_engine(url)
-    print_status()
-    stats = read()
-    if admin is None:
-        return Facts(stats, engines=engines)
+def look_at(admin: AdminClient, engines: Mapping[str, EngineMetrics]) -> Facts:
+    """The daemon, its clients and its machine. Raises KvoffdClientError."""
+    stats = admin.stats()
     sessions = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
     return Facts(
         stats,

@@ -382,12 +382,9 @@ def _left_behind(left: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: 
 
 
 class Value(msgspec.Struct, frozen=True):
-    """What the cache brought since the daemon's start.
+    """What the cache brought since the daemon's start. ``paying_off`` is None while there were too few lookups to tell.
 
-    Attributes:
-        paying_off: None while there were too few lookups to tell.
-        needed_tokens: of the tokens that engines asked for, those that they did not have themselves.
-        why_not: why it does not pay off, a sentence.
+    Of the tokens that engines asked for they needed those that they did not have themselves. ``why_not``: a sentence.
     """
 
     paying_off: bool | None

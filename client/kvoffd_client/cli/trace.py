@@ -69,22 +69,17 @@ def record(
             opened = file.open("xb")
         except FileExistsError:
             raise CliError(f"{file} exists already; name another file, or remove it.") from None
-        except OSError as error:
-            raise CliError(f"{file} cannot be written: {error.strerror}.") from None
         try:
             with opened:
                 writer = TraceWriter(opened)
                 took_s, ended = _write(admin, writer, seconds, most_bytes)
                 nbytes = opened.tell()
         except OSError as error:
-            left = "What is in it can be replayed."
-            if not (file.exists() and file.stat().st_size):
-                left = "Nothing was recorded, and it is removed."
-                file.unlink(missing_ok=True)
+            recorded = file.exists() and file.stat().st_size
+            left = "What is in it can be replayed." if recorded else _removed(file)
             raise CliError(f"{file} cannot be written to its end: {error.strerror}. {left}") from error
     if ended == "daemon" and not writer.chains:
-        file.unlink(missing_ok=True)
-        raise CliError(f"Nothing was recorded, and {file} is removed.")
+        raise CliError(_removed(file))
     if json:
         counts = {name: getattr(writer, name) for name in ("chains", "keys", "dropped")}
         print_json({"file": str(file), "seconds": took_s, **counts, "bytes": nbytes, "ended": ended})
@@ -96,6 +91,11 @@ def record(
             f"{format_duration(took_s)}, in {format_size(nbytes)} of {file}.{lost}{full}"
         )
     return int(ended == "daemon")
+
+
+def _removed(file: Path) -> str:
+    file.unlink(missing_ok=True)
+    return f"Nothing was recorded, and {file} is removed."
 
 
 def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: int) -> tuple[float, str]:
