@@ -19,10 +19,7 @@ class ErrorCode(IntEnum):
     MALFORMED = 1, "The frame is not a message of this protocol; it was dropped and nothing changed."
     TOO_LARGE = 2, "The frame is larger than the limit given in Welcome; send it in parts."
     BAD_VERSION = 3, "The two ends speak different protocol versions; install the same kvoffd release on both."
-    BAD_TOKEN = (
-        4,
-        "No session has this routing id, or its lifeline has ended; open a new lifeline, send Hello again.",
-    )
+    BAD_TOKEN = 4, "No session has this routing id, or its lifeline has ended; open a new one, send Hello again."
     FORBIDDEN = 5, "This user may not do that: see allowed_uids, allowed_gids and admin_uids."
     NO_HELLO = 6, "The session has not sent Hello yet; Hello must be its first message."
     WRONG_ROLE = 7, "The session's role may not send this message."
@@ -31,16 +28,10 @@ class ErrorCode(IntEnum):
     BAD_GEOMETRY = 10, "The registration's tensors or groups do not fit the namespace or the pool."
     UNKNOWN_REGISTRATION = 11, "The session holds no registration with this id; register again."
     UNKNOWN_SEGMENT = 12, "No memory segment with this id came over the session's lifeline."
-    UNSAFE_SEGMENT = (
-        13,
-        "The memory segment is no memfd sealed against shrinking, is smaller than declared, or is not all allocated.",
-    )
+    UNSAFE_SEGMENT = 13, "The segment is no memfd sealed against shrinking, too small, or not all allocated."
     OUT_OF_BOUNDS = 14, "A tensor reaches outside its memory segment."
     BAD_KEYS = 15, "The keys are not a whole number of keys of the namespace's length, or a key occurs twice."
-    BAD_BLOCK_IDS = (
-        16,
-        "A block id lies outside the registered tensors, or the number of block ids does not fit the keys.",
-    )
+    BAD_BLOCK_IDS = 16, "A block id lies outside the registered tensors, or their number does not fit the keys."
     DUPLICATE_JOB = 17, "The session has a job with this id already."
     UNKNOWN_LEASE = 18, "The lease is unknown, has ended or belongs to another namespace; look the keys up again."
     TOO_MANY = 19, "The session reached a limit given in Welcome; wait for completions and try again."

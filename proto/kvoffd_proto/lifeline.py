@@ -6,6 +6,7 @@ descriptor has it in the ancillary data (SCM_RIGHTS) of the message that holds i
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -84,8 +85,6 @@ FromClient = Attach | Leaving
 FrameT = TypeVar("FrameT", FromDaemon, FromClient)
 
 _encoder = msgspec.msgpack.Encoder()
-_from_daemon: msgspec.msgpack.Decoder[FromDaemon] = msgspec.msgpack.Decoder(FromDaemon)
-_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 
 
 class LifelineError(Exception):
@@ -128,18 +127,13 @@ class FrameBuffer:
         return bodies
 
 
-def decode_from_daemon(body: bytes) -> FromDaemon:
-    """Decode a frame body sent by the daemon. Raises LifelineError."""
-    return _decode(_from_daemon, body, "the daemon")
-
-
-def decode_from_client(body: bytes) -> FromClient:
-    """Decode a frame body sent by a client. Raises LifelineError."""
-    return _decode(_from_client, body, "a client")
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[FrameT], body: bytes, sender: str) -> FrameT:
+def _decode(decoder: msgspec.msgpack.Decoder[FrameT], sender: str, body: bytes) -> FrameT:
+    """Decode the body of a frame. Raises LifelineError."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise LifelineError(f"Not a lifeline frame of {sender}: {error}") from error
+
+
+decode_from_daemon = partial(_decode, msgspec.msgpack.Decoder[FromDaemon](FromDaemon), "the daemon")
+decode_from_client = partial(_decode, msgspec.msgpack.Decoder[FromClient](FromClient), "a client")

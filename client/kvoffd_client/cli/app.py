@@ -22,39 +22,32 @@ COMPLETION = "_KVOFFD_CLI_COMPLETE"
 """The variable by which a shell asks for completions."""
 
 COMMANDS = {
-    "top": ("top", "top", ["top", "top --interval 5s", "top | tee stats.txt"]),
-    "stats": ("stats", "stats", ["stats", "stats --misses", "stats tiers --url http://node:9464"]),
-    "health": ("show", "health", ["health", "health --ready", "health --json"]),
+    "top": ("top", "top", "top", "top --interval 5s", "top | tee stats.txt"),
+    "stats": ("stats", "stats", "stats", "stats --misses", "stats tiers --url http://node:9464"),
+    "health": ("show", "health", "health", "health --ready", "health --json"),
     "doctor": (
-        "doctor",
-        "doctor",
-        ["doctor", "doctor --engine http://localhost:8000 --self-test", "doctor --json | jq .findings"],
+        "doctor", "doctor",
+        "doctor", "doctor --engine http://localhost:8000 --self-test", "doctor --json | jq .findings",
     ),
-    "clients": ("show", "clients", ["clients", "clients --requests", "clients --requests cmpl-7f2a"]),
+    "clients": ("show", "clients", "clients", "clients --requests", "clients --requests cmpl-7f2a"),
     "namespaces": (
-        "show",
-        "namespaces_app",
-        ["namespaces", "namespaces diff 106ed1a3 9c1d02aa", "namespaces quota llama-70b --max 100GiB"],
+        "show", "namespaces_app",
+        "namespaces", "namespaces diff 106ed1a3 9c1d02aa", "namespaces quota llama-70b --max 100GiB",
     ),
-    "clear": ("actions", "clear", ["clear llama-70b", "clear --all --yes", "clear 106ed1a3 --all-nodes"]),
-    "scrub": ("actions", "scrub", ["scrub", "scrub --json"]),
-    "events": ("actions", "events", ["events", "events --json"]),
+    "clear": ("actions", "clear", "clear llama-70b", "clear --all --yes", "clear 106ed1a3 --all-nodes"),
+    "scrub": ("actions", "scrub", "scrub", "scrub --json"),
+    "events": ("actions", "events", "events", "events --json"),
     "trace": (
-        "trace",
-        "trace_app",
-        [
-            "trace record trace.jsonl.gz --duration 1h",
-            "trace replay trace.jsonl.gz",
-            "trace replay trace.jsonl.gz --size 64GiB,128GiB",
-        ],
+        "trace", "trace_app",
+        "trace record trace.jsonl.gz --duration 1h", "trace replay trace.jsonl.gz",
+        "trace replay trace.jsonl.gz --size 64GiB,128GiB",
     ),
-    "bench": ("bench", "bench_app", ["bench lookup", "bench copy", "bench copy --json"]),
+    "bench": ("bench", "bench_app", "bench lookup", "bench copy", "bench copy --json"),
     "blocks": (
-        "blocks",
-        "blocks_app",
-        ["blocks ls --namespace m", "blocks export m.safetensors --namespace m", "blocks import m.safetensors"],
+        "blocks", "blocks_app",
+        "blocks ls --namespace m", "blocks export m.safetensors --namespace m", "blocks import m.safetensors",
     ),
-}
+}  # fmt: skip
 """Module, function or group, and examples of each command, in the order in which --help lists them."""
 
 
@@ -69,7 +62,7 @@ def make_command(names: Iterable[str] = COMMANDS) -> TyperGroup:
     )
     app.callback(invoke_without_command=True)(read_root_options)
     for name in names:
-        module, member, examples = COMMANDS[name]
+        module, member, *examples = COMMANDS[name]
         command = getattr(import_module(f"kvoffd_client.cli.{module}"), member)
         epilog = "\b\nExamples:\n" + "\n".join(f"  kvoffd-cli {line}" for line in examples)
         if isinstance(command, typer.Typer):
