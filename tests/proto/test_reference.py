@@ -15,7 +15,7 @@ from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import fields_of
-from kvoffd_proto.reference import MODULES, _docstring, reference
+from tests.tools.protocol_page import MODULES, _docstring, reference
 
 DOCUMENTED: list[type[Struct]] = [
     kind
@@ -27,7 +27,7 @@ PAGE = Path(__file__).parents[2] / "proto" / "PROTOCOL.md"
 
 
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text() == reference(), "run: python -m kvoffd_proto.reference > proto/PROTOCOL.md"
+    assert PAGE.read_text() == reference(), "run: python -m tests.tools.protocol_page > proto/PROTOCOL.md"
 
 
 def test_a_wire_of_another_shape_has_another_version() -> None:

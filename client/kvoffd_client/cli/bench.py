@@ -216,51 +216,45 @@ def _copies(directory: Path, admin: AdminClient) -> Iterator[Result]:
         nbytes = count * layers * piece_bytes
         print_status(f"measuring: pieces of {format_size(piece_bytes)}")
         with _engine(directory, "copy", layers, count, piece_bytes) as engine, memcpy_of(nbytes) as memcpy:
-            copies = _CopyJobs(engine, keys_per_job)
-            for what, operation in (("stores", copies.store), ("loads", copies.load)):
-                value, floor = (nbytes / 1e9 / median(seconds) for seconds in _in_turns(operation, memcpy, 1))
+            engine.fill(range(count), seed=1)
+            blocks = list(range(count))
+            random.Random(1).shuffle(blocks)  # no two pieces can be copied as one
+            jobs = [blocks[at : at + keys_per_job] for at in range(0, count, keys_per_job)]
+            keys: list[list[bytes]] = []
+            for what, operation in (("stores", _store), ("loads", _load)):
+                times = _in_turns(partial(operation, engine, jobs, keys), memcpy, 1)
+                value, floor = (nbytes / 1e9 / median(seconds) for seconds in times)
                 case = f"{what}, pieces of {format_size(piece_bytes)}"
                 yield Result(case, value, "GB/s", floor, value / floor)
 
 
-class _CopyJobs:
-    """Copies all blocks of an engine, in jobs of so many, whose blocks lie where no two pieces can be copied as one."""
+def _store(engine: FakeEngine, jobs: list[list[int]], keys: list[list[bytes]]) -> float:
+    """Store the blocks of all jobs under new keys, in place of the last ones; returns the seconds."""
+    engine.scheduler.reset(WAIT_S)
+    keys[:] = [[os.urandom(KEY_BYTES) for _ in job] for job in jobs]
+    seconds = 0.0
+    for names, job in zip(keys, jobs, strict=True):
+        seconds += _timed(engine, engine.store, names, job)
+        _look_up(engine, b"".join(names), len(names), hold=True)
+    return seconds
 
-    def __init__(self, engine: FakeEngine, keys_per_job: int) -> None:
-        self._engine = engine
-        blocks = list(range(engine.blocks))
-        engine.fill(blocks, seed=1)
-        random.Random(1).shuffle(blocks)
-        self._jobs = [blocks[at : at + keys_per_job] for at in range(0, len(blocks), keys_per_job)]
-        self._keys: list[list[bytes]] = []
 
-    def store(self) -> float:
-        """Store new keys in place of the last ones; returns the seconds."""
-        self._engine.scheduler.reset(WAIT_S)
-        self._keys = [[os.urandom(KEY_BYTES) for _ in job] for job in self._jobs]
-        seconds = 0.0
-        for keys, job in zip(self._keys, self._jobs, strict=True):
-            seconds += self._timed(self._engine.store, keys, job)
-            _look_up(self._engine, b"".join(keys), len(keys), hold=True)
-        return seconds
+def _load(engine: FakeEngine, jobs: list[list[int]], keys: list[list[bytes]]) -> float:
+    """Load the keys that were stored last; returns the seconds, without those of the lookups."""
+    seconds = 0.0
+    for names, job in zip(keys, jobs, strict=True):
+        engine.lookup(names, WAIT_S)
+        seconds += _timed(engine, engine.load, names, job)
+    return seconds
 
-    def load(self) -> float:
-        """Load the keys that were stored last; returns the seconds, without those of the lookups."""
-        seconds = 0.0
-        for keys, job in zip(self._keys, self._jobs, strict=True):
-            self._engine.lookup(keys, WAIT_S)
-            seconds += self._timed(self._engine.load, keys, job)
-        return seconds
 
-    def _timed(
-        self, copy: Callable[[list[bytes], list[int], float], EngineResult], keys: list[bytes], job: list[int]
-    ) -> float:
-        begin = time.perf_counter()
-        result = copy(keys, job, WAIT_S)
-        seconds = time.perf_counter() - begin
-        if result.bytes != len(keys) * self._engine.layers * self._engine.page_bytes:
-            raise CliError(EVICTED)
-        return seconds
+def _timed(engine: FakeEngine, copy: Callable[..., EngineResult], keys: list[bytes], job: list[int]) -> float:
+    begin = time.perf_counter()
+    result = copy(keys, job, WAIT_S)
+    seconds = time.perf_counter() - begin
+    if result.bytes != len(keys) * engine.layers * engine.page_bytes:
+        raise CliError(EVICTED)
+    return seconds
 
 
 @contextmanager

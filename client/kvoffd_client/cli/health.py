@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from getopt import GetoptError, getopt
 from pathlib import Path
 from typing import TextIO
 
@@ -82,16 +83,14 @@ def quick_health(arguments: Sequence[str]) -> int | None:
 
     The whole command line, with --help and its sentences about options, takes four times as long to import.
     """
-    values, flags, options = {"--directory": "", "--url": ""}, set(), iter(arguments)
-    for option in options:
-        if option in ("--live", "--ready", "--json"):
-            flags.add(option)
-        elif values.get(option) != "" or not (value := next(options, "")):
-            return None
-        else:
-            values[option] = value
-    if {"--live", "--ready"} <= flags or all(values.values()):
+    try:
+        options, rest = getopt(list(arguments), "", ["live", "ready", "json", "directory=", "url="])
+    except GetoptError:
         return None
-    directory = Path(values["--directory"]) if values["--directory"] else None
-    chosen = {name: f"--{name}" in flags for name in ("live", "ready")}
-    return tell_health(directory, values["--url"], **chosen, as_json="--json" in flags)
+    given = dict(options)
+    two = {"--live", "--ready"} <= given.keys() or {"--directory", "--url"} <= given.keys()
+    if rest or two or len(given) < len(options) or "" in (given.get("--directory"), given.get("--url")):
+        return None
+    directory = Path(given["--directory"]) if "--directory" in given else None
+    chosen = {name: f"--{name}" in given for name in ("live", "ready")}
+    return tell_health(directory, given.get("--url", ""), **chosen, as_json="--json" in given)

@@ -1,6 +1,6 @@
-"""Prints the wire's reference page: ``python -m kvoffd_proto.reference > proto/PROTOCOL.md``.
+"""Prints the wire's reference page: ``python -m tests.tools.protocol_page > proto/PROTOCOL.md``.
 
-The prose is in ``PROTOCOL.template.md`` beside this module, with ``$Name`` where the Struct of that name is described.
+The prose is in ``proto/PROTOCOL.template.md``, with ``$Name`` where the Struct of that name is described.
 Messages, fields, ranges and error sentences are put into it from the Structs themselves.
 """
 
@@ -22,7 +22,7 @@ from kvoffd_proto.codec import encode
 from kvoffd_proto.messages import fields_of
 from kvoffd_proto.paths import SYSTEM_DIRECTORY, SocketPaths
 
-TEMPLATE = Path(__file__).with_name("PROTOCOL.template.md")
+TEMPLATE = Path(__file__).parents[2] / "proto" / "PROTOCOL.template.md"
 
 MODULES = (m, admin, stats, lifeline, events, errors)
 REQUESTS = {exchange.answer: request for request, exchange in m.EXCHANGES.items()}
