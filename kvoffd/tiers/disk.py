@@ -388,7 +388,7 @@ class DiskTier(Tier):
                 read_all(self._file.calls, self._file.fd, [page], self._offset(slot))
             except OSError:
                 continue
-            if (block := parse_header(bytes(page))) is not None and block.space.tag == tag:
+            if (block := parse_header(page)) is not None and block.space.tag == tag:
                 return block.space
         return None
 
@@ -539,7 +539,7 @@ class DiskTier(Tier):
         ends = list[End]()
         for some, sums in zip(numbers, self._file.calls.read_runs(self._file.fd, runs), strict=True):
             for number in some:
-                job, header = jobs[number], bytes(headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES])
+                job, header = jobs[number], headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
                 if not isinstance(sums, OSError):
                     ends.append(self._compared(job, header, sums[1 : 1 + len(job.shards)]))
                     del sums[: 1 + len(job.shards)]
@@ -549,7 +549,7 @@ class DiskTier(Tier):
                     ends.append(self._failed(job, "read", sums))
         return ends
 
-    def _compared(self, job: Job, header: bytes, sums: Sequence[int]) -> End:
+    def _compared(self, job: Job, header: memoryview, sums: Sequence[int]) -> End:
         """Whether what was read is the block that was asked for, and as it was written."""
         block = decode_header(header, job.space, job.key)
         if block is None and parse_header(header) is not None:

@@ -4,7 +4,6 @@
 
 #include <errno.h>
 #include <linux/aio_abi.h>
-#include <stdatomic.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -12,7 +11,7 @@
 void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *sum, uint64_t slots);
 
 enum { ROW = 64 }; /* bytes for a key: MAX_KEY_BYTES of pool/slot_table.py */
-enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_RUNS = 64, MOST_CONTEXTS = 64 };
+enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_RUNS = 64 };
 
 /* What is known of a region's slots, by their places in it. */
 struct disk_region {
@@ -163,44 +162,24 @@ static void fill(int fd, struct run *run, int64_t got)
     }
 }
 
-/* That no thread uses now. */
-static _Atomic(aio_context_t) idle_context[MOST_CONTEXTS];
-
-/* One for this thread, to be given back; 0 where the kernel gives none. */
-static aio_context_t take_context(void)
-{
-    aio_context_t context = 0;
-    for (int i = 0; i < MOST_CONTEXTS && !context; i++)
-        context = atomic_exchange(&idle_context[i], 0);
-    if (!context)
-        syscall(SYS_io_setup, MOST_RUNS, &context);
-    return context;
-}
-
-static void give_context(aio_context_t context)
-{
-    for (int i = 0; i < MOST_CONTEXTS; i++) {
-        aio_context_t none = 0;
-        if (atomic_compare_exchange_strong(&idle_context[i], &none, context))
-            return;
-    }
-    syscall(SYS_io_destroy, context);
-}
+/* Of this thread; 0 where the kernel gives none. It ends with the process, as the threads of disks do. */
+static __thread aio_context_t context;
 
 /* Fills up to MOST_RUNS runs at the same time. */
 static void fill_some(int fd, struct run *run, uint64_t runs)
 {
     struct iocb calls[MOST_RUNS], *call[MOST_RUNS];
     struct io_event events[MOST_RUNS];
-    aio_context_t context = runs > 1 ? take_context() : 0;
     int64_t under_way = 0;
 
+    if (runs > 1 && !context)
+        syscall(SYS_io_setup, MOST_RUNS, &context);
     for (uint64_t i = 0; i < runs; i++) {
         calls[i] = (struct iocb){.aio_data = i, .aio_lio_opcode = IOCB_CMD_PREADV, .aio_fildes = (uint32_t)fd,
                                  .aio_buf = (uint64_t)run[i].part, .aio_nbytes = run[i].parts, .aio_offset = run[i].offset};
         call[i] = &calls[i];
     }
-    if (context)
+    if (runs > 1 && context)
         under_way = syscall(SYS_io_submit, context, runs, call);
     for (uint64_t i = under_way > 0 ? (uint64_t)under_way : 0; i < runs; i++)
         fill(fd, &run[i], 0);
@@ -209,8 +188,6 @@ static void fill_some(int fd, struct run *run, uint64_t runs)
         for (int64_t i = 0; i < ended; i++, under_way--)
             fill(fd, &run[events[i].data], events[i].res);
     }
-    if (context)
-        give_context(context);
 }
 
 void kvoffd_disk_read(int fd, struct run *run, uint64_t runs)

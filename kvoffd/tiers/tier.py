@@ -115,12 +115,12 @@ def encode_header(block: Block) -> bytes:
     return data + _SUM.pack(xxhash.xxh3_64_intdigest(data))
 
 
-def decode_header(data: bytes, space: Space, key: bytes) -> Block | None:
+def decode_header(data: bytes | memoryview, space: Space, key: bytes) -> Block | None:
     """The block that a header tells of; None where it is not a whole header of this very block, or of one that cannot
     be."""
     names = _names(space, key)
     end = len(names) + len(space.lengths) * _SHARD.size
-    if not data.startswith(names) or len(data) != HEADER_BYTES or end + _SUM.size > HEADER_BYTES:
+    if data[: len(names)] != names or len(data) != HEADER_BYTES or end + _SUM.size > HEADER_BYTES:
         return None
     if data[-_SUM.size :] != _SUM.pack(xxhash.xxh3_64_intdigest(data[: -_SUM.size])):
         return None
@@ -131,7 +131,7 @@ def decode_header(data: bytes, space: Space, key: bytes) -> Block | None:
     return Block(space, key, firsts, checksums)
 
 
-def parse_header(data: bytes) -> Block | None:
+def parse_header(data: bytes | memoryview) -> Block | None:
     """As ``decode_header``, of whatever block."""
     if len(data) != HEADER_BYTES:
         return None
@@ -141,8 +141,8 @@ def parse_header(data: bytes) -> Block | None:
     if group > 0xFFFF or shards_at + ranks * _SHARD.size > HEADER_BYTES:
         return None
     lengths = [_SHARD.unpack_from(data, shards_at + rank * _SHARD.size)[0] for rank in range(ranks)]
-    space = make_space(data[_HEAD.size : key_at], generation, group, lengths)
-    return decode_header(data, space, data[key_at:shards_at])
+    space = make_space(bytes(data[_HEAD.size : key_at]), generation, group, lengths)
+    return decode_header(data, space, bytes(data[key_at:shards_at]))
 
 
 class Result(StrEnum):
