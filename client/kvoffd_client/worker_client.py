@@ -172,21 +172,19 @@ class WorkerClient(Session):
         self._transport.wait(lambda: bool(self._results), timeout_s)
         return self.take_results()
 
-    def fence(self, job_ids: Iterable[int], timeout_s: float, unsent: int = 0) -> None:
+    def fence(self, job_ids: Iterable[int], timeout_s: float) -> None:
         """Wait until the daemon touches the blocks of these jobs no more; then each of them has a result.
 
         What has not started after FENCE_PATIENCE_S is cancelled. Stores that still run after ``timeout_s`` seconds are
         abandoned: the lifeline is closed, so that the daemon will not commit them, they fail here, and the client
         connects again. Loads are waited for however long it takes, since a copy may still land: a completion or the
-        daemon's death ends that. Unknown ids are ignored. Results stay for take_results(). ``unsent`` is how many
-        stores the caller has dropped at this fence before it submitted them, for the daemon's count.
+        daemon's death ends that. Unknown ids are ignored. Results stay for take_results().
         """
         wanted = set(job_ids)
-        settled = self._transport.wait(lambda: not self._has_any(wanted), min(FENCE_PATIENCE_S, timeout_s))
-        if settled and not unsent:
+        if self._transport.wait(lambda: not self._has_any(wanted), min(FENCE_PATIENCE_S, timeout_s)):
             return
         with self._transport.lock:
-            self._cancel(wanted, unsent)
+            self._cancel(wanted)
         if self._transport.wait(lambda: not self._has_any(wanted), timeout_s):
             return
         with self._transport.lock:
@@ -225,11 +223,11 @@ class WorkerClient(Session):
         if self._jobs.pop(result.job_id, None) is not None:
             self._results.append(result)
 
-    def _cancel(self, job_ids: Iterable[int], unsent: int = 0) -> None:
+    def _cancel(self, job_ids: Iterable[int]) -> None:
         """Have the daemon fail those of the jobs that have not started."""
         known = [job_id for job_id in job_ids if job_id in self._jobs]
-        if (known or unsent) and self._phase is Phase.READY:
-            self._send(m.Cancel(m.NO_REPLY, known, min(unsent, m.MAX_REPORTED), self._sequence))
+        if known and self._phase is Phase.READY:
+            self._send(m.Cancel(m.NO_REPLY, known, self._sequence))
 
     def _has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
         """Whether one of the jobs has no result; without ``loads``, whether one of the stores among them has none."""

@@ -451,7 +451,6 @@ class Jobs:
         self.with_results: dict[int, Session] = {}
         """Sessions with results that were not published yet, by id."""
         self.counters = {direction: DirectionCounters() for direction in Direction}
-        self.unsent_stores = 0
         """Stores that clients dropped at a fence before they had sent them."""
         self.cancelled_stores = 0
 
@@ -613,7 +612,6 @@ def cancel(service: Service, session: Session, message: Cancel) -> CancelReply:
     are in neither list.
     """
     session.completions.acknowledge(message.acknowledged)
-    service.jobs.unsent_stores += message.unsent
     cancelled: list[int] = []
     running: list[int] = []
     wanted: dict[Job, list[int]] = {}

@@ -72,7 +72,6 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         loop_blocked_max_seconds=service.loop_watch.loop_blocked_maximum_seconds,
         shortened_lookups=cache.shortened_lookups,
         cancelled_stores=jobs.cancelled_stores,
-        unsent_stores=jobs.unsent_stores,
         pool=_pool_stats(service),
         store=_copy_stats(service, Direction.STORE),
         load=_copy_stats(service, Direction.LOAD),

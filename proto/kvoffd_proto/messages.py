@@ -601,7 +601,6 @@ class Cancel(Request[CancelReply], frozen=True):
     """Fails stores and loads that have not started; they get completions as all jobs do."""
 
     job_ids: Annotated[list[JobId], doc("Jobs of this session.", max_length=65536)]
-    unsent: Annotated[int, doc("Stores dropped unsent, to be counted.", ge=0, le=MAX_REPORTED)] = 0
     acknowledged: Acknowledged = 0
 
 

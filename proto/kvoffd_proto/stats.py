@@ -513,7 +513,6 @@ class DaemonStats(Part, frozen=True):
     loop_blocked_max_seconds: Annotated[Seconds, gauge("Longest time for which the event loop was blocked.")] = 0.0
     shortened_lookups: Annotated[Count, doc("Lookups that found fewer keys, as their session may lease no more.")] = 0
     cancelled_stores: Annotated[Count, doc("Stores cancelled before their copy began: vLLM wanted the blocks.")] = 0
-    unsent_stores: Annotated[Count, doc("Stores that clients dropped before they sent them.")] = 0
     pool: Annotated[PoolStats, part("The pool.", "pool_")] = PoolStats()
     store: Annotated[CopyStats, part("Copies from engines to the pool.", "copy_", ("direction", "store"))] = CopyStats()
     load: Annotated[CopyStats, part("Copies from the pool to engines.", "copy_", ("direction", "load"))] = CopyStats()

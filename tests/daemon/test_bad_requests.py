@@ -239,9 +239,9 @@ def test_block_ids_leases_and_registrations_that_do_not_fit(desk: Desk) -> None:
         | {
             "a block twice": ("bad_block_ids", lambda desk: desk.load(keys(1, 2), [1, 1])),
             "a registration of nobody": ("unknown_registration", lambda d: d.worker.store(bytes(16), keys(2), [1])),
+            "a count below zero": ("malformed", lambda desk: desk.scheduler.report(-1)),
+            "a count larger than any": ("malformed", lambda desk: desk.scheduler.report(2**63 - 1)),
             "an end of one": ("unknown_registration", lambda desk: desk.worker.unregister(bytes(16))),
-            "a count below zero": ("malformed", lambda desk: desk.worker.cancel(unsent=-1)),
-            "a count larger than any": ("malformed", lambda desk: desk.worker.cancel(unsent=2**63 - 1)),
             "a load without a part": ("bad_block_ids", lambda desk: desk.submit(Load(9, desk.lease, []))),
             "too many jobs": (
                 "too_many",

@@ -427,6 +427,10 @@ class WireClient(Closing):
         """Drop blocks; how many there were."""
         return int(self.ask(m.Invalidate, namespace, [m.GroupKeys(0, b"".join(keys))]).count)
 
+    def report(self, skipped_loads: int, namespace: bytes = NAMESPACE) -> None:
+        """Report what an engine counted."""
+        self.ask(m.ReportEngine, namespace, 1.0, 1.0, skipped_loads)
+
     def reset(self, namespace: bytes = NAMESPACE) -> int:
         """Drop every block of a namespace; how many there were."""
         return int(self.ask(m.Reset, namespace).count)
@@ -490,9 +494,9 @@ class WireClient(Closing):
         assert len(found) == len(results), "a job ended twice"
         return found
 
-    def cancel(self, *jobs: int, unsent: int = 0) -> Cancelled:
-        """Cancel jobs, and say how many stores were dropped before they were sent."""
-        answer = self.ask(m.Cancel, list(jobs), unsent)
+    def cancel(self, *jobs: int) -> Cancelled:
+        """Cancel jobs."""
+        answer = self.ask(m.Cancel, list(jobs))
         return Cancelled(answer.cancelled, answer.running)
 
     # --- results ---------------------------------------------------------------------------------

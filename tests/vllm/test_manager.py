@@ -24,7 +24,7 @@ from kvoffd_client.vllm.metrics import (
     PREFILL_RATE,
 )
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import Outcome, RequestReport
+from kvoffd_proto.messages import GroupKeys, Outcome, RequestReport
 from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
 from tests.vllm.vllm_fakes import block_hash, key
 
@@ -109,9 +109,6 @@ def test_a_request_without_a_load_releases_its_leases_and_still_stores(harness: 
     harness.clock.now += 2
     assert harness.scan()
     harness.manager.scheduled(harness.requests["r"], 0)
-    harness.manager.step_begins([1000], new_requests=True)
-    assert harness.client.released == [], "not before its first token"
-    harness.manager.step_begins([1])
     assert sorted(harness.client.released) == [ticket.lease_id for ticket, _ in harness.client.asked]
     assert harness.offer(context) is None, "what is stored may have gone since"
     harness.client.answer({block_hash(2)})
@@ -254,12 +251,12 @@ def test_after_a_failed_load_a_request_is_computed_and_stored() -> None:
         harness = ManagerHarness()
         context = harness.request(ready=HASHES)
         harness.manager.prepare_load(KEYS, context)
-        harness.manager._job_failed(FailedJob(code, ((0, block_hash(2)),), "r"))
+        harness.manager._job_failed(FailedJob(code, [GroupKeys(0, block_hash(2))], "r"))
         harness.clock.now += 100
         assert not harness.scan(), "it is never looked up again"
         assert harness.results(context) == [MISS] * 3
-        forgotten = [(item.group, item.keys) for item in harness.client.invalidated]
-        assert forgotten == ([(0, block_hash(2))] if code in unusable else []), code
+        forgotten = harness.client.invalidated
+        assert forgotten == ([GroupKeys(0, block_hash(2))] if code in unusable else []), code
         assert harness.counted()[FAILED_LOADS] == 1
         assert harness.offer(context) == KEYS
 
@@ -387,12 +384,9 @@ def test_requests_of_an_adapter_of_old_weights_use_nothing(harness: ManagerHarne
 
 
 def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> RequestReport:
-    """What is reported of a request that is scheduled now, and a step later."""
+    """What is reported of a request that is scheduled now."""
     before = len(harness.client.noted)
     harness.manager.scheduled(harness.requests[name], tokens)
-    harness.manager.step_begins([1000], new_requests=True)
-    assert len(harness.client.noted) == before, "not before a first token"
-    harness.manager.step_begins([1])
     (report,) = harness.client.noted[before:]
     assert report.request == name
     return report
@@ -437,18 +431,9 @@ def test_a_load_that_fails_is_reported_too_and_a_preemption_is_not(harness: Mana
     harness.request(ready=HASHES)
     assert report_of(harness, 3000).outcome is Outcome.LOADED
     harness.manager._job_failed(FailedJob(None, request_id="r"))
-    harness.manager.step_begins([1])
     assert [one.outcome for one in harness.client.noted] == [Outcome.LOADED, Outcome.FAILED]
     harness.manager.scheduled(harness.requests["r"], 0)
-    harness.manager.step_begins([1])
     assert len(harness.client.noted) == 2
-
-
-def test_last_request_of_an_engine_that_makes_no_more_steps_is_reported(harness: ManagerHarness) -> None:
-    context = harness.request(ready={block_hash(1)})
-    harness.manager.scheduled(harness.requests["r"], CHUNK_TOKENS)
-    harness.manager.on_request_finished(context)
-    assert [(one.request, one.tokens, one.found_pool) for one in harness.client.noted] == [("r", 3001, 1)]
 
 
 # --- what is measured ------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class FakeWorkerClient:
     loads: dict[int, tuple[int, list[GroupTransfer]]] = field(default_factory=dict)
     results: list[JobResult] = field(default_factory=list)
     messages: list[list[int]] = field(default_factory=list)
-    fences: list[tuple[list[int], float, int]] = field(default_factory=list)
+    fences: list[tuple[list[int], float]] = field(default_factory=list)
     closed: bool = False
     unregistered: int = 0
     unfinished: int = 0
@@ -120,8 +120,8 @@ class FakeWorkerClient:
         taken, self.results = self.results, []
         return taken
 
-    def fence(self, job_ids: Sequence[int], timeout_s: float, unsent: int = 0) -> None:
-        self.fences.append((list(job_ids), timeout_s, unsent))
+    def fence(self, job_ids: Sequence[int], timeout_s: float) -> None:
+        self.fences.append((list(job_ids), timeout_s))
 
     def close(self) -> None:
         self.closed = True

@@ -264,7 +264,7 @@ class KvoffdConnector(OffloadingConnector):
         namespace, scheduler = self._manager.namespace, self.connector_scheduler
         self._reset_since_step = False
         new = scheduler_output.scheduled_new_reqs
-        self._manager.step_begins(scheduler_output.num_scheduled_tokens.values(), new_requests=bool(new))
+        self._manager.step_begins(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:
             namespace.ask()  # the weights that compute these tokens must be named
         if self._manager.events is not None and self._pool is not None:

@@ -18,6 +18,7 @@ from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.vllm.engine_namespace import MemoryReport
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import GroupKeys
 
 NO_LEASE = 0
 GROUP_ID_BYTES = 4
@@ -83,9 +84,8 @@ class KeyedSpec(LoadStoreSpec):
         return cls(tuple(map(b"".join, groups)))
 
     @property
-    def keys(self) -> tuple[tuple[int, bytes], ...]:
-        """Group on the wire and its block hashes, of groups that have any."""
-        return tuple([(index, hashes) for index, hashes in enumerate(self.groups) if hashes])
+    def keys(self) -> list[GroupKeys]:
+        return [GroupKeys(index, hashes) for index, hashes in enumerate(self.groups) if hashes]
 
 
 def of_adapter(hashes: Iterable[bytes], content: bytes) -> list[bytes]:
@@ -140,13 +140,12 @@ class FailedJob:
 
     Attributes:
         error: why; None when the daemon gave no reason.
-        keys: (group on the wire, its block hashes that failed, concatenated); all of the job's where the daemon named
-            none.
+        keys: those that failed; all of the job's where the daemon named none.
         request_id: the request of a load; None for a store.
     """
 
     error: ErrorCode | None
-    keys: tuple[tuple[int, bytes], ...] = ()
+    keys: Sequence[GroupKeys] = ()
     request_id: str | None = None
 
 

@@ -67,8 +67,6 @@ WAIT_PAUSE_S = 0.1
 """After an answer that did not come in time none is awaited for so long. A daemon that hangs costs a hundredth of the
 time, until it counts as not connected."""
 REPORT_EVERY_S = 10.0
-MOST_SCHEDULED = 256
-"""Requests that wait for a step without a new one before they are reported."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +122,7 @@ class RequestState:
         disk_wait_until: how long the request waits for tiers below the pool; None before something is on its way.
         waits_for_disk: the request waits for what the answer says is on its way.
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
-        logged: its report is made, or will be in the next step.
+        logged: its report is made.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
     """
 
@@ -183,8 +181,6 @@ class KvoffdManager(OffloadingManager):
         self.events: HostBlockEvents | None = None
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, KeyedLookup] = {}
-        self._scheduled: list[tuple[RequestState, int]] = []
-        """Requests that were scheduled since the last step without a new one, and how many tokens they load."""
         self._counters = metrics.Counters()
         self._report_at = clock() + REPORT_EVERY_S
         self._reported = Counter[str]()
@@ -382,15 +378,10 @@ class KvoffdManager(OffloadingManager):
         counts = Counter(key[-GROUP_ID_BYTES:] for key in keys)
         return max(count * self._groups[self._positions[suffix]].tokens_per_chunk for suffix, count in counts.items())
 
-    def step_begins(self, request_tokens: Collection[int], *, new_requests: bool = False) -> None:
-        """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then.
-
-        What can wait is left to the steps after a prompt's first: it would come before the first token.
-        """
+    def step_begins(self, request_tokens: Collection[int]) -> None:
+        """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then."""
         self._wait_left_s = LOOKUP_WAIT_S if request_tokens else IDLE_WAIT_S
         self.harm.prefill.step_begins(request_tokens)
-        if not new_requests or len(self._scheduled) > MOST_SCHEDULED:
-            self._end_scheduled()
         now = self._clock()
         # While the daemon does not answer, as when lookups are late, the counts wait for it.
         if now >= self._report_at and self.namespace.client.ready:
@@ -401,16 +392,6 @@ class KvoffdManager(OffloadingManager):
             # What is not new is reported too: the daemon may have been restarted.
             if any((*self.harm.rates, *counts)):
                 self.namespace.client.report(*self.harm.rates, *counts)
-
-    def _end_scheduled(self) -> None:
-        """Report the requests that were scheduled, and unpin the blocks of those that load none."""
-        scheduled, self._scheduled = self._scheduled, []
-        for state, loaded_tokens in scheduled:
-            if not state.logged:
-                state.logged = True
-                self.namespace.client.note_request(report_of(state, self._groups, loaded_tokens))
-            if not loaded_tokens:
-                self._end_leases(state)
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """The daemon's blocks, for the engine's own stream. The output of the first of the steps that run has come."""
@@ -472,8 +453,13 @@ class KvoffdManager(OffloadingManager):
         state.disabled = True
 
     def scheduled(self, request: Request, loaded_tokens: int) -> None:
-        """Note that a request is scheduled, and loads so many tokens; without any, its blocks are unpinned soon."""
-        self._scheduled.append((self._requests[request.request_id], loaded_tokens))
+        """Note that a request is scheduled, and loads so many tokens; without any, its blocks are unpinned."""
+        state = self._requests[request.request_id]
+        if not state.logged:
+            state.logged = True
+            self.namespace.client.note_request(report_of(state, self._groups, loaded_tokens))
+        if not loaded_tokens:
+            self._end_leases(state)
 
     def _job_failed(self, failed: FailedJob) -> None:
         """Take note that a store left blocks out, or that a load failed, whose request is recomputed."""
@@ -483,14 +469,13 @@ class KvoffdManager(OffloadingManager):
             logger.debug("kvoffd: a store failed. %s", reason)
             return
         self._counters[metrics.FAILED_LOADS] += 1
-        self._end_scheduled()
         if state := self._requests.get(failed.request_id):
             self._end_leases(state)
             state.load_failed = True
             self.namespace.client.note_request(report_of(state, self._groups, 0))
             state.last = None
         if failed.error in BLOCKS_UNUSABLE:
-            self.namespace.client.invalidate([GroupKeys(group, hashes) for group, hashes in failed.keys if hashes])
+            self.namespace.client.invalidate(failed.keys)
         logger.warning("kvoffd: a load failed; request %s is recomputed. %s", failed.request_id, reason)
 
     def workers_report(self, report: WorkerReport) -> None:
@@ -577,19 +562,14 @@ class KvoffdManager(OffloadingManager):
         if self._clock() < self.harm.stores_paused_until:
             self._counters[metrics.PAUSED_STORES] += 1
             return nothing
-        sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in ends}
-        wanted_bytes = sum(sizes.values())
-        # A request that has ended offers them no more: as far as the daemon takes stores, to twice the credit.
-        last_bytes = self._outstanding_bytes + wanted_bytes if has_ended else inf
-        if (
-            self._outstanding_bytes
-            and self._outstanding_bytes >= self._credit_bytes
-            and last_bytes > 2 * self._credit_bytes
-        ):
+        # A request that has ended offers them no more, and the daemon takes stores to twice the credit.
+        most_bytes = 2 * self._credit_bytes if has_ended else self._credit_bytes
+        if self._outstanding_bytes and self._outstanding_bytes >= most_bytes:
             self._counters[metrics.DEFERRED_STORES] += 1
             return None
+        sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in ends}
         self._storing |= sizes
-        self._outstanding_bytes += wanted_bytes
+        self._outstanding_bytes += sum(sizes.values())
         spec = KeyedSpec.of(ends, self._positions, state.adapter)
         if self.events is not None:
             spec.origins = self.events.origins_of(request, ends)
@@ -603,7 +583,6 @@ class KvoffdManager(OffloadingManager):
             self._end_leases(state)
             if state.last is not None:
                 self._read(state.last)
-        self._end_scheduled()
 
     def has_pending_work(self) -> bool:
         # Not for requests that wait for an answer: vLLM makes steps for them, but none while it is paused, and a pause

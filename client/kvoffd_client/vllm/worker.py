@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
@@ -22,6 +22,7 @@ from kvoffd_client.vllm.connector_metadata import (
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.worker_client import FENCE_PATIENCE_S, WorkerClient
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import GroupKeys
 
 UNREGISTER_TIMEOUT_S = 10.0
 
@@ -63,11 +64,10 @@ class KvoffdWorker(OffloadingWorker):
         self._keep_leases = keep_leases
         self._sender = sender
         self._asleep = False
-        self._unsent: dict[int, tuple[GPULoadStoreSpec, bool]] = {}
-        """The engine blocks of this step's jobs, by id, and whether it is a store."""
+        self._unsent: list[Job] = []
+        """Of this step."""
         self._specs: dict[int, KeyedSpec] = {}
         """Of jobs that have not ended, by id."""
-        self._withdrawn_stores = 0
         self._report = WorkerReport()
         self.failed_requests: set[str] = set()
         """Whose load failed, until somebody takes them."""
@@ -92,51 +92,48 @@ class KvoffdWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeyedSpec) -> bool:
         """Have ``flush`` start a store. Always True: what cannot be stored is reported as failed."""
-        self._specs[job_id] = dst_spec
-        self._unsent[job_id] = src_spec, True
+        self._add(job_id, src_spec, dst_spec, lease_id=None)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: KeyedSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """Have ``flush`` start a load. Always True. ``expedited`` (0.33) makes no difference: loads never wait."""
-        self._specs[job_id] = src_spec
-        self._unsent[job_id] = dst_spec, False
+        self._add(job_id, dst_spec, src_spec, lease_id=src_spec.lease_id)
         return True
+
+    def _add(self, job_id: int, blocks: GPULoadStoreSpec, keyed: KeyedSpec, lease_id: int | None) -> None:
+        self._specs[job_id] = keyed
+        if lease_id == NO_LEASE:
+            self._failed.append((job_id, ErrorCode.UNKNOWN_LEASE))
+            return
+        is_store = lease_id is None
+        try:
+            groups = group_transfers(blocks, keyed, self._blocks_per_chunk, self._key_bytes, is_store=is_store)
+        except TransferMismatch as mismatch:
+            logger.warning_once("kvoffd: a job was not sent, since its blocks do not fit its keys. %s", mismatch)  # type: ignore[attr-defined]
+            self._failed.append((job_id, ErrorCode.BAD_BLOCK_IDS))
+            return
+        self._unsent.append(Job(job_id, groups, lease_id, not is_store and self._keep_leases))
 
     def flush(self) -> None:
         """Start the jobs of this step, in one message. Repeatable."""
-        unsent, self._unsent = self._unsent, {}
-        client, jobs = self._client, list[Job]()
-        if client is None:
-            self._failed.extend([(job_id, ErrorCode.UNSUPPORTED) for job_id in unsent])
-            return
-        for job_id, (blocks, is_store) in unsent.items():
-            keyed = self._specs[job_id]
-            if not is_store and keyed.lease_id == NO_LEASE:
-                self._failed.append((job_id, ErrorCode.UNKNOWN_LEASE))
-                continue
-            try:
-                groups = group_transfers(blocks, keyed, self._blocks_per_chunk, self._key_bytes, is_store=is_store)
-                load = () if is_store else (keyed.lease_id, self._keep_leases)
-                jobs.append(Job(job_id, groups, *load))
-            except TransferMismatch as mismatch:
-                logger.warning_once("kvoffd: a job was not sent, since its blocks do not fit its keys. %s", mismatch)  # type: ignore[attr-defined]
-                self._failed.append((job_id, ErrorCode.BAD_BLOCK_IDS))
+        jobs, self._unsent = self._unsent, []
         if not jobs:
             return
-        if self._sender is None:
-            client.submit(jobs)
-            return
-        try:
-            self._sender.submit(jobs, client.submit, self._fail_unsent)
-        except RuntimeError as error:  # what torch raises for a GPU that has failed
-            logger.warning_once("kvoffd: jobs were not sent, since the GPU failed: %s", error)  # type: ignore[attr-defined]
-            for job in jobs:
-                self._fail_unsent(job, ErrorCode.COPY_FAILED)
+        if self._client is None:
+            self._failed.extend([(job.job_id, ErrorCode.UNSUPPORTED) for job in jobs])
+        elif self._sender is None:
+            self._client.submit(jobs)
+        else:
+            try:
+                self._sender.submit(jobs, self._client.submit, self._fail_unsent)
+            except RuntimeError as error:  # what torch raises for a GPU that has failed
+                logger.warning_once("kvoffd: jobs were not sent, since the GPU failed: %s", error)  # type: ignore[attr-defined]
+                for job in jobs:
+                    self._fail_unsent(job, ErrorCode.COPY_FAILED)
 
     def _fail_unsent(self, job: Job, error: ErrorCode) -> None:
-        self._withdrawn_stores += error is ErrorCode.CANCELLED and job.lease_id is None
         self._failed.append((job.job_id, error))
 
     def get_finished(self) -> list[TransferResult]:
@@ -149,8 +146,7 @@ class KvoffdWorker(OffloadingWorker):
             results += client.take_results()
         for result in results:
             if not result.ok:
-                keys = tuple([(group.group, group.keys) for group in result.failed])
-                finished.append(self._ended(result.job_id, result.error, keys))
+                finished.append(self._ended(result.job_id, result.error, result.failed))
                 continue
             spec = self._specs.pop(result.job_id, None)
             if spec is not None and spec.load_tokens and result.seconds is not None:
@@ -166,7 +162,7 @@ class KvoffdWorker(OffloadingWorker):
         report, self._report = self._report, WorkerReport()
         return report
 
-    def _ended(self, job_id: int, error: ErrorCode | None, keys: tuple[tuple[int, bytes], ...] = ()) -> TransferResult:
+    def _ended(self, job_id: int, error: ErrorCode | None, keys: Sequence[GroupKeys] = ()) -> TransferResult:
         """Note why a job failed; return for vLLM that it ended."""
         spec = self._specs.pop(job_id, None)
         if spec is not None:
@@ -183,11 +179,10 @@ class KvoffdWorker(OffloadingWorker):
         began = time.monotonic()
         self.flush()
         wanted = sorted(job_ids)
-        self._withdrawn_stores = 0
         if self._sender is not None:
             self._sender.withdraw(wanted, FENCE_PATIENCE_S)
         for client in self._clients():
-            client.fence(wanted, self._fence_timeout_s, self._withdrawn_stores if client is self._client else 0)
+            client.fence(wanted, self._fence_timeout_s)
         self._report.waited_s += time.monotonic() - began
 
     def join(self, namespace: NamespaceSpec) -> None:
@@ -207,8 +202,8 @@ class KvoffdWorker(OffloadingWorker):
         client, self._client, self._namespace = self._client, None, None
         if client is None:
             return
-        unsent, self._unsent = self._unsent, {}
-        self._failed.extend([(job_id, ErrorCode.CANCELLED) for job_id in unsent])
+        unsent, self._unsent = self._unsent, []
+        self._failed.extend([(job.job_id, ErrorCode.CANCELLED) for job in unsent])
         if self._sender is not None:
             self._sender.withdraw(self._sender.waiting)
         released = client.unregister(UNREGISTER_TIMEOUT_S)
