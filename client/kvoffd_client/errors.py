@@ -61,46 +61,13 @@ def _lock_holder(directory: str) -> int | None:
     return None
 
 
-def _has_bound(pid: int | None, directory: str) -> bool | None:
-    """Whether the daemon has bound its sockets, removed as they may be; None where that cannot be seen from here.
-
-    ``pid``: the daemon, which may see its directory under another path than this process; None: any process.
-    """
-    process, hidden = f"/proc/{pid or 'self'}", False
-    try:
-        with open(f"{process}/net/unix", encoding="utf-8", errors="surrogateescape") as sockets:
-            names = {line.rstrip("\n").split(maxsplit=7)[-1] for line in sockets}
-    except OSError:
-        return None
-    for place in (name.removesuffix("/jobs.sock") for name in names if name.endswith("/jobs.sock")):
-        for seen in (f"{process}/root{place}", place):
-            try:
-                if os.path.samefile(seen, directory):
-                    return True
-            except PermissionError:
-                hidden = True
-            except OSError:
-                pass  # that directory is gone
-    return None if hidden else False
-
-
 def why_unreachable(error: OSError, directory: str) -> str:
     if isinstance(error, FileNotFoundError):
-        pid = _lock_holder(directory)
-        if bound := _has_bound(pid, directory):
-            if all(os.path.exists(f"{directory}/{name}.sock") for name in ("lifeline", "jobs", "events")):
-                return f"The kvoffd daemon in {directory} has opened its sockets just now; try again."
-            return (
-                f"The sockets of the kvoffd daemon in {directory} were removed, so nobody can connect to it; restart "
-                "it. Engines that are connected are served until then."
-            )
-        if pid and bound is None:
+        if pid := _lock_holder(directory):
             return (
                 f"The kvoffd daemon (pid {pid}) in {directory} has no sockets there: it is starting, or they were "
                 "removed. Its log says which; restart it if it serves."
             )
-        if pid:
-            return f"The kvoffd daemon (pid {pid}) in {directory} is starting; its pool is being touched."
         return f"There is no kvoffd daemon in {directory}; start one there, or name its directory in KVOFFD_DIRECTORY."
     if isinstance(error, ConnectionRefusedError):
         return f"The kvoffd daemon in {directory} has ended; start it again."

@@ -85,6 +85,9 @@ class SchedulerClient(Session):
         software: client and engine versions, shown to operators.
         subscribe_events: collect the namespace's KV events for take_events().
         options: timeouts.
+
+    Attributes:
+        events_lost: KV event messages that did not come, and events dropped because take_events() was not called.
     """
 
     def __init__(
@@ -102,17 +105,15 @@ class SchedulerClient(Session):
         super().__init__(directory, m.Role.SCHEDULER, namespace, name, software, options, transport, rng)
         self._namespace = namespace
         self._fingerprint = namespace.fingerprint
-        self._events = EventStream(kv_topic(self._fingerprint)) if subscribe_events else None
+        self._events_topic = kv_topic(self._fingerprint) if subscribe_events else None
+        self._events: deque[KvEvent] = deque([AllBlocksCleared()])
+        self._next_events_sequence: int | None = None
         self._leases: dict[int, Lookup] = {}
         """By id, oldest first: lookups whose blocks are pinned."""
         self._unanswered: dict[int, Lookup] = {}
+        self.events_lost = 0
         self._reports: deque[m.RequestReport] = deque(maxlen=m.MAX_REQUEST_REPORTS)
         self._transport.start(self)
-
-    @property
-    def events_lost(self) -> int:
-        """KV event messages that did not come, and events dropped because take_events() was not called."""
-        return 0 if self._events is None else self._events.lost
 
     def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False) -> Lookup:
         """Ask which keys are ready and pin those under a new lease. When not ready the lookup has failed already.
@@ -195,10 +196,12 @@ class SchedulerClient(Session):
         ``AllBlocksCleared`` comes first, again after each loss of the connection, and where events were lost: of the
         blocks that the daemon has by then nothing is known.
         """
-        if self._events is None:
+        if self._events_topic is None:
             return []
         with self._transport.lock:
-            return self._events.take()
+            taken = list(self._events)
+            self._events.clear()
+            return taken
 
     # --- with the lock held ----------------------------------------------------------------------
 
@@ -249,15 +252,15 @@ class SchedulerClient(Session):
     # --- what Session asks of a role --------------------------------------------------------------
 
     def _topics(self) -> Sequence[bytes]:
-        return [] if self._events is None else [self._events.topic]
+        return [] if self._events_topic is None else [self._events_topic]
 
     def _role_disconnected(self, now: float) -> None:
         self._role_due = NEVER
         leases, self._leases = self._leases, {}
         for found in leases.values():
             found.stale_at = 0.0
-        if self._events is not None:
-            self._events.disconnected()
+        self._next_events_sequence = None
+        self._lose_events(0)  # the next connection may be to another daemon, and what is published until then is missed
 
     def _role_tick(self, now: float) -> None:
         if now >= self._role_due:
@@ -269,50 +272,20 @@ class SchedulerClient(Session):
     # --- KV events -------------------------------------------------------------------------------
 
     def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
-        if self._events is not None and topic == self._events.topic and len(sequence) == SEQUENCE_BYTES:
-            self._events.message(sequence, payload)
-
-
-class EventStream:
-    """Keeps the KV events of one topic until they are taken.
-
-    Each connection begins with ``AllBlocksCleared``, which also takes the place of what was lost: of the blocks that
-    are there by then nothing is known.
-
-    Attributes:
-        lost: messages that did not come, and events that were dropped because they were not taken.
-    """
-
-    def __init__(self, topic: bytes) -> None:
-        self.topic = topic
-        self._events: deque[KvEvent] = deque([AllBlocksCleared()])
-        self.next_sequence: int | None = None
-        self.lost = 0
-
-    def disconnected(self) -> None:
-        """A connection ended. The next one may be to another daemon, and what is published until then is missed."""
-        self.next_sequence = None
-        self._events = deque([AllBlocksCleared()])
-
-    def message(self, sequence: bytes, payload: bytes) -> None:
-        """Take a message. The daemon numbers those of a topic one after the other."""
-        number = int.from_bytes(sequence, "big")
-        if self.next_sequence is not None and number != self.next_sequence:
-            self._lose(max(1, number - self.next_sequence))
-        self.next_sequence = number + 1
+        if topic != self._events_topic or len(sequence) != SEQUENCE_BYTES:
+            return
+        number, expected = int.from_bytes(sequence, "big"), self._next_events_sequence
+        self._next_events_sequence = number + 1
+        if expected is not None and number != expected:
+            self._lose_events(max(1, number - expected))
         try:
             self._events += decode_event_batch(payload).events
         except MsgspecError:
-            self._lose(1)
+            self._lose_events(1)
         if len(self._events) > MAX_BUFFERED_EVENTS:
-            self._lose(len(self._events))
+            self._lose_events(len(self._events))
 
-    def take(self) -> list[KvEvent]:
-        """Events since the last call, in order."""
-        taken = list(self._events)
-        self._events.clear()
-        return taken
-
-    def _lose(self, count: int) -> None:
-        self.lost += count
+    def _lose_events(self, count: int) -> None:
+        """Of the blocks that are there by now nothing is known."""
+        self.events_lost += count
         self._events = deque([AllBlocksCleared()])

@@ -40,8 +40,8 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
     with (tmp_path / "kvoffd.lock").open("w") as lock:  # a daemon that was killed leaves it
         assert sentence().startswith(f"There is no kvoffd daemon in {tmp_path}; ")
         fcntl.flock(lock, fcntl.LOCK_EX)
-        starting = f"The kvoffd daemon (pid {os.getpid()}) in {tmp_path} is starting; its pool is being touched."
-        assert sentence() == starting
+        without_sockets = f"The kvoffd daemon (pid {os.getpid()}) in {tmp_path} has no sockets there: "
+        assert sentence().startswith(without_sockets)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(SocketPaths(tmp_path).lifeline))
         SocketPaths(tmp_path).jobs.touch()
@@ -56,22 +56,6 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
         assert sentence().startswith(f"What listens in {tmp_path} accepts connections but does not answer; ")
         assert time.monotonic() - began < 4.0, "who says no word is not waited for as long as a busy daemon"
     assert "not for this user (uid " in why_unreachable(PermissionError(13, "Permission denied"), "/run/kvoffd")
-
-
-def test_removed_sockets_are_told_whatever_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("link").symlink_to(tmp_path)
-    with socket.socket(socket.AF_UNIX) as listener, Path("kvoffd.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        listener.bind(str(SocketPaths(tmp_path).jobs))
-        SocketPaths(tmp_path).jobs.unlink()
-        for name in (str(tmp_path), "link", "."):
-            said = why_unreachable(FileNotFoundError(2, "No such file or directory"), name)
-            assert said.startswith(f"The sockets of the kvoffd daemon in {name} were removed"), said
-        for path in (SocketPaths(tmp_path).jobs, SocketPaths(tmp_path).events, SocketPaths(tmp_path).lifeline):
-            path.touch()  # as a daemon does that starts while it is looked
-        said = why_unreachable(FileNotFoundError(2, "No such file or directory"), str(tmp_path))
-        assert said == f"The kvoffd daemon in {tmp_path} has opened its sockets just now; try again."
 
 
 @contextmanager

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvoffd_client import NamespaceSpec, SchedulerClient, scheduler_client
-from kvoffd_client.scheduler_client import EventStream
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
-from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, EventBatch, KvEvent
+from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, EventBatch, KvEvent, kv_topic
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.waiting import wait_until
 
@@ -67,13 +66,18 @@ def test_after_a_restart_the_index_begins_empty(fake: FakeDaemon, scheduler: Sch
     assert taken(scheduler, 2) == [AllBlocksCleared(), removed(7)]
 
 
-def test_events_that_nobody_takes_or_that_do_not_decode_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_nobody_takes_or_that_do_not_decode_are_counted(
+    scheduler: SchedulerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scheduler_client, "MAX_BUFFERED_EVENTS", 3)
-    events = EventStream(b"kv@mine")
     messages = [encode(EventBatch(0.0, [removed(number)])) for number in range(4)]
+
+    def publish(number: int, message: bytes) -> None:
+        scheduler.on_publication(kv_topic(SPEC.fingerprint), number.to_bytes(8, "big"), message, 0.0)
+
     for number, message in enumerate(messages):
-        events.message(number.to_bytes(8, "big"), message)
-    assert (events.take(), events.lost) == ([AllBlocksCleared(), removed(3)], 4)
-    events.message((4).to_bytes(8, "big"), b"\xc1")
-    events.message((5).to_bytes(8, "big"), messages[1])
-    assert (events.take(), events.lost) == ([AllBlocksCleared(), removed(1)], 5)
+        publish(number, message)
+    assert (scheduler.take_events(), scheduler.events_lost) == ([AllBlocksCleared(), removed(3)], 4)
+    publish(4, b"\xc1")
+    publish(5, messages[1])
+    assert (scheduler.take_events(), scheduler.events_lost) == ([AllBlocksCleared(), removed(1)], 5)
