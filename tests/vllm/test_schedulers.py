@@ -46,7 +46,7 @@ def connector(model: Path, tmp_path: Path, client: Any) -> Iterator[KvoffdConnec
     built = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
     built._manager.loads = False
     namespace = built._manager.namespace
-    namespace.client, namespace.current, namespace.registered = client, NamespaceSpec.named("model"), True
+    namespace.client, namespace.current = client, NamespaceSpec.named("model")
     yield built
     built.shutdown()
 

@@ -78,7 +78,6 @@ class EngineNamespace:
         client: the connection; one that is not ready before the namespace is known first.
         generation: counts resets and changes of weights.
         current: the namespace; None while it is not known.
-        registered: every worker's memory is registered in it.
         engine_cache_stale: vLLM's own cache has blocks of other weights than the namespace names: nothing is stored.
         on_leave: called when the weights, or adapters, may be others from now on.
     """
@@ -92,7 +91,7 @@ class EngineNamespace:
         self.client = cast(SchedulerClient, Unconnected())
         self.generation = 0
         self.current: NamespaceSpec | None = None
-        self.registered = self.engine_cache_stale = False
+        self.engine_cache_stale = False
         self.on_leave: Callable[[], None] = lambda: None
         self._last: NamespaceSpec | None = None
         self._reports: dict[int, MemoryReport] = {}
@@ -105,6 +104,12 @@ class EngineNamespace:
     def usable(self) -> bool:
         """Whether the daemon can have the memory of all workers, as far as they have said."""
         return all(report.usable for report in self._reports.values())
+
+    @property
+    def registered(self) -> bool:
+        """Whether every worker's memory is registered in the namespace."""
+        known = self.current
+        return known is not None and all(one.registered == known.fingerprint for one in self._reports.values())
 
     @property
     def serves(self) -> bool:
@@ -145,7 +150,7 @@ class EngineNamespace:
         self.generation += 1
         self._reports.clear()
         self.current = self._waiting_since = None
-        self._to_tell = self.registered = False
+        self._to_tell = False
         self._engine_cache_kept = engine_cache_kept
         self.engine_cache_stale = self.engine_cache_stale and engine_cache_kept
         self.on_leave()
@@ -162,13 +167,6 @@ class EngineNamespace:
             self._reports[rank] = report
         if self.current is None and len(self._reports) == self._world_size:
             self._decide([self._reports[rank] for rank in sorted(self._reports)])
-        self._note_registered()
-
-    def _note_registered(self) -> None:
-        known = self.current
-        self.registered = known is not None and all(
-            report.registered == known.fingerprint for report in self._reports.values()
-        )
 
     def _decide(self, reports: Sequence[MemoryReport]) -> None:
         namespace, *others = [report.namespace for report in reports]
@@ -206,7 +204,6 @@ class EngineNamespace:
     def join(self, namespace: NamespaceSpec) -> None:
         """Be in this namespace, and connect unless the connection is there already."""
         self.current = namespace
-        self._note_registered()
         if self._last is None or self._last.fingerprint != namespace.fingerprint:
             self.client.close()
             self.client, self._last = self._connect(namespace), namespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,9 +37,18 @@ from kvoffd_client.vllm.connector_metadata import (
 from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.vllm.request_log import report_of
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import ABSENT, COMING, MAX_REPORTED, READY, SHARED, WRITING, GroupKeys
+from kvoffd_proto.messages import (
+    ABSENT,
+    COMING,
+    MAX_REPORTED,
+    READY,
+    SHARED,
+    WRITING,
+    GroupKeys,
+    Outcome,
+    RequestReport,
+)
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -457,7 +467,7 @@ class KvoffdManager(OffloadingManager):
         state = self._requests[request.request_id]
         if not state.logged:
             state.logged = True
-            self.namespace.client.note_request(report_of(state, self._groups, loaded_tokens))
+            self.namespace.client.note_request(_report_of(state, self._groups, loaded_tokens))
         if not loaded_tokens:
             self._end_leases(state)
 
@@ -472,7 +482,7 @@ class KvoffdManager(OffloadingManager):
         if state := self._requests.get(failed.request_id):
             self._end_leases(state)
             state.load_failed = True
-            self.namespace.client.note_request(report_of(state, self._groups, 0))
+            self.namespace.client.note_request(_report_of(state, self._groups, 0))
             state.last = None
         if failed.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate(failed.keys)
@@ -616,3 +626,48 @@ class KvoffdManager(OffloadingManager):
         """End a lookup's lease, if there is one, or may be one since no answer came. ``unused``: as of the client."""
         if lookup is not None and (unused or lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done):
             self.namespace.client.release(lookup.ticket.lease_id, unused)
+
+
+def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int) -> RequestReport:
+    """Report a request that was scheduled, and loads so many tokens."""
+    request, last, below = state.request, state.last, state.from_tiers
+    states = b"".join(last.ticket.states) if last is not None else b""
+    from_store = list(below.values()).count(SHARED)
+    risen = sum(last.found.get(key) is _HIT for key in below) if last is not None else 0
+    group, missing, reason = 0, b"", ""
+    leading = len(states) - len(states.lstrip(_READY_BYTE))
+    if last is not None and leading < len(states):
+        group, chunk = [(index, chunk) for index, chunks in last.chunks.items() for chunk in chunks][leading]
+        missing = of_adapter([chunk], state.adapter)[0] if state.adapter else chunk
+        reason = "" if states[leading] == ABSENT else "partial" if states[leading] == WRITING else "tier_late"
+    if loaded_tokens:
+        outcome = Outcome.LOADED
+    elif state.load_failed:
+        outcome = Outcome.FAILED
+    elif request.num_prompt_tokens < min(one.tokens_per_chunk for one in groups):
+        outcome = Outcome.SHORT
+    elif state.disabled or last is None or last.ticket.failed:
+        outcome = Outcome.UNUSED
+    elif last.given_up:
+        outcome = Outcome.LATE
+    elif not last.ticket.done:  # nobody waited for the answer
+        outcome = Outcome.HELD
+    elif state.skip_counted:
+        outcome = Outcome.SKIPPED
+    else:
+        outcome = Outcome.HELD if leading else Outcome.MISSED
+    return RequestReport(
+        request.request_id[:128],
+        time.time(),
+        request.num_prompt_tokens,
+        len(states),
+        states.count(READY) - risen,
+        len(below) - from_store,
+        from_store,
+        outcome,
+        loaded_tokens,
+        group,
+        missing,
+        reason,
+        leading + 1 if missing else 0,
+    )
