@@ -12,12 +12,12 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, make_offload_key
+from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
 from kvoffd_client.vllm import block_tokens
 from kvoffd_client.vllm.block_tokens import HostBlockEvents
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, KeyedSpec, group_transfers
+from kvoffd_client.vllm.connector_metadata import ChunkGroup
 from kvoffd_proto import events
 
 BLOCK_TOKENS, KEY_BYTES = 32, 32
@@ -48,11 +48,7 @@ def made_events() -> HostBlockEvents:
 def passed_on(request: Request, chunks: list[int]) -> tuple[bytes, bytes]:
     """The parents and tokens that a store of these chunks of a request tells."""
     ends = {chain_of(request)[chunk]: (chunk + 1) * BLOCK_TOKENS for chunk in chunks}
-    spec = KeyedSpec.of(list(ends), {ChunkGroup(0, 1, BLOCK_TOKENS).suffix: 0})
-    spec.origins = made_events().origins_of(request, ends)
-    blocks = GPULoadStoreSpec(list(chunks), group_sizes=[len(chunks)], block_indices=[chunks[0]])
-    (transfer,) = group_transfers(blocks, spec, 1, KEY_BYTES, is_store=True)
-    return transfer.parents, transfer.tokens
+    return made_events().origins_of(request, ends).get(0, (b"", b""))
 
 
 def tokens_of(*chunks: int) -> bytes:

@@ -1,9 +1,9 @@
-"""What the connector's scheduler half and its workers send each other, and how block lists become jobs of the wire."""
+"""What the connector's scheduler half and its workers send each other."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,9 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
+from vllm.v1.kv_offload.base import LoadStoreSpec
 
-from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.vllm.engine_namespace import MemoryReport
 from kvoffd_proto.errors import ErrorCode
@@ -70,19 +69,6 @@ class KeyedSpec(LoadStoreSpec):
     load_tokens: int = 0
     origins: Mapping[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, keys: Collection[OffloadKey], positions: Mapping[bytes, int], adapter: bytes = b"") -> KeyedSpec:
-        """Sort vLLM's keys into groups, in their order. ``positions`` maps group ids to indices on the wire.
-
-        ``adapter`` is the content of the request's LoRA adapter; see ``of_adapter``.
-        """
-        groups: list[list[bytes]] = [[] for _ in positions]
-        for key in keys:
-            groups[positions[key[-GROUP_ID_BYTES:]]].append(key[:-GROUP_ID_BYTES])
-        if adapter:
-            groups = [of_adapter(group, adapter) for group in groups]
-        return cls(tuple(map(b"".join, groups)))
-
     @property
     def keys(self) -> list[GroupKeys]:
         return [GroupKeys(index, hashes) for index, hashes in enumerate(self.groups) if hashes]
@@ -94,44 +80,6 @@ def of_adapter(hashes: Iterable[bytes], content: bytes) -> list[bytes]:
     vLLM's hash has the adapter's name and path alone.
     """
     return [hashlib.shake_256(one + content).digest(len(one)) for one in hashes]
-
-
-class TransferMismatch(Exception):
-    """The block list and the keys do not fit each other, so nothing may be copied."""
-
-
-def group_transfers(
-    blocks: GPULoadStoreSpec, keyed: KeyedSpec, blocks_per_chunk: int, key_bytes: int, *, is_store: bool
-) -> list[GroupTransfer]:
-    """Return vLLM's block list and our keys as the groups of a job.
-
-    vLLM gives per group the number of blocks and the index, in the request, of the first of them; blocks of a key
-    before that one are left out. Raises TransferMismatch when a group's blocks do not end where its keys end (a store),
-    or not inside the last key (a load).
-    """
-    if len(blocks.group_sizes) != len(keyed.groups):
-        raise TransferMismatch(f"{len(blocks.group_sizes)} groups of blocks for {len(keyed.groups)} groups of keys.")
-    transfers = []
-    start = 0
-    for index, (size, first_index, keys) in enumerate(
-        zip(blocks.group_sizes, blocks.block_indices, keyed.groups, strict=True)
-    ):
-        ids = blocks.block_ids[start : start + size]
-        start += size
-        count = len(keys) // key_bytes
-        if size == 0 and count == 0:
-            continue
-        first_block = first_index % blocks_per_chunk
-        covered = first_block + size
-        fits = covered == count * blocks_per_chunk if is_store else -(-covered // blocks_per_chunk) == count
-        if not fits or size == 0:
-            raise TransferMismatch(
-                f"Group {index}: {size} blocks that begin {first_block} blocks into the first of {count} keys "
-                f"of {blocks_per_chunk} blocks."
-            )
-        origins = keyed.origins.get(index, (b"", b""))
-        transfers.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
-    return transfers
 
 
 @dataclass(frozen=True)

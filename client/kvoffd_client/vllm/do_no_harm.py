@@ -52,7 +52,6 @@ class PrefillRate:
 
     Attributes:
         tokens_per_second: 0 before it is known.
-        step_s: seconds of a step with few tokens, the median of the latest; 0 before it is known. No prompt takes less.
     """
 
     def __init__(self, clock: Callable[[], float], most_running: int, largest_chunk: int) -> None:
@@ -66,11 +65,9 @@ class PrefillRate:
         self._tokens, self._seconds = 0, 0.0
         """Of steps of prompts in a row."""
         self._samples: deque[float] = deque(maxlen=SAMPLES)
-        self._small_steps: deque[float] = deque(maxlen=SAMPLES)
         self._is_warm = False
         """Whether an engine's first steps, in which it compiles, are over: one that loads may compute few others."""
         self.tokens_per_second = 0.0
-        self.step_s = 0.0
 
     def step_begins(self, request_tokens: Collection[int]) -> None:
         """Note that the scheduler begins a step with so many tokens of each request."""
@@ -83,9 +80,6 @@ class PrefillRate:
         now, (began, request_tokens) = self._clock(), self._running.popleft()
         seconds, self._ended = now - max(began, self._ended), now  # the engine computed others before
         tokens = sum(request_tokens)
-        if 0 < tokens < self._least_step and self._is_warm:
-            self._small_steps.append(seconds)
-            self.step_s = median(self._small_steps)
         of_prompts = sum(count for count in request_tokens if count >= self._least_request)
         if tokens < self._least_step or of_prompts < PROMPT_SHARE * tokens:
             self._tokens, self._seconds = 0, 0.0

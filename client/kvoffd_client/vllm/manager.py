@@ -71,8 +71,8 @@ which vLLM sleeps for a millisecond."""
 ASSUMED_RATE = 10_000.0
 """Tokens a second that an engine is taken to compute while its prefill rate is not known, as for its first prompts. A
 guess, for a large GPU; a slower engine waits less than it might."""
-LEAST_UNKNOWN_S = 0.02
-"""The least time for which an answer is waited for while the rate is not known."""
+LEAST_COMPUTED_S = 0.02
+"""A step of an engine is taken to last so long at least."""
 WAIT_PAUSE_S = 0.1
 """After an answer that did not come in time none is awaited for so long. A daemon that hangs costs a hundredth of the
 time, until it counts as not connected."""
@@ -337,17 +337,12 @@ class KvoffdManager(OffloadingManager):
     def _allowed_s(self, tokens: int) -> float:
         """How long an answer is waited for, from the sending of its lookup, where so many tokens are missing.
 
-        No longer than it takes to compute them; and not at all where the daemon's answers take longer than that. A step
-        with few tokens takes the least.
+        No longer than it takes to compute them; and not at all where the daemon's answers take longer than that.
         """
         if not self._do_no_harm:
             return self._deadline_s
-        prefill = self.harm.prefill
-        if prefill.tokens_per_second and tokens:
-            computed_s = max(prefill.step_s, tokens / prefill.tokens_per_second)
-        else:
-            computed_s = max(LEAST_UNKNOWN_S, tokens / ASSUMED_RATE)
-        allowed_s = min(self._deadline_s, computed_s)
+        rate = self.harm.prefill.tokens_per_second or ASSUMED_RATE
+        allowed_s = min(self._deadline_s, max(LEAST_COMPUTED_S, tokens / rate))
         return allowed_s if self._reply_s <= allowed_s else 0.0
 
     def _read(self, came: KeyedLookup) -> None:
@@ -526,7 +521,7 @@ class KvoffdManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
         state = self._requests.get(req_context.req_id)
-        spec = KeyedSpec.of(keys, self._positions, state.adapter if state is not None else b"")
+        spec = self._spec_of(keys, state.adapter if state is not None else b"")
         spec.request_id = req_context.req_id
         if state is not None and (answer := state.answer) is not None:
             state.answer = None  # its lease is the load's
@@ -535,6 +530,15 @@ class KvoffdManager(OffloadingManager):
             spec.lease_id = answer.ticket.lease_id
             spec.load_tokens = self._most_tokens(keys)
         return spec
+
+    def _spec_of(self, keys: Iterable[OffloadKey], adapter: bytes) -> KeyedSpec:
+        """Sort vLLM's keys into groups, in their order."""
+        groups: list[list[bytes]] = [[] for _ in self._groups]
+        for key in keys:
+            groups[self._positions[key[-GROUP_ID_BYTES:]]].append(key[:-GROUP_ID_BYTES])
+        if adapter:
+            groups = [of_adapter(group, adapter) for group in groups]
+        return KeyedSpec(tuple(map(b"".join, groups)))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         lookup = self._loading.pop(req_context.req_id, None)
@@ -580,7 +584,7 @@ class KvoffdManager(OffloadingManager):
         sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in ends}
         self._storing |= sizes
         self._outstanding_bytes += sum(sizes.values())
-        spec = KeyedSpec.of(ends, self._positions, state.adapter)
+        spec = self._spec_of(ends, state.adapter)
         if self.events is not None:
             spec.origins = self.events.origins_of(request, ends)
         return PrepareStoreOutput(keys_to_store=list(ends), store_spec=spec, evicted_keys=[])

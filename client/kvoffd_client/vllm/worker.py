@@ -8,16 +8,14 @@ from collections.abc import Callable, Sequence
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
-from kvoffd_client.jobs import Job
+from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm.connector_metadata import (
     NO_LEASE,
     FailedJob,
     KeyedSpec,
-    TransferMismatch,
     WorkerReport,
-    group_transfers,
 )
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.worker_client import FENCE_PATIENCE_S, WorkerClient
@@ -110,7 +108,7 @@ class KvoffdWorker(OffloadingWorker):
         is_store = lease_id is None
         try:
             groups = group_transfers(blocks, keyed, self._blocks_per_chunk, self._key_bytes, is_store=is_store)
-        except TransferMismatch as mismatch:
+        except ValueError as mismatch:
             logger.warning_once("kvoffd: a job was not sent, since its blocks do not fit its keys. %s", mismatch)  # type: ignore[attr-defined]
             self._failed.append((job_id, ErrorCode.BAD_BLOCK_IDS))
             return
@@ -238,3 +236,37 @@ class KvoffdWorker(OffloadingWorker):
             self._sender.close()
         for client in self._clients():
             client.close()
+
+
+def group_transfers(
+    blocks: GPULoadStoreSpec, keyed: KeyedSpec, blocks_per_chunk: int, key_bytes: int, *, is_store: bool
+) -> list[GroupTransfer]:
+    """Return vLLM's block list and our keys as the groups of a job.
+
+    vLLM gives per group the number of blocks and the index, in the request, of the first of them; blocks of a key
+    before that one are left out. Raises ValueError when a group's blocks do not end where its keys end (a store),
+    or not inside the last key (a load).
+    """
+    if len(blocks.group_sizes) != len(keyed.groups):
+        raise ValueError(f"{len(blocks.group_sizes)} groups of blocks for {len(keyed.groups)} groups of keys.")
+    transfers = []
+    start = 0
+    for index, (size, first_index, keys) in enumerate(
+        zip(blocks.group_sizes, blocks.block_indices, keyed.groups, strict=True)
+    ):
+        ids = blocks.block_ids[start : start + size]
+        start += size
+        count = len(keys) // key_bytes
+        if size == 0 and count == 0:
+            continue
+        first_block = first_index % blocks_per_chunk
+        covered = first_block + size
+        fits = covered == count * blocks_per_chunk if is_store else -(-covered // blocks_per_chunk) == count
+        if not fits or size == 0:
+            raise ValueError(
+                f"Group {index}: {size} blocks that begin {first_block} blocks into the first of {count} keys "
+                f"of {blocks_per_chunk} blocks."
+            )
+        origins = keyed.origins.get(index, (b"", b""))
+        transfers.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
+    return transfers
