@@ -197,8 +197,8 @@ class Engine:
         leases = [found for found in scheduler._leases.values() if found.alive]
         if leases or any(rank.client.unfinished for rank in self.ranks):
             return f"{self.name} has {len(leases)} leases, jobs {[r.client.unfinished for r in self.ranks]}"
-        events, audit = scheduler._events, self.world.daemon.audit
-        seen_all = events.next_sequence == audit.next_event_message[events.topic]
+        audit, topic = self.world.daemon.audit, scheduler._events_topic
+        seen_all = scheduler._next_events_sequence == audit.next_event_message[topic]
         if seen_all and not self.readable <= audit.folded(self.content.spec.fingerprint):
             raise Broken(f"{self.name} knows of blocks that are not there by the KV events that were published")
         return None
