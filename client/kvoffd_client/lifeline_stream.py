@@ -21,8 +21,6 @@ from kvoffd_proto.paths import SocketPaths, peer_credentials, peer_pidfd
 
 NEVER = float("inf")
 READ_BYTES = 65536
-MAX_DESCRIPTORS = 4
-"""Taken from one read of the lifeline."""
 DAEMON_END_GRACE_S = 5.0
 """A daemon on a GPU that died counts as gone after this, where the kernel does not show when its process is."""
 
@@ -85,13 +83,11 @@ class LifelineStream:
         """Yield the messages that have arrived; ``ended`` tells whether more can come. Raises LifelineError."""
         while not self.ended:
             try:
-                data, fds, _, _ = socket.recv_fds(self._stream, READ_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+                data = self._stream.recv(READ_BYTES)
             except BlockingIOError:
                 return
             except OSError:
-                data, fds = b"", []
-            for fd in fds:  # nobody asked for them
-                os.close(fd)
+                data = b""
             if not data:
                 self._ended_at = time.monotonic()
                 self._stream.close()

@@ -43,19 +43,14 @@ class SharedKvMemory(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.zeros and _is_kv_backing(args, kwargs):
-            memory = SharedMemory(args[0], name="kvoffd-kv")
-            self.memories.append(memory)
-            return torch.frombuffer(memory.view, dtype=torch.int8)
-        return func(*args, **kwargs)
-
-
-def _is_kv_backing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    size = args[0] if len(args) == 1 else None
-    if kwargs.get("dtype") is not torch.int8 or not isinstance(size, int) or size <= 0:
-        return False
-    device = kwargs.get("device")
-    return device is None or torch.device(device).type == "cpu"
+        size = args[0] if func is torch.zeros and len(args) == 1 else None
+        if not isinstance(size, int) or size <= 0 or kwargs.get("dtype") is not torch.int8:
+            return func(*args, **kwargs)
+        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            return func(*args, **kwargs)
+        memory = SharedMemory(size, name="kvoffd-kv")
+        self.memories.append(memory)
+        return torch.frombuffer(memory.view, dtype=torch.int8)
 
 
 def registration_of(
