@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import msgspec
 
-from kvoffd_client.scheduler_client import EventStream
+from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_proto import codec, events, lifeline
 from tests.fuzz import corpus
 from tests.fuzz.bend import Choices, bend
 from tests.fuzz.pages import bent_namespaces, disk_pages, namespaces
+
+SPEC = NamespaceSpec.named("fuzz")
+CLIENT = SchedulerClient("/nowhere", SPEC, subscribe_events=True, transport=MagicMock(lock=nullcontext()))
 
 
 def request(data: bytes) -> None:
@@ -71,14 +76,13 @@ def event_batch(data: bytes) -> None:
         events.decode_event_batch(data)
     except msgspec.MsgspecError:
         pass
-    stream = EventStream(b"kv@x")
-    stream.message(bytes(8), data)
-    stream.take()
-    lost = stream.lost
-    good = codec.encode(events.EventBatch(0.0, [events.AllBlocksCleared()]))
-    stream.message((1).to_bytes(8, "big"), good)
-    assert stream.take() == [events.AllBlocksCleared()]
-    assert stream.lost == lost
+    topic, good = events.kv_topic(SPEC.fingerprint), codec.encode(events.EventBatch(0.0, [events.AllBlocksCleared()]))
+    CLIENT.on_publication(topic, bytes(8), data, 0.0)
+    CLIENT.take_events()
+    lost = CLIENT.events_lost
+    CLIENT.on_publication(topic, (1).to_bytes(8, "big"), good, 0.0)
+    assert CLIENT.take_events() == [events.AllBlocksCleared()]
+    assert CLIENT.events_lost == lost
 
 
 def bent(name: str) -> Callable[[bytes], None]:
