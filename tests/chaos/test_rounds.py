@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +44,6 @@ def test_rounds_find_a_daemon_that_lies(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Supervisor, "make_daemon", staticmethod(lying_daemon))
     with pytest.raises(AssertionError, match=r"words of key .* are not what was stored"):
         run_rounds(5, 1, None)
-
-
-def test_watchdog_ends_a_stopped_daemon() -> None:
-    supervisor = Supervisor("4MiB", None).start()
-    try:
-        supervisor.wait_serving(1)
-        first = supervisor.daemon.pid
-        supervisor.signal(signal.SIGSTOP)
-        supervisor.wait_serving(2)
-        assert supervisor.hung
-        assert supervisor.daemon.pid != first
-    finally:
-        supervisor.close()
-    assert not supervisor.directory.exists()
 
 
 ROOM_BYTES = 4 << 20

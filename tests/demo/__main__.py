@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -26,12 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffd_client import AdminClient
-from kvoffd_proto.stats import DaemonStats
+from tests.kit.command import CLI
 from tests.kit.daemon import START_DEADLINE_S, DaemonProcess
-from tests.kit.engine import BLOCK_TOKENS, EngineProcess
+from tests.kit.engine import BLOCK_TOKENS, EngineProcess, wait_steady, wait_stored
 from tests.kit.models import make_demo_llama
 from tests.kit.redis_server import PROGRAM, RedisServer
 from tests.kit.waiting import wait_until
+from tests.kit.wire import Books
 
 HOME = Path(".demo")
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -41,9 +42,8 @@ LOADABLE = sum(length // BLOCK_TOKENS * BLOCK_TOKENS for length in PROMPT_LENGTH
 WARM_UP_TOKENS = 2500
 ANSWER_TOKENS = 16
 """Enough steps after the prompt's for vLLM to hand over all stores, and enough tokens to compare."""
-STORE_TIMEOUT_S = 60.0
-QUIET_S = 0.5
-"""Stores have ended when the daemon has nothing to do and holds the same bytes for this long."""
+LOOKS = 25
+"""Stores have ended when the daemon has nothing to do and the same blocks at so many looks, half a second long."""
 SHARED = {"shared_ask_deadline": "1s", "shared_deadline": "30s"}
 """The defaults, 20 ms and 2 s, are for a store with cores of its own. Here two nodes and the store have one machine."""
 LEGEND = f"""Every run after the cold one has to get the prompts from kvoffd.
@@ -112,7 +112,7 @@ class Demo:
         first, second = self._start_engines({"engine": self._sockets, "engine-second": self._sockets})
         runs = [Run(first, "cold", self._prompts)]
         with step("waiting until the daemon has stored everything"):
-            self._wait_quiet(stored)
+            wait_stored(self._sockets, LOOKS)
         with step("clearing the engine's own prefix cache"):
             first.forget()
         runs += [Run(first, "cache cleared", self._prompts), Run(second, "second engine", self._prompts)]
@@ -120,13 +120,15 @@ class Demo:
         wanted = {"engine-restarted": self._sockets}
         if self._shared:
             with step("waiting until the shared store has the prompts' blocks"):
-                self._wait_quiet(written)
+                wait_steady(self._sockets, written, LOOKS)
             other = wanted["engine-other"] = self._sockets / "other"
             other.mkdir()
             self._start_daemon(other, "kvoffd-other")
         for engine, title in zip(self._start_engines(wanted), ("engine restarted", "another node"), strict=False):
             runs.append(Run(engine, title, self._prompts))
-        self._ask("stats")
+        print("$ kvoffd-cli stats", flush=True)
+        environ = {name: text for name, text in os.environ.items() if not name.startswith("KVOFFD_")}  # the user's own
+        subprocess.run([CLI, "stats", "--directory", str(self._sockets)], check=True, env=environ, timeout=30.0)
         return runs
 
     def stop_engines(self) -> None:
@@ -175,35 +177,9 @@ class Demo:
                 engine.generate([self._warm_up], ANSWER_TOKENS)
         return list(self._engines)
 
-    def _wait_quiet(self, figure: Callable[[DaemonStats], int]) -> None:
-        """Until a figure, which is 0 while work is waiting, has stayed above 0 and the same for a while."""
-        last, since = 0, time.monotonic()
-        with AdminClient(self._sockets) as admin:
 
-            def quiet() -> bool:
-                nonlocal last, since
-                found = figure(admin.stats())
-                if found != last or not found:
-                    last, since = found, time.monotonic()
-                return time.monotonic() - since >= QUIET_S
-
-            wait_until(quiet, STORE_TIMEOUT_S, explain=admin.stats, interval_s=0.1)
-
-    def _ask(self, *words: str) -> None:
-        """Have kvoffd-cli ask the daemon, without kvoffd's variables, which are meant for the user's own."""
-        print(f"$ kvoffd-cli {' '.join(words)}", flush=True)
-        environ = {name: text for name, text in os.environ.items() if not name.startswith("KVOFFD_")}
-        command = [Path(sys.executable).with_name("kvoffd-cli"), *words, "--directory", str(self._sockets)]
-        subprocess.run(command, check=True, env=environ, timeout=30.0)
-
-
-def stored(stats: DaemonStats) -> int:
-    busy = stats.store.queued_jobs + stats.store.running_jobs or stats.pool.of("filling")
-    return 0 if busy else stats.pool.of("ready")
-
-
-def written(stats: DaemonStats) -> int:
-    return 0 if stats.shared[0].queued_writes else stats.shared[0].written_blocks
+def written(found: Books) -> int:
+    return 0 if found.shared[0].queued_writes else int(found.shared[0].written_blocks)
 
 
 def show(runs: list[Run]) -> str:

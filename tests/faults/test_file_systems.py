@@ -11,7 +11,6 @@ import pytest
 
 from tests.kit.cases import case
 from tests.kit.checked import CheckedEngine, Truth, over_disk, put_on_disk, wait_disk, wait_written
-from tests.kit.command import command
 from tests.kit.daemon import DaemonProcess
 from tests.kit.linux import Ext4, tmpfs
 from tests.kit.waiting import wait_until
@@ -27,9 +26,8 @@ def ext4(tmp_path: Path) -> Iterator[Ext4]:
         yield mounted
 
 
-@pytest.fixture
-def read_only(ext4: Ext4) -> Iterator[tuple[DaemonProcess, Truth]]:
-    """A daemon whose blocks are on a disk that has become read-only."""
+def test_a_read_only_disk_is_read_and_an_engines_reset_holds(ext4: Ext4) -> None:
+    """Blocks are right, and what an engine resets stays away when the disk is mended."""
     with over_disk(ext4.place, "4MiB") as daemon:
         wait_disk(daemon)
         with CheckedEngine(daemon) as engine:
@@ -39,60 +37,20 @@ def read_only(ext4: Ext4) -> Iterator[tuple[DaemonProcess, Truth]]:
         daemon.start()
         assert wait_disk(daemon).blocks == BLOCKS
         ext4.fail()
-        yield daemon, engine.truth
-
-
-def mended(daemon: DaemonProcess, ext4: Ext4) -> None:
-    """Kill the daemon, mend the file system and start it again."""
-    daemon.kill()
-    ext4.mend()
-    daemon.start()
-    wait_disk(daemon)
-
-
-def test_a_read_only_disk_is_read_and_an_engines_reset_holds(
-    ext4: Ext4, read_only: tuple[DaemonProcess, Truth]
-) -> None:
-    """Blocks are right, and what an engine resets stays away when the disk is mended."""
-    daemon, truth = read_only
-    with CheckedEngine(daemon, truth) as engine:
-        assert sum(len(engine.get(range(at, at + 16))) for at in range(0, BLOCKS, 16)) == BLOCKS
-        engine.put(range(BLOCKS, BLOCKS + 128))
-        wait_until(lambda: books(daemon.directory).health == "degraded", explain=lambda: books(daemon.directory))
-        assert any("disk" in name for name in books(daemon.directory).problems)
-        assert engine.scheduler.reset()
-        truth.drop()
-        assert engine.get(ALL) == []
-    mended(daemon, ext4)
-    with CheckedEngine(daemon, truth) as engine:
-        assert engine.get(ALL) == []
-
-
-def test_clear_holds_for_a_read_only_disk(ext4: Ext4, read_only: tuple[DaemonProcess, Truth]) -> None:
-    """What was cleared stays away when the disk is mended: the daemon has it in a file of its own."""
-    daemon, truth = read_only
-    status, _ = command(daemon, "clear", "--all", "--yes")
-    truth.drop()
-    with CheckedEngine(daemon, truth) as engine:
-        assert engine.get(ALL) == []
-    mended(daemon, ext4)
-    with CheckedEngine(daemon, truth) as engine:
-        assert (engine.count(ALL), status) == (0, 0)
-
-
-def test_clear_that_nothing_can_note_has_a_status_of_its_own(
-    ext4: Ext4, read_only: tuple[DaemonProcess, Truth]
-) -> None:
-    """It is done here; neither the disk nor the daemon's own file can say so to the next daemon."""
-    daemon, truth = read_only
-    Path(daemon.directory, "kvoffd.state.new").mkdir()
-    status, said = command(daemon, "clear", "--all", "--yes")
-    assert status == 3
-    assert "kill" in said
-    assert str(ext4.place) in said
-    truth.drop()
-    with CheckedEngine(daemon, truth) as engine:
-        assert engine.count(ALL) == 0
+        with CheckedEngine(daemon, engine.truth) as engine:
+            assert sum(len(engine.get(range(at, at + 16))) for at in range(0, BLOCKS, 16)) == BLOCKS
+            engine.put(range(BLOCKS, BLOCKS + 128))
+            wait_until(lambda: books(daemon.directory).health == "degraded", explain=lambda: books(daemon.directory))
+            assert any("disk" in name for name in books(daemon.directory).problems)
+            assert engine.scheduler.reset()
+            engine.truth.drop()
+            assert engine.get(ALL) == []
+        daemon.kill()
+        ext4.mend()
+        daemon.start()
+        wait_disk(daemon)
+        with CheckedEngine(daemon, engine.truth) as engine:
+            assert engine.get(ALL) == []
 
 
 def test_a_frozen_file_system_keeps_nobody_waiting(ext4: Ext4) -> None:

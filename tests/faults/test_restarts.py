@@ -23,7 +23,6 @@ from tests.kit.wire import WireClient, books, keys
 BLOCKS = 128
 ALL = range(BLOCKS)
 MIB = 1 << 20
-PAGE, SLOT = 65536, 4096
 NAMESPACES = 400
 
 

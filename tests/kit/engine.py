@@ -286,15 +286,24 @@ def wait_books(directory: Path, condition: Callable[[Books], object], deadline_s
     return found[0]
 
 
-def wait_stored(directory: Path) -> Books:
+def wait_steady(directory: Path, figure: Callable[[Books], int], looks: int) -> Books:
+    """Until a figure of the daemon's books is above 0, and the same so many times, 20 ms apart."""
+    seen: list[int] = []
+
+    def steady(found: Books) -> bool:
+        seen.append(figure(found))
+        return seen[-1] > 0 and seen[-looks:] == [seen[-1]] * looks
+
+    return wait_books(directory, steady, 100.0)
+
+
+def wait_stored(directory: Path, looks: int = 6) -> Books:
     """Until blocks are there and no more come: answers do not wait for stores."""
-    seen: list[tuple[int, int, int]] = []
 
-    def quiet(found: Books) -> bool:
-        seen.append((found.ready_blocks, found.store.running_jobs, found.store.queued_jobs))
-        return seen[-1] == (found.ready_blocks, 0, 0) and found.ready_blocks > 0 and seen[-6:] == [seen[-1]] * 6
+    def stored(found: Books) -> int:
+        return 0 if found.store.running_jobs or found.store.queued_jobs else found.ready_blocks
 
-    return wait_books(directory, quiet, 100.0)
+    return wait_steady(directory, stored, looks)
 
 
 def tokens(answers: list[Completion]) -> list[list[int]]:

@@ -34,6 +34,7 @@ from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.cache.tickets import Held, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
+from kvoffd_proto.events import MEDIUM_CPU
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.clock import Clock
 
@@ -41,29 +42,31 @@ UNIT = 8192
 
 
 class FoldedEvents:
-    """A CacheListener that folds the events into the index they describe, and refuses impossible ones."""
+    """Folds the events of a cache, or of the tiers below it, into the index they describe; refuses impossible ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, medium: str = MEDIUM_CPU) -> None:
+        self._medium = medium
         self.index: set[tuple[bytes, int, bytes]] = set()
-        self.log: list[tuple[str, int, list[bytes]]] = []
 
-    def stored(self, namespace: Namespace, group: int, keys: list[bytes], *, tokens: object = None) -> None:
-        names = {(namespace.fingerprint, group, key) for key in keys}
-        assert len(names) == len(keys)
+    def stored(
+        self, namespace: Namespace, group: int, keys: list[bytes], medium: str = MEDIUM_CPU, *, tokens: object = None
+    ) -> None:
+        names = self._names(namespace, group, keys, medium)
         assert not names & self.index
         self.index |= names
-        self.log.append(("stored", group, keys))
 
-    def removed(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
-        names = {(namespace.fingerprint, group, key) for key in keys}
-        assert len(names) == len(keys)
+    def removed(self, namespace: Namespace, group: int, keys: list[bytes], medium: str = MEDIUM_CPU) -> None:
+        names = self._names(namespace, group, keys, medium)
         assert names <= self.index
         self.index -= names
-        self.log.append(("removed", group, keys))
+
+    def _names(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> set[tuple[bytes, int, bytes]]:
+        names = {(namespace.fingerprint, group, key) for key in keys}
+        assert (len(names), medium) == (len(keys), self._medium)
+        return names
 
     def cleared(self, namespace: Namespace) -> None:
         self.index = {name for name in self.index if name[0] != namespace.fingerprint}
-        self.log.append(("cleared", 0, []))
 
 
 def keys_of(*numbers: int) -> bytes:

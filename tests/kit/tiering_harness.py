@@ -15,29 +15,10 @@ from kvoffd.tiering.writer import writes_of
 from kvoffd.tiers.tier import Result, Space
 from kvoffd_proto.events import MEDIUM_STORAGE
 from tests.kit.fake_tier import FakeTier, PoolBytes
-from tests.kit.slot_cache import CacheRig, check_invariants
+from tests.kit.slot_cache import CacheRig, FoldedEvents, check_invariants
 
 REGION_SLOTS = 4
 LEASE, SESSION = 2**62, 9999
-
-
-class FoldedTierEvents:
-    """Folds the events of a tier into the index they describe, and refuses impossible ones."""
-
-    def __init__(self) -> None:
-        self.index: set[tuple[bytes, int, bytes]] = set()
-
-    def stored(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
-        assert medium == MEDIUM_STORAGE
-        names = {(namespace.fingerprint, group, key) for key in keys}
-        assert not names & self.index
-        self.index |= names
-
-    def removed(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
-        assert medium == MEDIUM_STORAGE
-        names = {(namespace.fingerprint, group, key) for key in keys}
-        assert names <= self.index
-        self.index -= names
 
 
 class TieringHarness(CacheRig):
@@ -48,7 +29,7 @@ class TieringHarness(CacheRig):
     ) -> None:
         super().__init__(REGION_SLOTS * regions, REGION_SLOTS)
         self.memory = PoolBytes(self.slots.pool_bytes)
-        self.tier_events = FoldedTierEvents()
+        self.tier_events = FoldedEvents(MEDIUM_STORAGE)
         self.engines_busy = False
         self.tiering = Tiering(
             self.cache,

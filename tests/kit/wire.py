@@ -512,20 +512,17 @@ class WireClient(Closing):
         self._seen = max(self._seen, number, *(batch.sequence for batch in batches))
         return self._seen
 
-    def subscribe(self, *, everything: bool = False, unread: int = 1000) -> None:
-        """Subscribe to this session's results, or to all that is published; so many messages may lie unread here."""
-        topic = b"" if everything else events.session_topic(self.daemon_id, self.session)
-        self.unsubscribe()
+    def subscribe(self) -> None:
+        """Subscribe to this session's results."""
         self._events = self._context.socket(zmq.SUB)
-        for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, unread), (zmq.SUBSCRIBE, topic)):
-            self._events.setsockopt(option, value)
+        self._events.setsockopt(zmq.SUBSCRIBE, events.session_topic(self.daemon_id, self.session))
         self._events.connect(f"ipc://{SocketPaths(self.directory).events}")
 
     def unsubscribe(self) -> None:
         """Take no publications: what is published from now on is lost to this session."""
-        if self._events is not None:
-            self._events.close(linger=0)
-            self._events = None
+        assert self._events is not None, "subscribe first"
+        self._events.close(linger=0)
+        self._events = None
 
     def published(self, timeout_s: float = TIMEOUT_S) -> Batch | None:
         """The next batch that is published to this session; None where none comes in time."""
@@ -534,15 +531,6 @@ class WireClient(Closing):
             return None
         _, _, payload = self._events.recv_multipart()
         return _batch(codec.decode_completions(payload))
-
-    def unread(self) -> int:
-        """Take all that was published to this session, results or not; how many messages it was."""
-        assert self._events is not None, "subscribe first"
-        count = 0
-        while self._events.poll(500):
-            self._events.recv_multipart()
-            count += 1
-        return count
 
     # --- an administrator's ----------------------------------------------------------------------
 
@@ -590,18 +578,18 @@ class WireClient(Closing):
 
 
 class Eavesdropper(Closing):
-    """Somebody without a session, at the sockets behind the lifeline."""
+    """Somebody without a session, at the sockets behind the lifeline. So many publications may lie ``unread``."""
 
-    def __init__(self, directory: Path, routing_id: bytes = b"") -> None:
+    def __init__(self, directory: Path, routing_id: bytes = b"", unread: int = 1000) -> None:
         paths = SocketPaths(directory)
         self._context = zmq.Context()
         self._events, self._jobs = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
         if routing_id:
             self._jobs.setsockopt(zmq.ROUTING_ID, routing_id)
-        for used, path in ((self._events, paths.events), (self._jobs, paths.jobs)):
-            used.setsockopt(zmq.LINGER, 0)
-            used.connect(f"ipc://{path}")
+        self._events.setsockopt(zmq.RCVHWM, unread)
         self._events.setsockopt(zmq.SUBSCRIBE, b"")
+        self._events.connect(f"ipc://{paths.events}")
+        self._jobs.connect(f"ipc://{paths.jobs}")
 
     def ask(self) -> None:
         """Ask for the statistics."""
@@ -616,6 +604,14 @@ class Eavesdropper(Closing):
     def hears(self, timeout_s: float) -> bool:
         """Whether anything is published to it."""
         return bool(self._events.poll(timeout_s * 1000))
+
+    def unread(self) -> int:
+        """Take all that was published; how many messages it was."""
+        count = 0
+        while self.hears(0.5):
+            self._events.recv_multipart()
+            count += 1
+        return count
 
     def is_answered(self, timeout_s: float) -> bool:
         """Whether anything comes back, be it a refusal."""

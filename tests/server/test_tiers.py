@@ -16,9 +16,9 @@ from kvoffd.server.persistence import State, StateFile
 from kvoffd.server.tiers import Tiers
 from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.tier import TierListener, TierStats
+from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.stats import DiskState
-from tests.kit.slot_cache import CacheRig, keys_of
-from tests.kit.tiering_harness import FoldedTierEvents
+from tests.kit.slot_cache import CacheRig, FoldedEvents, keys_of
 from tests.kit.waiting import wait_until
 
 
@@ -74,7 +74,7 @@ class TiersRig:
         self.saved.restore()
         cache, clock, pool = self.rig.cache, self.rig.clock, cast(Pool, None)
         host = clock, self.calls.append, lambda: False
-        self.tiers = Tiers(Config(**settings), cache, pool, FoldedTierEvents(), *host, self.saved)
+        self.tiers = Tiers(Config(**settings), cache, pool, FoldedEvents(MEDIUM_STORAGE), *host, self.saved)
         self.tiers.open_disk = self.open  # type: ignore[assignment,method-assign]
 
     def open(self, size: DiskSize, listener: TierListener) -> FakeDisk:

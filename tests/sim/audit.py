@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -113,13 +113,13 @@ class Audit:
 
     def check_events(self, tiers: SimTiers | None) -> None:
         """After a flush: what the events fold to is the index, and what is on disk and was not before."""
-        for namespace in self._service.cache.namespaces.values():
-            cache = self._service.cache
-            told = (cache.blocks.state == READY) & ~cache.unannounced
-            if self.folded(namespace.fingerprint) != _blocks_of(self._service, namespace.fingerprint, told):
+        cache = self._service.cache
+        announced = blocks_of(cache, (cache.blocks.state == READY) & ~cache.unannounced)
+        if cache.unannounced.any() and not cache._to_announce.size:
+            raise Broken("some recovered blocks are never told of")
+        for namespace in cache.namespaces.values():
+            if self.folded(namespace.fingerprint) != announced.get(namespace.fingerprint, set()):
                 raise Broken("folding the KV events does not give the index")
-            if cache.unannounced.any() and not cache._to_announce.size:
-                raise Broken("some recovered blocks are never told of")
             if tiers is not None:
                 told, there = self._on_disk.get(kv_topic(namespace.fingerprint), set()), tiers.readable(namespace)
                 before = self._untold.get(namespace, there)
@@ -169,14 +169,11 @@ def watch_quotas(cache: Cache) -> None:
     cache._take = watched  # type: ignore[method-assign]
 
 
-def readable_in(service: Service, fingerprint: bytes) -> Readable:
-    return _blocks_of(service, fingerprint, service.cache.blocks.state == READY)
-
-
-def _blocks_of(service: Service, fingerprint: bytes, wanted: npt.NDArray[np.bool_]) -> Readable:
-    blocks, found = service.cache.blocks, Readable()
-    for group, alike in service.cache.by_group(np.flatnonzero(wanted).astype(np.uint32)):
-        if group.namespace.fingerprint == fingerprint and not group.dead:
-            keys = group.namespace.split(group.index, blocks.keys(alike, group.key_bytes))
-            found |= {(group.index, key) for key in keys}
+def blocks_of(cache: Cache, wanted: npt.NDArray[np.bool_]) -> dict[bytes, Readable]:
+    """By namespace, its blocks among those wanted."""
+    found = defaultdict[bytes, Readable](set)
+    for group, alike in cache.by_group(np.flatnonzero(wanted).astype(np.uint32)):
+        if not group.dead:
+            keys = group.namespace.split(group.index, cache.blocks.keys(alike, group.key_bytes))
+            found[group.namespace.fingerprint] |= {(group.index, key) for key in keys}
     return found

@@ -10,6 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
+from kvoffd.cache.block_table import READY
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
@@ -27,7 +28,7 @@ from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.kit.slot_cache import Part
-from tests.sim.audit import Audit, Readable, readable_in, watch_quotas
+from tests.sim.audit import Audit, Readable, blocks_of, watch_quotas
 from tests.sim.clock import Broken, Injected, Process
 from tests.sim.disk import SimDisk
 from tests.sim.memory import AddressSpace, Segment
@@ -326,6 +327,15 @@ class SimDaemon:
     def unmap(self, segments: Sequence[MappedSegment], then: Callable[[], None]) -> None:
         close_segments(segments, then)
 
+    def post_of_tier(self, call: Callable[[], None]) -> None:
+        """What a tier has its threads post."""
+
+        def turn() -> None:
+            call()
+            self.schedule_flush()
+
+        self.process.after(0.0, turn)
+
     def post(self, call: Callable[[], None]) -> None:
         delay = self._rng.uniform(0.0, 0.0005)
         if self.world.faults.hit("slow_post"):
@@ -476,8 +486,7 @@ class SimDaemon:
 
     def readable(self) -> dict[bytes, Readable]:
         """For each namespace with blocks that are readable, these blocks."""
-        index = {fingerprint: readable_in(self.service, fingerprint) for fingerprint in self.service.cache.namespaces}
-        return {fingerprint: blocks for fingerprint, blocks in index.items() if blocks}
+        return blocks_of(self.service.cache, self.service.cache.blocks.state == READY)
 
     def discard(self) -> None:
         """Close the pool, which the test's process would leak."""

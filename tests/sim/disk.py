@@ -98,7 +98,7 @@ class SimDisk:
             most_writes=most,
         )
         self._size = size
-        self.tier = self._open(file, options, self._post, listener, partial(SimWorkers, self))
+        self.tier = self._open(file, options, self._daemon.post_of_tier, listener, partial(SimWorkers, self))
         self._write, self._read = self.tier.write, self.tier.read
         self.tier.write, self.tier.read = self.write, self.read  # type: ignore[method-assign]
         file.fault = self._fault
@@ -172,13 +172,6 @@ class SimDisk:
         return True
 
     # --- time and faults -------------------------------------------------------------------------------
-
-    def _post(self, call: Callable[[], None]) -> None:
-        def turn() -> None:
-            call()
-            self._daemon.schedule_flush()
-
-        self.process.after(0.0, turn)
 
     def seconds_of(self, workers: SimWorkers) -> float:
         seconds = self._rng.uniform(0.0002, self._most_s)

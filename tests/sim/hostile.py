@@ -36,8 +36,8 @@ class Hostile:
         self._fingerprint = bytes([number]) * 32
         self._registration = self._rng.randbytes(16)
         self._job_id = 0
-        self._asked: dict[int, int] = {}
-        """By request id of a Release, the number of foreign leases it named."""
+        self._asked: set[int] = set()
+        """Requests to release leases of others."""
         self._segment = Segment(PAGE * BLOCKS)
         self._segment.owner_dead = True  # where it lets the daemon write is its own affair
         self._segment.registered[:] = True
@@ -135,9 +135,7 @@ class Hostile:
             self._rng.choice((1, BLOCKS, 2**31 - 1)),
         )
         page = PageRef(self._rng.choice((0, 7)), self._rng.choice((1, PAGE + 1, 2**31 - 1)))
-        self._try_register(self._rng.choice((0, 3)), tensor, page)
-
-    def _try_register(self, rank: int, tensor: TensorLayout, page: PageRef) -> None:
+        rank = self._rng.choice((0, 3))
         handle: Handle = MemfdHandle(self._rng.choice((0, 0, 9)), self._segment.data.size)
         gpu: Handle = CudaIpcHandle(bytes(64), 1 << 20, bytes(16))
         handles = self._rng.choice(([handle], [handle, handle], [gpu]))
@@ -177,15 +175,11 @@ class Hostile:
         session = self._rng.choice((self._session_id, self._rng.randint(1, self._session_id)))
         return (session << 32) | self._rng.randint(1, 5)
 
-    def _foreign_leases(self) -> list[int]:
-        """Leases of honest engines, as if somebody had told their ids: nobody could guess them."""
-        known = [lease_id for engine in self._world.engines for lease_id in engine.scheduler._leases]
-        return [*known, (self._session_id << 32) | 99]
-
     def _leases(self) -> None:
-        foreign = self._foreign_leases()
-        self._asked[self._request_id + 1] = len(foreign)
-        self._send(m.Release, foreign)
+        """Release leases of honest engines, as if somebody had told their ids: nobody could guess them."""
+        foreign = [lease_id for engine in self._world.engines for lease_id in engine.scheduler._leases]
+        self._asked.add(self._request_id + 1)
+        self._send(m.Release, [*foreign, (self._session_id << 32) | 99])
 
     def _lookup(self) -> None:
         where = self._rng.choice((self._fingerprint, self._victim()))

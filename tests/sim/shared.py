@@ -155,7 +155,7 @@ class SimShared(SharedTier):
             lambda: SimStore(self),
             pool=memoryview(self._watched.data),
             clock=self.clock,
-            post=self._in_loop,
+            post=daemon.post_of_tier,
             listener=listener,
             make_workers=partial(_Workers, self),
         )
@@ -185,13 +185,6 @@ class SimShared(SharedTier):
         for fault in filter(self.hit, ("late",) if asks else ("slow", "hang")):
             seconds = self.rng.uniform(1.0, 4.0) if fault == "hang" else self.rng.uniform(0.02, 0.3)
         return seconds
-
-    def _in_loop(self, call: Callable[[], None]) -> None:
-        def turn() -> None:
-            call()
-            self._daemon.schedule_flush()
-
-        self.process.after(0.0, turn)
 
     def read(
         self,

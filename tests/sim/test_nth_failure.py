@@ -18,7 +18,7 @@ from tests.sim.daemon import SimDaemon
 from tests.sim.network import Dealer, Line, Subscription
 from tests.sim.pool import WatchedPool
 from tests.sim.scenario import CHANCES, TIMED, Scenario
-from tests.sim.transfer_engine import SimTransferEngine
+from tests.sim.transfer_engine import SimQueue
 from tests.sim.world import run
 
 SEED = 7
@@ -62,8 +62,8 @@ class Operation:
 OPERATIONS = {
     "alloc": Operation(WatchedPool, "take"),
     "alloc finds no room": Operation(WatchedPool, "take", lambda: np.empty(0, np.uint32)),
-    "copy": Operation(SimTransferEngine, "_move"),
-    "submit": Operation(SimTransferEngine, "submit"),
+    "copy": Operation(SimQueue, "_move"),
+    "submit": Operation(SimQueue, "submit"),
     "mmap": Operation(SimDaemon, "map_memfd"),
     "send a reply": Operation(Dealer, "reply", bool),
     "send a publication": Operation(Subscription, "offer", bool),

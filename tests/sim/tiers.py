@@ -47,7 +47,7 @@ class SimTiers(Tiers):
             one.queued_reads + one.queued_writes for one in (tier.stats() for tier in self.shared)
         )
 
-    def dropped(self, request: m.AnyRequest, before: int) -> Callable[[], None]:
+    def dropped(self, request: m.Invalidate | m.Reset | a.Clear, before: int) -> Callable[[], None]:
         """Check what a request has dropped, before anybody else is served: as ``SimDisk.dropped``."""
         if isinstance(request, m.Invalidate):
             namespace = self._cache.namespace(request.namespace)
@@ -57,9 +57,7 @@ class SimTiers(Tiers):
                 for key in namespace.split(part.group, part.keys)
             }
             return self.disk.dropped(names.__contains__, before)
-        if isinstance(request, m.Reset | a.Clear):
-            return self.disk.dropped(lambda name: request.namespace in (None, name.fingerprint), before)
-        return lambda: None
+        return self.disk.dropped(lambda name: request.namespace in (None, name.fingerprint), before)
 
     def readable(self, namespace: Namespace) -> Readable:
         """What is on disk of a namespace."""
