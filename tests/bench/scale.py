@@ -70,7 +70,8 @@ pool.Pool.touch = lambda *arguments: 0
 Scrubber.has_work = property(lambda scrubber: False)
 sys.exit(main())
 """
-"""A daemon whose pool is larger than the machine's memory: it neither touches it at the start nor reads its slots."""
+"""A daemon whose pool is larger than the machine's memory: it neither touches it at the start nor reads its slots. No
+block may be loaded."""
 TABLES = {
     "memory": (
         "Private memory of the daemon's cache over what it had before the first block; *again* is after as many blocks "
@@ -173,14 +174,6 @@ def memory(blocks: int, shards: int) -> Result:
     return {"filled": filled, "churned": books.block_bytes(), "left_out": left_out, "allowed": allowed}
 
 
-class SparseDaemon(DaemonProcess):
-    """A daemon whose pool has no pages: no block may be loaded."""
-
-    @property
-    def program(self) -> list[str]:
-        return [sys.executable, "-c", SPARSE_DAEMON]
-
-
 def restart(blocks: int, shards: int) -> Result:
     """Start a daemon that gets a full pool from its service manager, as systemd keeps it; look blocks up at once."""
     books, zeros = Books(blocks, shards, "lru"), digest(memoryview(bytes(PAGE_BYTES)))
@@ -198,7 +191,9 @@ def restart(blocks: int, shards: int) -> Result:
         manager.stored_fds += [("kvoffd-pool", pool_fd), ("kvoffd-slot-table", table_fd)]
         started = time.perf_counter()
         size = str(books.pool.pool_bytes)
-        daemon = stack.enter_context(SparseDaemon(size, manager=manager))
+        daemon = stack.enter_context(
+            DaemonProcess(size, manager=manager, program=[sys.executable, "-c", SPARSE_DAEMON])
+        )
         opened = time.perf_counter() - started
         client = stack.enter_context(SchedulerClient(daemon.directory, spec))
         client.wait_ready(DEADLINE_S)

@@ -82,18 +82,6 @@ def interpreter(version: str) -> str:
     pytest.skip(f"no Python {version} is here")
 
 
-class Installed(DaemonProcess):
-    """The daemon of an environment, out of reach of this tree."""
-
-    def __init__(self, environment: Path) -> None:
-        super().__init__(environ=isolated(environment))
-        self.environment = environment
-
-    @property
-    def program(self) -> list[str]:
-        return [str(self.environment / "bin" / "kvoffd")]
-
-
 def isolated(environment: Path) -> dict[str, str]:
     """Variables under which there is no compiler, and no kvoffd but the environment's."""
     return {**os.environ, "PATH": str(environment / "bin"), "PYTHONPATH": "", "CC": "", "PYTHONWARNINGS": "default"}
@@ -106,7 +94,7 @@ def test_the_wheel_serves_on_every_python_without_a_compiler(dist: Path, tmp_pat
     run(interpreter(version), "-m", "venv", environment)
     environ, python = isolated(environment), environment / "bin" / "python"
     run(python, "-m", "pip", "install", "--quiet", "--only-binary=:all:", wheel, environ=environ)
-    with Installed(environment) as daemon:
+    with DaemonProcess(program=[str(environment / "bin" / "kvoffd")], environ=environ) as daemon:
         assert run(python, HERE / "traffic.py", "store", daemon.directory, environ=environ) == "16\n"
         assert run(python, HERE / "traffic.py", "find", daemon.directory, environ=environ) == "16\n"
         command, environ = environment / "bin" / "kvoffd-cli", {**environ, "KVOFFD_DIRECTORY": str(daemon.directory)}

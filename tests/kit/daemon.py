@@ -43,6 +43,7 @@ class DaemonProcess(Starting):
             last. ``kill`` then returns when the process is gone.
         releases_slowly_s: how long the kernel takes to close or unmap an engine's memory.
         before: a command before its own, which runs what follows it.
+        program: its command line up to the subcommand; this Python's ``kvoffd`` where none is given.
         environ: variables of the daemon besides those of this process.
         pass_fds: descriptors that it inherits.
         limits: what replaces constants of ``kvoffd.config.Limits``, by name.
@@ -60,6 +61,7 @@ class DaemonProcess(Starting):
         dies_slowly: str = "",
         releases_slowly_s: float = 0.0,
         before: Sequence[str] = (),
+        program: Sequence[str] = (),
         environ: dict[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         limits: dict[str, float] | None = None,
@@ -71,18 +73,25 @@ class DaemonProcess(Starting):
         self.flags = {"pool-size": pool_size, "http-address": "", **{k.replace("_", "-"): v for k, v in flags.items()}}
         self.log_path = self.directory / "daemon.log"
         self.manager = manager
-        self._before = list(before)
         self._environ = environ or {}
         self._pass_fds = tuple(pass_fds)
-        self._fault_file = self.directory / "fault"
+        self._fault_file = self.directory / "fault" if faults else None
         self._dies_slowly = bool(dies_slowly)
         options = {
-            "faults": str(self._fault_file) if faults else "",
+            "faults": str(self._fault_file or ""),
             "dies_slowly": dies_slowly,
             "releases_slowly": str(releases_slowly_s or ""),
             "limits": limits or {},
         }
-        self._launch = {name: value for name, value in options.items() if value}
+        launch = {name: value for name, value in options.items() if value}
+        launcher = [str(LAUNCHER), json.dumps(launch)] if launch else ["-m", "kvoffd"]
+        self._command = [
+            *before,
+            *(program or [sys.executable, *launcher]),
+            "serve",
+            "--directory",
+            str(self.directory),
+        ]
         if watchdog_s:
             self._environ = {**self._environ, "WATCHDOG_USEC": str(round(watchdog_s * 1e6))}
         self._process: subprocess.Popen[bytes] | None = None
@@ -91,13 +100,6 @@ class DaemonProcess(Starting):
     def process(self) -> subprocess.Popen[bytes]:
         assert self._process is not None, "the daemon was never started"
         return self._process
-
-    @property
-    def program(self) -> list[str]:
-        """The command line up to the subcommand."""
-        if self._launch:
-            return [sys.executable, str(LAUNCHER), json.dumps(self._launch)]
-        return [sys.executable, "-m", "kvoffd"]
 
     @property
     def pid(self) -> int:
@@ -112,9 +114,7 @@ class DaemonProcess(Starting):
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def start(self, *, wait: bool = True) -> Self:
-        command = [*self._before, *self.program, "serve", "--directory", str(self.directory)]
-        for name, value in self.flags.items():
-            command += [f"--{name}", value]
+        command = [*self._command, *(part for name, value in self.flags.items() for part in (f"--{name}", value))]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFD_")} | self._environ
         fds = self._pass_fds
         if self.manager is not None:
@@ -169,7 +169,7 @@ class DaemonProcess(Starting):
 
         ``commit fails``: a store that has copied everything meets a bug of the daemon.
         """
-        assert "faults" in self._launch, "a daemon whose copies obey is made with faults=True"
+        assert self._fault_file is not None, "a daemon whose copies obey is made with faults=True"
         self._fault_file.write_text(words)
         try:
             yield

@@ -115,17 +115,9 @@ def share_memory(setup: Setup) -> Found:
             found[f"{kind}, another user"] = _registers(setup, daemon, kind, environ=user)
         with setup.daemon(256 * MIB) as daemon:
             found[f"{kind}, another pid namespace"] = _registers(setup, daemon, kind, under=OWN_PIDS)
-        with _NumberOne(str(256 * MIB), cuda_library=setup.library, pin_pool="use") as daemon:
+        with DaemonProcess(str(256 * MIB), before=OWN_PIDS, cuda_library=setup.library, pin_pool="use") as daemon:
             found[f"{kind}, both with the same pid"] = _registers(setup, daemon, kind, under=OWN_PIDS)
     return found
-
-
-class _NumberOne(DaemonProcess):
-    """A daemon in a pid namespace of its own."""
-
-    @property
-    def program(self) -> list[str]:
-        return [*OWN_PIDS, *super().program]
 
 
 def _registers(setup: Setup, daemon: DaemonProcess, kind: str, **process: Any) -> Found:
@@ -271,9 +263,14 @@ def die(setup: Setup) -> Found:
 def fault(setup: Setup) -> Found:
     """A kernel in the daemon's own context writes where nothing is: the daemon ends, the next one has the pool."""
     pool_file = Path("/dev/shm") / f"kvoffd-gpu-{os.getpid()}.pool"
-    flags = {"pool_file": str(pool_file)} if _has_room(pool_file.parent) else {}
+    # A container's /dev/shm has 64 MiB by default.
+    has_room = (
+        os.access(pool_file.parent, os.W_OK) and shutil.disk_usage(pool_file.parent).free >= 1.25 * FAULT_POOL_BYTES
+    )
+    flags = {"cuda_library": setup.library, "pin_pool": "use"} | ({"pool_file": str(pool_file)} if has_room else {})
+    program = [sys.executable, str(FAULTING_MAIN), setup.library]
     try:
-        with _FaultingDaemon(setup, **flags) as daemon, setup.exporter(daemon) as worker:
+        with DaemonProcess(str(FAULT_POOL_BYTES), program=program, **flags) as daemon, setup.exporter(daemon) as worker:
             epoch = worker.wait_ready(READY_S)["epoch"]
             pages = worker.fill(1)
             assert worker.store(KEY, 0)["ok"]
@@ -287,7 +284,7 @@ def fault(setup: Setup) -> Found:
             daemon.start()
             wait_until(lambda: worker.wait_ready(READY_S)["epoch"] != epoch, READY_S)
             again = None
-            if flags:
+            if has_room:
                 with scheduler(daemon) as client:
                     loaded = worker.load(client, KEY, 2)
                 again = loaded["ok"] and worker.pages()[2] == pages[0]
@@ -302,22 +299,6 @@ def fault(setup: Setup) -> Found:
     finally:
         for path in pool_file.parent.glob(f"{pool_file.name}*"):  # with what the policy knows
             path.unlink()
-
-
-def _has_room(directory: Path) -> bool:
-    """Whether a pool file fits: a container's /dev/shm has 64 MiB unless it is told otherwise."""
-    return os.access(directory, os.W_OK) and shutil.disk_usage(directory).free >= 1.25 * FAULT_POOL_BYTES
-
-
-class _FaultingDaemon(DaemonProcess):
-    def __init__(self, setup: Setup, **flags: str) -> None:
-        used = {"cuda_library": setup.library, "pin_pool": "use"}
-        super().__init__(str(FAULT_POOL_BYTES), **used, **flags)
-        self._library = setup.library
-
-    @property
-    def program(self) -> list[str]:
-        return [sys.executable, str(FAULTING_MAIN), self._library]
 
 
 @dataclass(frozen=True)
