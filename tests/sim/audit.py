@@ -39,7 +39,7 @@ Readable = set[tuple[int, bytes]]
 
 
 def fold(events: Iterable[KvEvent], readable: Readable, strict: bool = True, medium: str = MEDIUM_CPU) -> None:
-    """Apply events to what a medium held before them. ``strict``: nothing is stored twice or removed in vain."""
+    """Apply events to what a medium held before them. ``strict``: nothing is stored twice or removed twice."""
     for event in events:
         if not isinstance(event, AllBlocksCleared) and event.medium != medium:
             continue
@@ -69,8 +69,8 @@ class Audit:
         """By topic, the number of the next message of KV events."""
         self._readable: dict[bytes, Readable] = {}
         self._on_disk: dict[bytes, Readable] = {}
-        self._untold: WeakKeyDictionary[Namespace, Readable] = WeakKeyDictionary()
-        """Blocks that the disk had before the namespace was opened, of which no event tells."""
+        self._unannounced: WeakKeyDictionary[Namespace, Readable] = WeakKeyDictionary()
+        """Blocks that the disk had before the namespace was opened, of which no event was published."""
 
     def accept(self, session_id: int, job_id: int) -> None:
         if (session_id, job_id) in self.unfinished:
@@ -116,16 +116,16 @@ class Audit:
         cache = self._service.cache
         announced = blocks_of(cache, (cache.blocks.state == READY) & ~cache.unannounced)
         if cache.unannounced.any() and not cache._to_announce.size:
-            raise Broken("some recovered blocks are never told of")
+            raise Broken("some recovered blocks are never announced")
         for namespace in cache.namespaces.values():
             if self.folded(namespace.fingerprint) != announced.get(namespace.fingerprint, set()):
                 raise Broken("folding the KV events does not give the index")
             if tiers is not None:
-                told, there = self._on_disk.get(kv_topic(namespace.fingerprint), set()), tiers.readable(namespace)
-                before = self._untold.get(namespace, there)
-                if not told <= there or not there - told <= before:
+                published, there = self._on_disk.get(kv_topic(namespace.fingerprint), set()), tiers.readable(namespace)
+                before = self._unannounced.get(namespace, there)
+                if not published <= there or not there - published <= before:
                     raise Broken("folding the KV events does not give what is on disk")
-                self._untold[namespace] = there - told
+                self._unannounced[namespace] = there - published
 
     def folded(self, fingerprint: bytes) -> Readable:
         """What the events of a namespace that were published so far fold to."""

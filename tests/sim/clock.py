@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 Event = Callable[[], None]
 
 TRACE_LINES = 2000
-"""Lines of the trace that are kept for a report; the hash covers all."""
+"""Lines of the trace for a report; the hash covers all."""
 
 
 class Broken(AssertionError):

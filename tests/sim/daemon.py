@@ -34,14 +34,14 @@ from tests.sim.disk import SimDisk
 from tests.sim.memory import AddressSpace, Segment
 from tests.sim.network import Dealer, Lifeline
 from tests.sim.parts import (
-    KeptPool,
-    keep,
-    keep_copy,
+    SavedPool,
     make_config,
     make_pool,
     make_service,
     make_state,
     ready_records,
+    save,
+    save_copy,
     with_tiers,
 )
 from tests.sim.pool import WatchedPool, as_bytes, records_of
@@ -83,7 +83,7 @@ class FailureLog(logging.Handler):
 class SimDaemon:
     """One life of the daemon."""
 
-    def __init__(self, world: World, life: int, kept: KeptPool | None) -> None:
+    def __init__(self, world: World, life: int, saved: SavedPool | None) -> None:
         self.world = world
         self.clock = world.clock
         self.process = Process(world.clock, f"daemon {life}")
@@ -92,13 +92,13 @@ class SimDaemon:
         self._rng = world.scenario.rng(f"daemon {life}")
         self.config = make_config(world.scenario.rng("config"))
         self.space = AddressSpace()
-        self._pool: Pool = make_pool(world.pool_bytes, kept)
+        self._pool: Pool = make_pool(world.pool_bytes, saved)
         data = as_bytes(self._pool.mapping.address, self._pool.pool_bytes)
         self.pool = WatchedPool(self._pool, data, world.content_of)
         self.pool.mapping = self.space.map(data)
         self.engine = SimTransferEngine(self, world.scenario.rng(f"copies {life}"))
         self.pool.before_write = self._maybe_die
-        self.torn: KeptPool | None = None
+        self.torn: SavedPool | None = None
         """The pool as it was when the process was killed in the middle of something."""
         state = make_state(world.written_state, self.process, world.scenario.rng(f"state {life}"))
         self.service = make_service(self.config, self._pool, self.pool, self.engine, self, state)
@@ -196,7 +196,7 @@ class SimDaemon:
 
         def drained() -> None:
             if any(number == session.id for number, _ in self.audit.unfinished) and session.jobs:
-                raise Broken("a session was let go of while it had jobs")
+                raise Broken("a session ended while it had jobs")
             stream.close()
 
         self.service.sessions.end(session, drained)
@@ -375,7 +375,7 @@ class SimDaemon:
         self.service.tick()
         if self.service.memory.stuck:
             self.clock.note("daemon ends itself: a copy hangs")
-            self.world.faults.counts["gave_up"] += 1
+            self.world.faults.counts["ended_itself"] += 1
             self.die()
             return
         for stream in list(self.lifelines):
@@ -456,7 +456,7 @@ class SimDaemon:
         """Killed at this very instant: what follows in this event happens to nobody but this object."""
         if self.torn is None and self.world.faults.hit("torn"):
             self.clock.note("daemon is killed in the middle of a change")
-            self.torn = keep_copy(self._pool)
+            self.torn = save_copy(self._pool)
 
     def die(self) -> None:
         self.clock.note("daemon dies")
@@ -471,9 +471,9 @@ class SimDaemon:
         self._verify_table()
         self.pool.verify_ready()
         if self.torn is not None:
-            kept, expected = self.torn, None
+            saved, expected = self.torn, None
         else:
-            kept, expected = keep(self._pool), self.readable()
+            saved, expected = save(self._pool), self.readable()
         # Of what a request was about to clear the next daemon may have a part: it may know that it is void.
         state = self.service.state
         cleared = {
@@ -482,7 +482,7 @@ class SimDaemon:
             if namespace.generation != state.generation(namespace.fingerprint)
         }
         self._pool.close()
-        self.world.daemon_died(kept, expected, cleared)
+        self.world.daemon_died(saved, expected, cleared)
 
     def readable(self) -> dict[bytes, Readable]:
         """For each namespace with blocks that are readable, these blocks."""

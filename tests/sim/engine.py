@@ -210,4 +210,4 @@ class Engine:
             if len(event.parents) != len(event.block_hashes):
                 raise Broken("an event has as many parents as blocks, or none")
             if event.token_ids != b"".join([self.content.tokens(key) for key in event.block_hashes]):
-                raise Broken("an event has other tokens than its store told")
+                raise Broken("an event has other tokens than its store")

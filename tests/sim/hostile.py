@@ -176,7 +176,7 @@ class Hostile:
         return (session << 32) | self._rng.randint(1, 5)
 
     def _leases(self) -> None:
-        """Release leases of honest engines, as if somebody had told their ids: nobody could guess them."""
+        """Release leases of honest engines, whose ids nobody could guess."""
         foreign = [lease_id for engine in self._world.engines for lease_id in engine.scheduler._leases]
         self._asked.add(self._request_id + 1)
         self._send(m.Release, [*foreign, (self._session_id << 32) | 99])

@@ -1,4 +1,4 @@
-"""The simulated sockets between clients and the daemon. Only the order within a connection is kept."""
+"""The simulated sockets between clients and the daemon. Only a connection keeps its order."""
 
 from __future__ import annotations
 

@@ -76,26 +76,26 @@ def with_tiers(config: Config, rng: random.Random) -> Config:
     )
 
 
-KeptPool = tuple[int, int]
+SavedPool = tuple[int, int]
 """Descriptors of a pool and its table that outlive a daemon. Their owner closes them."""
 
 
-def make_pool(pool_bytes: int, kept: KeptPool | None) -> Pool:
+def make_pool(pool_bytes: int, saved: SavedPool | None) -> Pool:
     """The real pool: sealed memory, allocator and slot table; an earlier daemon's where that was kept."""
-    backing = MemfdBacking(kept)
+    backing = MemfdBacking(saved)
     try:
         return Pool(pool_bytes, region_bytes=min(REGION_BYTES, pool_bytes), limit=NO_LIMIT, backing=backing)
     finally:
         backing.close()
 
 
-def keep(pool: Pool) -> KeptPool:
+def save(pool: Pool) -> SavedPool:
     """Duplicate the pool's descriptors, as systemd's descriptor store does."""
     memory, table = pool.memory_fds
     return os.dup(memory), os.dup(table)
 
 
-def keep_copy(pool: Pool) -> KeptPool:
+def save_copy(pool: Pool) -> SavedPool:
     """The pool as it is at this instant, as if its daemon were killed here."""
     memory, table = pool.memory_fds
     return _copy(memory, pool.pool_bytes), _copy(table, pool.table_bytes)
@@ -112,8 +112,8 @@ def _copy(fd: int, size: int) -> int:
 
 def ready_records(pool: Pool) -> list[tuple[int, SlotOwner, int, int]]:
     """What a successor of the daemon would find in the pool, as ``records_of``."""
-    kept = keep_copy(pool)
-    found = make_pool(pool.pool_bytes, kept)
+    saved = save_copy(pool)
+    found = make_pool(pool.pool_bytes, saved)
     try:
         cache = make_cache(make_config(random.Random(0)), found, EventLog(lambda: 0.0), lambda: 0.0)
         restore(cache, found, NoPolicyFile(), State(NoStateFile()))

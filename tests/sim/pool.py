@@ -128,7 +128,7 @@ class WatchedPool:
     def free(self, slots: SlotIds) -> None:
         for slot in self._at(slots):
             if slot.transfers:
-                raise Broken("a slot was let go while a transfer uses it")
+                raise Broken("a slot was freed while a transfer uses it")
             del self.used[slot.offset]
             for page in range(slot.offset // PAGE, (slot.offset + slot.size) // PAGE):
                 del self._slot_of_page[page]
@@ -184,7 +184,7 @@ class WatchedPool:
             self.before_write()
             published = self._publish(blocks[one], slots[one], firsts[one], length, checksums[one], key_bytes)
             if published is None:
-                raise Broken("a block is given up while it is written")
+                raise Broken("a block is dropped while it is written")
             ready.append(published[0])
             names += published[1]
             slot.state, slot.first_block = "ready", int(firsts[at])

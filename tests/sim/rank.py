@@ -82,8 +82,8 @@ class Rank:
 
         def overdue() -> None:
             if self.client._phase is not Phase.CLOSED and self.client._has_any(job_ids, loads=False):
-                self._world.faults.counts["fence_gave_up"] += 1
-                self._clock.note(f"{self.process.name} gives up at a fence for {list(job_ids)}")
+                self._world.faults.counts["fence_abandoned"] += 1
+                self._clock.note(f"{self.process.name} ends its wait at a fence for {list(job_ids)}")
                 self.transport.act(lambda now: self.client._abandon_stores(job_ids, now))
                 if self.client._has_any(job_ids, loads=False):
                     raise Broken(f"{self.process.name}: a fence waits for stores beyond its deadline")

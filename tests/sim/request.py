@@ -161,13 +161,13 @@ class Request:
             if wanted <= rank.client.credit_bytes or self._faults.hit("beyond_credit"):
                 self._stores.append((rank, rank.store(groups)))
 
-    # --- let go ----------------------------------------------------------------------------------
+    # --- free ------------------------------------------------------------------------------------
 
     def _holding(self) -> bool:
         if not self._slept():
             return False
         self._fence(self._stores)
-        self.state = self._letting_go
+        self.state = self._freeing
         return True
 
     def _fence(self, jobs: list[tuple[Rank, int]]) -> None:
@@ -175,7 +175,7 @@ class Request:
             if not rank.ended([job_id]):
                 rank.fence([job_id], self._rng.choice((0.005, 0.05, 0.5)))
 
-    def _letting_go(self) -> bool:
+    def _freeing(self) -> bool:
         for rank in self._engine.ranks:
             mine = [job_id for of, job_id in self._stores if of is rank]
             if rank not in self._fenced and rank.ended(mine):

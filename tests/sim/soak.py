@@ -1,4 +1,4 @@
-"""Runs seed after seed until told to stop: ``python -m tests.sim.soak``.
+"""Runs seed after seed: ``python -m tests.sim.soak``.
 
 The first seed that fails is shrunk and printed with its trace; then it ends with status 1. Control-C ends it with 0.
 """

@@ -19,7 +19,7 @@ from tests.sim.soak import Part, run_part
 from tests.sim.world import run
 
 SEEDS = range(200)
-EVENTS = (*KINDS, *(f"shared_{fault}" for fault in SHARED_CHANCES), "load_failed", "store_failed", "fence_gave_up")
+EVENTS = (*KINDS, *(f"shared_{fault}" for fault in SHARED_CHANCES), "load_failed", "store_failed", "fence_abandoned")
 """What has to happen in them, or the run would prove nothing."""
 PARTS = 8
 SAME = 10

@@ -21,7 +21,7 @@ from tests.sim.disk import Device
 from tests.sim.engine import Engine
 from tests.sim.hostile import Hostile
 from tests.sim.network import Network
-from tests.sim.parts import KeptPool, Operator
+from tests.sim.parts import Operator, SavedPool
 from tests.sim.scenario import Faults, Scenario
 from tests.sim.shared import SharedObjects
 
@@ -95,25 +95,25 @@ class World:
         self._cuts_rng = scenario.rng("cuts")
         self._looks = 0
         """Steps that only looked for a worker that loads: most of a long run with few loads. They end with faults."""
-        self._kept: KeptPool | None = None
+        self._saved: SavedPool | None = None
         self._pools_to_lose = 0
         self.daemon = self._new_daemon()
 
     def _new_daemon(self) -> SimDaemon:
         self._lives += 1
-        kept, self._kept = self._kept, None
-        daemon = SimDaemon(self, self._lives, kept)
+        saved, self._saved = self._saved, None
+        daemon = SimDaemon(self, self._lives, saved)
         self.network.daemon = daemon
         return daemon
 
     # --- lives and deaths ------------------------------------------------------------------------
 
-    def daemon_died(self, kept: KeptPool, expected: dict[bytes, Readable] | None, cleared: Set[bytes]) -> None:
-        """Somebody will start it again. Where the old pool is kept, all that could be read must be there again.
+    def daemon_died(self, saved: SavedPool, expected: dict[bytes, Readable] | None, cleared: Set[bytes]) -> None:
+        """Somebody will start it again. Where the old pool is saved, all that could be read must be there again.
 
         Of namespaces that were being cleared a part of it may be there, and no more.
         """
-        self._kept = kept
+        self._saved = saved
         if self._pools_to_lose:
             self._pools_to_lose -= 1
             self._forget_pool()
@@ -133,9 +133,9 @@ class World:
         self.clock.after(self._rng.uniform(0.005, 0.5), start)
 
     def _forget_pool(self) -> None:
-        for fd in self._kept or ():
+        for fd in self._saved or ():
             os.close(fd)
-        self._kept = None
+        self._saved = None
 
     def engine_ended(self, engine: Engine) -> None:
         place = self.engines.index(engine)
@@ -169,7 +169,7 @@ class World:
         for hostile in self._hostiles:
             hostile.die()
         self._run_until_idle(self._why_not_idle)
-        self.daemon.flush()  # a tick may have told of something since the last one
+        self.daemon.flush()  # a tick may have published something since the last one
         self.daemon.check_all()
         self.daemon.pool.verify_ready()
         for engine in self.engines:
@@ -292,7 +292,7 @@ class World:
         loading = [rank for rank in ranks if any(one.job.lease_id is not None for one in rank.client._jobs.values())]
         if loading:
             rank = self._cuts_rng.choice(loading)
-            rank.process.run(lambda: rank.transport.act(lambda now: rank.client.disconnect("told to", now)))
+            rank.process.run(lambda: rank.transport.act(lambda now: rank.client.disconnect("a fault", now)))
         elif not self.faults.calm:
             self._looks += 1
             self.clock.at(self.clock.now + LOAD_POLL_S, self._worker_disconnect)
