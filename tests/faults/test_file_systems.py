@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from tests.kit.cases import case
 from tests.kit.checked import CheckedEngine, Truth, over_disk, put_on_disk, wait_disk, wait_written
 from tests.kit.daemon import DaemonProcess
-from tests.kit.linux import Ext4, tmpfs
+from tests.kit.linux import run, tmpfs
+from tests.kit.require import require
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books
 
@@ -20,15 +22,30 @@ BLOCKS = 64
 ALL = range(BLOCKS)
 
 
+def mount(image: Path, place: Path) -> None:
+    """An error makes it read-only, as on most systems."""
+    run("mount", "-o", "loop,errors=remount-ro", image, place)
+
+
 @pytest.fixture
-def ext4(tmp_path: Path) -> Iterator[Ext4]:
-    with Ext4(tmp_path / "image", tmp_path / "disk", 48) as mounted:
-        yield mounted
+def ext4(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """The file of a file system, and where it is mounted."""
+    image, place = tmp_path / "image", tmp_path / "disk"
+    place.mkdir()
+    run("truncate", "--size=48M", image)
+    run("mkfs.ext4", "-q", "-O", "^has_journal", image)
+    mount(image, place)
+    yield image, place
+    subprocess.run(["umount", "-l", place], check=False, capture_output=True)
 
 
-def test_a_read_only_disk_is_read_and_an_engines_reset_holds(ext4: Ext4) -> None:
+def test_a_read_only_disk_is_read_and_an_engines_reset_holds(ext4: tuple[Path, Path]) -> None:
     """Blocks are right, and what an engine resets stays away when the disk is mended."""
-    with over_disk(ext4.place, "4MiB") as daemon:
+    image, place = ext4
+    device = Path(run("findmnt", "-no", "SOURCE", place).strip()).name
+    trigger = Path("/sys/fs/ext4", device, "trigger_fs_error")
+    require("root", trigger.exists(), "this kernel has no trigger_fs_error")
+    with over_disk(place, "4MiB") as daemon:
         wait_disk(daemon)
         with CheckedEngine(daemon) as engine:
             put_on_disk(daemon, engine, BLOCKS)
@@ -36,7 +53,7 @@ def test_a_read_only_disk_is_read_and_an_engines_reset_holds(ext4: Ext4) -> None
         os.sync()
         daemon.start()
         assert wait_disk(daemon).blocks == BLOCKS
-        ext4.fail()
+        trigger.write_text("x")
         with CheckedEngine(daemon, engine.truth) as engine:
             assert sum(len(engine.get(range(at, at + 16))) for at in range(0, BLOCKS, 16)) == BLOCKS
             engine.put(range(BLOCKS, BLOCKS + 128))
@@ -46,24 +63,30 @@ def test_a_read_only_disk_is_read_and_an_engines_reset_holds(ext4: Ext4) -> None
             engine.truth.drop()
             assert engine.get(ALL) == []
         daemon.kill()
-        ext4.mend()
+        run("umount", place)
+        subprocess.run(["e2fsck", "-fy", image], capture_output=True, check=False)
+        mount(image, place)
         daemon.start()
         wait_disk(daemon)
         with CheckedEngine(daemon, engine.truth) as engine:
             assert engine.get(ALL) == []
 
 
-def test_a_frozen_file_system_keeps_nobody_waiting(ext4: Ext4) -> None:
+def test_a_frozen_file_system_keeps_nobody_waiting(ext4: tuple[Path, Path]) -> None:
     """Stores and lookups of what is in the pool go on, and the writes when it thaws."""
     truth = Truth()
-    with over_disk(ext4.place) as daemon, CheckedEngine(daemon, truth) as engine:
+    _, place = ext4
+    with over_disk(place) as daemon, CheckedEngine(daemon, truth) as engine:
         wait_disk(daemon)
-        with ext4.frozen():
+        run("fsfreeze", "-f", place)
+        try:
             end = time.monotonic() + 2.0
             engine.put(ALL)
             while time.monotonic() < end:
                 assert engine.get(ALL, 5.0) == list(ALL)
             assert books(daemon.directory).tiers.demoted_blocks < BLOCKS
+        finally:
+            subprocess.run(["fsfreeze", "-u", place], check=False)
         wait_written(daemon, BLOCKS)
         assert engine.has(ALL)
 
