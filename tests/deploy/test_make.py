@@ -1,4 +1,4 @@
-"""The Makefile's promises that can be kept without building anything."""
+"""What the Makefile says without building anything."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_the_unit_is_what_the_daemon_needs() -> None:
     assert settings["NotifyAccess"] == "main"
     assert settings["RuntimeDirectory"] == settings["StateDirectory"] == "kvoffd"
     assert settings["LimitMEMLOCK"] == "infinity"
-    # systemd lets the pool go when it gives up on a service; make delivery shows that it does not.
+    # systemd closes the pool when it starts a service no more; make delivery shows that it starts this one.
     assert settings["StartLimitIntervalSec"] == "0"
     assert settings["Restart"] == "on-failure"
     assert settings["ExecReload"] == settings["ExecStart"].replace("kvoffd serve", "kvoffd config")

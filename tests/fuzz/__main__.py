@@ -23,12 +23,12 @@ LIMITS = ("-max_len=4096", "-rss_limit_mb=2048", "-timeout=25", "-print_final_st
 
 def fuzz(target: str, seconds: int) -> bool:
     """Fuzz one target until the time is over; whether its promises held."""
-    kept = WORK / target
-    kept.mkdir(parents=True, exist_ok=True)
+    corpus = WORK / target
+    corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(seeds(target)):
-        (kept / f"seed-{number}").write_bytes(seed)
+        (corpus / f"seed-{number}").write_bytes(seed)
     again = [sys.executable, "-m", "tests.fuzz.guided", target]
-    command = [*again, str(kept), f"-artifact_prefix={WORK}/{target}.", f"-max_total_time={seconds}", *LIMITS]
+    command = [*again, str(corpus), f"-artifact_prefix={WORK}/{target}.", f"-max_total_time={seconds}", *LIMITS]
     run = subprocess.run(command, capture_output=True, text=True, errors="replace")
     inputs = re.search(r"number_of_executed_units:\s*(\d+)", run.stderr)
     print(f"{target:<18}{inputs[1] if inputs else '?':>12} inputs  {'BROKE' if run.returncode else 'held'}", flush=True)

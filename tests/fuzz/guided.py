@@ -1,4 +1,4 @@
-"""One target under atheris: inputs that reach new code of ours are kept and changed further.
+"""One target under atheris: inputs that reach new code of ours are changed further.
 
 `python -m tests.fuzz.guided TARGET [libFuzzer's arguments]`, as `tests.fuzz` starts it. What is written in C (msgspec,
 numpy, zlib) shows no coverage; the bent targets are for what lies behind msgspec.

@@ -57,7 +57,7 @@ def _changed(choices: Choices, page: bytes, checksum_at: int | None) -> bytes:
 
 
 def namespaces(data: bytes) -> None:
-    """The namespaces' part of a slot table: read or given up, and written to by the next daemon."""
+    """The namespaces' part of a slot table: read or refused, and written to by the next daemon."""
     area = data[: GEOMETRY.namespace_bytes]
     memory = bytearray(GEOMETRY.size_bytes)
     memory[GEOMETRY.namespaces_at : GEOMETRY.namespaces_at + len(area)] = area

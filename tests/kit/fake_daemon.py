@@ -58,7 +58,7 @@ class FakeDaemon(Starting):
         strangers: those of them that are of no session that is open.
         answers: by request type, what to answer instead of the default.
         hold_jobs: jobs stay unfinished until finish() is called.
-        drop_publications: completions are numbered and kept, but not published.
+        drop_publications: completions are numbered, but not published.
         greeting_version: protocol version in the Greeting.
         close_on_eof: close the daemon's end of a lifeline whose client has closed its own.
     """
@@ -245,7 +245,7 @@ class FakeDaemon(Starting):
                 self._send_over_lifeline(peer, lifeline.Attached(frame.segment_id))
 
     def release(self, peer: Peer) -> None:
-        """Let go of the client's memory, as at the end of a session."""
+        """Release the client's memory, as at the end of a session."""
         try:
             peer.stream.send(lifeline.encode_frame(lifeline.MemoryReleased()), socket.MSG_NOSIGNAL)
         except OSError:

@@ -71,7 +71,7 @@ class FakeTier(Tier):
         self.questions: list[tuple[Space, bytes]] = []
         self.asked: list[bytes] = []
         """All keys that were ever asked for."""
-        self.told: list[tuple[str, bytes]] = []
+        self.removals: list[tuple[str, bytes]] = []
         """What was removed, and why."""
         self.hangs = False
         self.written_blocks = self.evicted_blocks = 0
@@ -137,7 +137,7 @@ class FakeTier(Tier):
                 self.blocks[space.tag, key] = found
 
     def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
-        self.told += [(why, key) for key in keys]
+        self.removals += [(why, key) for key in keys]
         self._remove({(space.tag, key) for key in keys}, tell=True)
 
     def remove_all(self, fingerprint: bytes | None) -> int:

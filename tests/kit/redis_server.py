@@ -72,7 +72,7 @@ class RedisServer(Starting):
 
     @property
     def name(self) -> str:
-        """As operators are told of it."""
+        """As operators see it."""
         return self.url.partition("://")[2]
 
     @property

@@ -206,7 +206,7 @@ static void drift(void) {
     if (stream->done < stream->count) finish(stream, stream->done + 1 + chance(stream->count - stream->done));
 }
 
-/* Counts the call; 0, or the status it must fail with. Called with the lock held; may let go of it to hang. */
+/* Counts the call; 0, or the status it must fail with. Called with the lock held; releases it while it hangs. */
 static CUresult enter(const char *name) {
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
         if (!counts[i].name[0] || !strcmp(counts[i].name, name)) {
@@ -670,7 +670,7 @@ CUresult cuLaunchKernel(CUfunction kernel, unsigned gx, unsigned gy, unsigned gz
     ENTER("cuLaunchKernel") NEED_CONTEXT NEED_HANDLE(stream_of(where))
     NEED(kernel && parameters && !extra && !shared && gx && gy * gz * by * bz == 1 && bx && bx <= 1024)
     range_t *range = find(*(address_t *)parameters[0], K(DEVICE));
-    if (!range) { lose(CUDA_ERROR_ILLEGAL_ADDRESS); return leave(0); } /* told by the next call, as by a GPU */
+    if (!range) { lose(CUDA_ERROR_ILLEGAL_ADDRESS); return leave(0); } /* the next call says so, as of a GPU */
     NEED(range->size == 16 * *(uint64_t *)parameters[1])
     return leave(0);
 }

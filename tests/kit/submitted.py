@@ -33,7 +33,7 @@ def _parts_of(groups: Sequence[m.GroupBlocks], jobs: int) -> list[list[GroupTran
             if keys[job]:
                 chosen = slice(key * KEY_BYTES, (key + keys[job]) * KEY_BYTES)
                 ids = group.block_ids[block * 4 : (block + blocks[job]) * 4]
-                told = group.parents[chosen], group.tokens[key * tokens : (key + keys[job]) * tokens]
-                parts[job].append(GroupTransfer(group.group, group.keys[chosen], ids, firsts[job], *told))
+                origins = group.parents[chosen], group.tokens[key * tokens : (key + keys[job]) * tokens]
+                parts[job].append(GroupTransfer(group.group, group.keys[chosen], ids, firsts[job], *origins))
             key, block = key + keys[job], block + blocks[job]
     return parts

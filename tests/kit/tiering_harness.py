@@ -40,7 +40,7 @@ class TieringHarness(CacheRig):
         )
         self.cache.tiers = self.tiering
         self.found: set[tuple[bytes, int, bytes]] = set()
-        """What the disk had from before, of which no event told."""
+        """What the disk had from before, of which there was no event."""
         self.tier = self.add_disk(tier_blocks, most_jobs)
 
     def add_disk(self, most_blocks: int = 0, most_jobs: int = 2**30) -> FakeTier:
@@ -72,7 +72,7 @@ class TieringHarness(CacheRig):
         return list(states)
 
     def use(self, namespace: Namespace, keys: bytes, lease: int = 1) -> None:
-        """Look keys up, and tell of it who is told after the reply."""
+        """Look keys up, and do what follows the reply."""
         self.cache.lookup(namespace, 1, lease, [(0, keys)])
         self.cache.note_requests()
 

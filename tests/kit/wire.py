@@ -763,8 +763,8 @@ def _kv_event(event: events.KvEvent) -> KvEvent:
     if isinstance(event, events.AllBlocksCleared):
         return KvEvent("cleared", [])
     kind = "stored" if isinstance(event, events.BlockStored) else "removed"
-    told = () if isinstance(event, events.BlockRemoved) else (event.parents, event.token_ids)
-    return KvEvent(kind, list(event.block_hashes), event.medium, event.group_idx, *told)
+    origins = () if isinstance(event, events.BlockRemoved) else (event.parents, event.token_ids)
+    return KvEvent(kind, list(event.block_hashes), event.medium, event.group_idx, *origins)
 
 
 # --- the books -------------------------------------------------------------------------------------

@@ -336,20 +336,20 @@ def test_what_others_use_stays_there_whatever_this_node_drops(rig: TieringHarnes
     space = rig.open()
     rig.put(space, keys_of(1, 2))
     rig.cache.invalidate(space, [(0, keys_of(1))])
-    assert shared.told == [("invalidated", keys_of(1))], "it must not come straight back"
+    assert shared.removals == [("invalidated", keys_of(1))], "it must not come straight back"
     (check,) = rig.cache.checks(rig.blocks(space, keys_of(2)))
     assert not rig.cache.check(check.slot, check.generation, check.checksum + 1)
-    assert len(shared.told) == 1, "a whole one may come from there"
-    assert ("corrupt", keys_of(2)) in rig.tier.told
+    assert len(shared.removals) == 1, "a whole one may come from there"
+    assert ("corrupt", keys_of(2)) in rig.tier.removals
     rig.cache.reset(space)
-    assert len(shared.told) == 1
+    assert len(shared.removals) == 1
 
 
 def test_a_store_with_less_of_a_block_than_the_pool_drops_it(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.put(space, keys_of(1), first_block=1)
     rig.put(space, keys_of(1))
-    assert shared.told == [("partial", keys_of(1))]
+    assert shared.removals == [("partial", keys_of(1))]
 
 
 def test_used_blocks_are_offered_again_within_the_budget(rig: TieringHarness) -> None:

@@ -1,4 +1,4 @@
-"""The page of what a GPU told: one Markdown section a part."""
+"""The page of a GPU's results: one Markdown section a part."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def lmcache(python: Path, chunk_tokens: int, layout: str) -> Iterator[Player]:
 
             wait_until(serves, 60.0)
             # It copies through temporary tensors of up to a chunk's size. vLLM on CPU preloads tcmalloc, which keeps
-            # their memory; glibc's malloc is told to, or LMCache loses up to two thirds of its speed.
+            # their memory; glibc's malloc does so by these, or LMCache loses up to two thirds of its speed.
             environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
             module = "tests.bench.peers.play_lmcache"
             with player(

@@ -173,7 +173,7 @@ class LMCachePlayer:
         pending.wait(timeout=WAIT_S)
 
     def _settle(self, tokens: list[int]) -> None:
-        """Wait until the server's lookup thread has done all it was told: an empty range to free comes after it."""
+        """Wait until the server's lookup thread has done all it was sent: an empty range to free comes after it."""
         scheduler, _ = self._adapters
         empty = scheduler._create_key(tokens[:1], 0, 0, "settle").no_worker_id_version()
         scheduler.req_clients[self._url].free_lookup_locks(empty, 1).result(timeout=WAIT_S)
