@@ -77,9 +77,8 @@ class Found(NamedTuple):
     """By key."""
     ready: BlockIds
     """The blocks of those that are READY."""
-    nbytes: int
     loose_bytes: int
-    """Of the READY blocks, and of those of them that nothing pinned before, if they were pinned."""
+    """Of the READY blocks that nothing pinned before, if they were pinned."""
     run: int
     """Keys before the first that is not READY."""
     misses: Sequence[int]
@@ -117,7 +116,7 @@ class BlockTable:
         self._misses = np.zeros(KNOWN_MISSES, np.uint64)
         arrays = self.state, self.shard, self.pins, self.missing, self.group, self.next, self.pages, self._misses
         self._native = native()
-        self._counts = array("Q", bytes(8 * 21))
+        self._counts = array("Q", bytes(8 * 20))
         self._blocks = _Blocks(records.ctypes.data, *(one.ctypes.data for one in arrays))
         self._arrays_bytes = sum(one.nbytes for one in arrays)
         self.address = ctypes.addressof(self._blocks)
@@ -153,11 +152,11 @@ class BlockTable:
         count = len(keys) // key_bytes
         self._fit(count)
         self._native.blocks_lookup(self.address, group, keys, count, key_bytes, pin)
-        changed, pages, loose_pages, ready, run, *misses = self._counts
+        changed, loose_pages, ready, run, *misses = self._counts
+        loose_bytes = loose_pages * PAGE_BYTES
         self.pinned_blocks += changed
-        self.pinned_bytes += loose_pages * PAGE_BYTES
-        nbytes = pages * PAGE_BYTES, loose_pages * PAGE_BYTES
-        return Found(self._bytes[:count].tobytes(), self._numbers[:ready].copy(), *nbytes, run, misses)
+        self.pinned_bytes += loose_bytes
+        return Found(self._bytes[:count].tobytes(), self._numbers[:ready].copy(), loose_bytes, run, misses)
 
     def plan(
         self, group: int, keys: bytes, key_bytes: int, rank: int, first_blocks: Mapping[int, int]
@@ -290,25 +289,26 @@ class BlockTable:
         self._native.blocks_being_written(self.address, packed(blocks), len(blocks))
         return self._bytes[: len(blocks)].astype(np.bool_)
 
-    def pin(self, blocks: BlockIds) -> tuple[int, int]:
+    def pin(self, blocks: BlockIds) -> int:
         """Keep the bytes of blocks, once more for each time one is named, until ``Cache.unpin``.
 
-        Returns the bytes of all, and of those that nothing pinned before.
+        Returns the bytes of those that nothing pinned before.
         """
-        return self._pin(blocks, 1)[1:]
+        _, loose_bytes = self._pin(blocks, 1)
+        return loose_bytes
 
     def unpin(self, blocks: BlockIds) -> BlockIds:
         """Undo one pin for each time a block is named. Returns those that nothing pins any more."""
-        changed, *_ = self._pin(blocks, -1)
+        changed, _ = self._pin(blocks, -1)
         return self._numbers[:changed].copy()
 
-    def _pin(self, blocks: BlockIds, by: int) -> tuple[int, int, int]:
+    def _pin(self, blocks: BlockIds, by: int) -> tuple[int, int]:
         self._fit(len(blocks))
         self._native.blocks_pin(self.address, packed(blocks), len(blocks), by)
-        changed, pages, loose_pages = self._counts[:3]
+        changed, loose_bytes = self._counts[0], self._counts[1] * PAGE_BYTES
         self.pinned_blocks += by * changed
-        self.pinned_bytes += by * loose_pages * PAGE_BYTES
-        return changed, pages * PAGE_BYTES, loose_pages * PAGE_BYTES
+        self.pinned_bytes += by * loose_bytes
+        return changed, loose_bytes
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] the slots of blocks that have so many, or more."""

@@ -79,9 +79,9 @@ void kvoffd_blocks_find(const struct blocks *x, uint32_t group, const uint8_t *k
                   hashed, x->bytes + begin, x->numbers + begin);
 }
 
-/* What pins of blocks came to: those that had none before, or have none now, and the pages of all, and of these. */
+/* What pins of blocks came to: those that had none before, or have none now, and their pages. */
 struct pinned {
-    uint64_t changed, pages, changed_pages;
+    uint64_t changed, pages;
 };
 
 /* Adds `by`, 1 or -1, to a block's pins; returns whether it had none before or has none now. */
@@ -91,10 +91,9 @@ static int pin(struct blocks *x, uint32_t block, int32_t by, struct pinned *pinn
     int changed = !before || !(before + by);
 
     x->pins[block] = before + by;
-    pinned->pages += x->pages[block];
     if (changed) {
         pinned->changed++;
-        pinned->changed_pages += x->pages[block];
+        pinned->pages += x->pages[block];
     }
     return changed;
 }

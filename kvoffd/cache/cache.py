@@ -397,10 +397,10 @@ class Cache:
             held = self.held.get(session) or Held()
             if lease is None:
                 lease, fresh = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING), ready
-                nbytes, loose_bytes = sum([one.nbytes for one in found]), sum([one.loose_bytes for one in found])
+                loose_bytes = sum([one.loose_bytes for one in found])
             else:
                 fresh = ready[~np.isin(ready, lease.blocks)]
-                nbytes, loose_bytes = self.blocks.pin(fresh)
+                loose_bytes = self.blocks.pin(fresh)
             roomy = self.blocks.pinned_bytes <= self._max_leased_bytes // 2
             if roomy and held.keys + len(fresh) <= self._max_leased_keys:
                 part = 1.0
@@ -412,16 +412,14 @@ class Cache:
                 found = [_shortened(one, lease.blocks, part) for one in found]
                 ready = np.concatenate([one.ready for one in found])
                 fresh = ready[~np.isin(ready, lease.blocks)]
-                nbytes, loose_bytes = self.blocks.pin(fresh)
+                loose_bytes = self.blocks.pin(fresh)
             if fresh.size:
                 if not lease.blocks.size:
                     self.leases[lease_id], self.held[session] = lease, held
                     held.leases += 1
                 lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-                lease.nbytes += nbytes
-                held.nbytes += nbytes
-                lease.charged_bytes += loose_bytes
-                held.charged_bytes += loose_bytes
+                lease.nbytes += loose_bytes
+                held.nbytes += loose_bytes
                 held.keys += len(fresh)
         if not again:
             counters, tokens, chains = namespace.counters, 0, []
@@ -450,7 +448,7 @@ class Cache:
         part, most = (self._max_leased_keys - held.keys) / max(1, keys), self._max_leased_bytes
         if loose_bytes and self.blocks.pinned_bytes > most // 2:
             sharers = len(self.held) + (not held.leases)
-            part = min(part, (most // sharers - held.charged_bytes) / loose_bytes)
+            part = min(part, (most // sharers - held.nbytes) / loose_bytes)
         return max(0.0, min(1.0, part))
 
     def leases_of(self, session: int) -> Held:
@@ -538,7 +536,6 @@ class Cache:
             held.leases -= 1
             held.keys -= len(lease.blocks)
             held.nbytes -= lease.nbytes
-            held.charged_bytes -= lease.charged_bytes
             if not held.leases:
                 del self.held[lease.session]
             self.unpin(lease.blocks)

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffd.cache.block_table import CORRUPT, NOT_FIRST, BlockIds, BlockTable
 from kvoffd.cache.policy import Group
@@ -23,8 +22,6 @@ from kvoffd.system.files import held_bytes
 from kvoffd.system.native import native
 
 _BATCH_BYTES = 4 << 20
-MOST_SPREAD = 16
-"""Generations for each block, of which most are of blocks that are gone, up to which there is a place for each."""
 
 
 class RecoveredBlocks(NamedTuple):
@@ -123,20 +120,9 @@ def recover(
     slots.restore(np.concatenate([used[: recovery.used_found], quarantined]), table.region_sizes.astype(np.int64))
     whole = recovery.heads_found
     blocks.generation = int(generations[:whole].max(initial=0))
-    oldest_first = _by_age(heads[:whole], generations[:whole]) if whole else heads[:0]
+    oldest_first = heads[:whole][np.argsort(generations[:whole])]
     counted = recovery.reset_found, recovery.unwritten_found, recovery.incomplete_found
     return RecoveredBlocks(oldest_first, quarantined, *counted, recovery.discarded_found - sum(counted))
-
-
-def _by_age(blocks: BlockIds, generations: npt.NDArray[np.uint64]) -> BlockIds:
-    """Sorted by their generations, which differ, the lowest first."""
-    lowest, highest = int(generations.min()), int(generations.max())
-    if highest - lowest > MOST_SPREAD * len(blocks):
-        return blocks[np.argsort(generations)]
-    sorted_blocks = np.zeros(highest - lowest + 1, np.uint32)  # a place for each: ten times as fast
-    sorted_blocks[generations - np.uint64(lowest)] = blocks + np.uint32(1)
-    found: BlockIds = sorted_blocks[sorted_blocks != 0] - np.uint32(1)
-    return found
 
 
 def _judge_records(fd: int, table: SlotTable, recovery: object) -> None:

@@ -25,8 +25,7 @@ class Lease:
     deadline: float
     blocks: BlockIds
     nbytes: int = 0
-    charged_bytes: int = 0
-    """Of these, bytes of the blocks that nothing had pinned before."""
+    """Of the blocks that nothing had pinned before."""
     loaded_ranks: set[int] = field(default_factory=set)
     loaded: set[tuple[int, bytes]] = field(default_factory=set)
     """Group and first key of each load that was counted: other ranks load the same."""
@@ -41,7 +40,6 @@ class Held:
     leases: int = 0
     keys: int = 0
     nbytes: int = 0
-    charged_bytes: int = 0
     """See ``Lease``."""
 
 

@@ -195,13 +195,8 @@ class SlotAllocator:
                     columns.append(self.take(size, count, node))
                 least = min(map(len, columns))
             finally:
-                for column, node in zip(columns, nodes, strict=False):
-                    if not (excess := column[least:]).size:
-                        continue
-                    if node in self._nodes:
-                        nodes_of = self._node[excess // self.slots_per_region]
-                        self.slots_on_other_nodes -= int(np.count_nonzero(nodes_of != node))
-                    self.free(excess)
+                for column in columns:
+                    self.free(column[least:])
             if least or count == 1 or not columns[0].size:
                 return np.stack([column[:least] for column in columns], axis=1)
             count //= 2

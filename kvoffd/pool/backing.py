@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kvoffd.errors import KvoffdError, PoolTooLarge, UnsafeSegment
 from kvoffd.pool.memory import PoolMemory
@@ -31,22 +31,15 @@ _ALIGNMENT = 2 << 20
 _ALLOCATE_STEP_BYTES = 256 << 20
 
 
-class PoolMappings(NamedTuple):
-    """The mapped memory of the pool and of its slot table."""
+Memories: TypeAlias = tuple[PoolMemory, PoolMemory]
+"""Of a pool, and of its slot table."""
 
-    pool: PoolMemory
-    table: PoolMemory
 
-    @classmethod
-    def map(cls, map_pool: Callable[[], PoolMemory], map_table: Callable[[], PoolMemory]) -> PoolMappings:
-        """Maps both, or neither where one of the calls raises."""
-        pool = map_pool()
-        with OnError(pool.close):
-            return cls(pool, map_table())
-
-    def close(self) -> None:
-        self.pool.close()
-        self.table.close()
+def _both(map_pool: Callable[[], PoolMemory], map_table: Callable[[], PoolMemory]) -> Memories:
+    """Maps both, or neither where one of the calls raises."""
+    pool = map_pool()
+    with OnError(pool.close):
+        return pool, map_table()
 
 
 class MemfdBacking:
@@ -67,7 +60,7 @@ class MemfdBacking:
         limit = memory_limit()
         return MemoryLimit(limit.bytes + held, limit.source)
 
-    def find(self, geometry: TableGeometry) -> PoolMappings | None:
+    def find(self, geometry: TableGeometry) -> Memories | None:
         """The memory that an earlier daemon left, or None. Raises BadTable when it is not of this geometry."""
         if self._stored is None:
             return None
@@ -76,20 +69,20 @@ class MemfdBacking:
         if (size := os.fstat(pool_fd).st_size) != geometry.pool_bytes:
             raise BadTable(f"The memory beside the slot table has {size} bytes, and the table names another size.")
         try:
-            return PoolMappings.map(
+            return _both(
                 lambda: PoolMemory.of_memfd(pool_fd, geometry.pool_bytes),
                 lambda: PoolMemory.of_memfd(table_fd, geometry.size_bytes),
             )
         except UnsafeSegment as error:
             raise BadTable(f"What was kept is no memory of kvoffd's: {error.message}") from error
 
-    def make(self, geometry: TableGeometry) -> PoolMappings:
+    def make(self, geometry: TableGeometry) -> Memories:
         """New memory, all zeros; what an earlier daemon left is freed before. Raises PoolTooLarge."""
         if self._stored is not None:
             self.close()
             if self._on_discard is not None:
                 self._on_discard()
-        return PoolMappings.map(
+        return _both(
             lambda: PoolMemory.create(geometry.pool_bytes, "kvoffd-pool"),
             lambda: PoolMemory.create(geometry.size_bytes, "kvoffd-slot-table"),
         )
@@ -151,7 +144,7 @@ class FileBacking:
         least = min(limits, key=lambda limit: limit.bytes)
         return MemoryLimit(least.bytes + held, least.source)
 
-    def find(self, geometry: TableGeometry) -> PoolMappings | None:
+    def find(self, geometry: TableGeometry) -> Memories | None:
         if self._fd < 0:
             raise BadTable(f"There was no pool file {self._path}: this is its first start, or somebody removed it.")
         check_table(self._fd, geometry)
@@ -162,7 +155,7 @@ class FileBacking:
             self._allocate(wanted)  # somebody punched holes into it
         return self._map(geometry)
 
-    def make(self, geometry: TableGeometry) -> PoolMappings:
+    def make(self, geometry: TableGeometry) -> Memories:
         size = sum(self._parts(geometry))
         try:
             if self._fd >= 0:
@@ -240,9 +233,9 @@ class FileBacking:
                 f"({format_size(size_bytes)}): {error.strerror}. Choose a smaller pool or {room}."
             ) from error
 
-    def _map(self, geometry: TableGeometry) -> PoolMappings:
+    def _map(self, geometry: TableGeometry) -> Memories:
         table_bytes, pool_bytes = self._parts(geometry)
-        return PoolMappings.map(
+        return _both(
             lambda: PoolMemory.of_file(self._fd, pool_bytes, table_bytes),
             lambda: PoolMemory.of_file(self._fd, table_bytes, 0),
         )

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -43,22 +42,19 @@ class PoolMemory:
         Raises:
             PoolTooLarge: the kernel refuses a file or a mapping of that size.
         """
-        try:
-            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            raise PoolTooLarge(
-                f"The kernel makes no shared memory for the pool ({error.strerror}); see its limits on descriptors and "
-                "memory (ulimit -n, the cgroup's limits)."
-            ) from error
-        with OnError(partial(os.close, fd)):
+        with ExitStack() as undo:
             try:
+                fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                undo.callback(os.close, fd)
                 os.ftruncate(fd, size_bytes)
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-                return cls(fd, map_memfd(fd, size_bytes))
+                made = cls(fd, map_memfd(fd, size_bytes))
             except (OSError, UnsafeSegment) as error:
                 raise PoolTooLarge(
                     f"The kernel refuses {size_bytes} bytes of shared memory ({error}); choose a smaller pool."
                 ) from error
+            undo.pop_all()
+            return made
 
     @classmethod
     def of_memfd(cls, fd: int, size_bytes: int) -> PoolMemory:

@@ -60,19 +60,17 @@ class Pool:
         self.cold_reason = ""
         """Why an earlier daemon's pool was not taken over; empty where it was, or where there was none."""
         try:
-            mappings = backing.find(geometry)
+            found = backing.find(geometry)
         except BadTable as error:
-            mappings, self.cold_reason = None, error.message
-        self.recovered = mappings is not None
+            found, self.cold_reason = None, error.message
+        self.recovered = found is not None
         """Whether an earlier daemon's pool was taken over, be it empty."""
-        if mappings is None:
-            mappings = backing.make(geometry)
-        self._memory, self._table_memory = mappings
+        self._memory, self._table_memory = found or backing.make(geometry)
         self.mapping = self._memory.segment
         """All bytes of the pool, mapped until ``close``."""
-        with OnError(mappings.close):
-            self.table = SlotTable(mappings.table.buffer, geometry, new=not self.recovered)
-        self._bytes = mappings.pool.buffer
+        self._bytes = self._memory.buffer
+        with OnError(self.close):
+            self.table = SlotTable(self._table_memory.buffer, geometry, new=not self.recovered)
         self._is_file = isinstance(backing, FileBacking)
 
     @property

@@ -97,7 +97,7 @@ class SessionInfo(Wire, frozen=True):
     registered_bytes: Annotated[ByteCount, doc("Bytes of memory that the daemon has mapped for the session.")]
     unacknowledged: Annotated[Count, doc("Completions that the session has not acknowledged.")]
     namespaces: Annotated[list[Fingerprint], doc("Namespaces that it has opened.")] = field(default_factory=list)
-    pinned_bytes: Annotated[ByteCount, doc("Pool bytes of the blocks under the session's leases.")] = 0
+    pinned_bytes: Annotated[ByteCount, doc("Pool bytes that the session's leases were the first to pin.")] = 0
     stored_bytes: Annotated[ByteCount, doc("Bytes copied from the session's memory to the pool.")] = 0
     loaded_bytes: Annotated[ByteCount, doc("Bytes copied from the pool to the session's memory.")] = 0
 

@@ -270,7 +270,6 @@ def check_invariants(cache: Cache) -> None:
         one.leases += 1
         one.keys += len(lease.blocks)
         one.nbytes += lease.nbytes
-        one.charged_bytes += lease.charged_bytes
     assert {session: astuple(one) for session, one in held.items()} == {
         session: astuple(one) for session, one in cache.held.items()
     }
