@@ -62,7 +62,7 @@ from kvoffd.cache.tickets import (
     StorePart,
     StoreTicket,
 )
-from kvoffd.cache.victims import Quotas, Victims
+from kvoffd.cache.victims import Victims
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import SlotTable
@@ -119,7 +119,8 @@ class Cache:
         self.tiers: TierHooks | None = None
         self.namespaces: dict[bytes, Namespace] = {}
         """By fingerprint, in the order in which they were opened."""
-        self.quotas = Quotas()
+        self.quotas: dict[bytes, int] = {}
+        """By fingerprint, the most bytes of the pool that a namespace may have, open or not: an operator says so."""
         self.leases: dict[int, Lease] = {}
         """The one that ends first comes first."""
         self.checked_slots = self.checked_bytes = self.mismatches = 0

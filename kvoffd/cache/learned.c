@@ -39,12 +39,8 @@ enum {
  * the front, and forgetting from the back: keys have places, of which [low, high) are still here. Spans are known by
  * number; 0 is none. */
 struct span {
-    union {
-        struct keys *keys;
-        uint64_t hash; /* of a single key: there may be as many spans as keys */
-    };
+    struct keys *keys;
     uint64_t since; /* the bytes accessed when its keys' lives began */
-    uint32_t handle; /* of a single key's block, 0 for none */
     uint32_t pages; /* of a block */
     uint32_t seen; /* the last walk that came by */
     uint32_t low, top, high; /* from `top` on no place has a block */
@@ -59,7 +55,6 @@ struct span {
     uint8_t age_bin;
     uint8_t met : 1; /* by the request at hand */
     uint8_t old : 1; /* older than what is remembered: keys that lose their block are forgotten */
-    uint8_t single : 1; /* it began with one key */
     uint8_t closed : 1; /* a store of keys in it was rejected; the others of this request are, too */
 };
 
@@ -228,13 +223,13 @@ static uint64_t weight_of(const struct span *s)
 /* Where the hash of a key is, and those of the keys behind it. */
 static uint64_t *hash_at(struct span *s, uint32_t place)
 {
-    return s->single ? &s->hash : &s->keys->hashes[place - s->keys->base];
+    return &s->keys->hashes[place - s->keys->base];
 }
 
 /* Where the handle of a key's block is, and those of the keys behind it. */
 static uint32_t *handle_at(struct span *s, uint32_t place)
 {
-    return s->single ? &s->handle : (uint32_t *)(s->keys->hashes + s->keys->room) + (place - s->keys->base);
+    return (uint32_t *)(s->keys->hashes + s->keys->room) + (place - s->keys->base);
 }
 
 /* --- how long keys take to come back --- */
@@ -549,11 +544,6 @@ static uint64_t keys_bytes(uint32_t keys)
 /* Gives a span room for keys, the first one at the place `low`, and copies as many. */
 static void make_keys(struct learned *l, struct span *s, const uint64_t *hashes, const uint32_t *handles, uint32_t count)
 {
-    if ((s->single = count == 1)) {
-        s->handle = handles ? *handles : 0;
-        s->hash = *hashes;
-        return;
-    }
     s->keys = or_end(malloc(sizeof *s->keys + count * (sizeof *hashes + sizeof *handles)));
     s->keys->base = s->low;
     s->keys->room = count;
@@ -651,8 +641,7 @@ static void bury(struct learned *l, uint32_t number)
         l->spans[s->before].child = s->child;
     if (s->child)
         l->spans[s->child].before = s->before;
-    if (!s->single)
-        free_keys(l, s->keys);
+    free_keys(l, s->keys);
     memset(s, 0, sizeof *s);
     s->child = l->unused_spans;
     l->unused_spans = number;
@@ -681,8 +670,6 @@ static void compact(struct learned *l, uint32_t number)
         bury(l, number);
         return;
     }
-    if (s->single)
-        return;
     uint32_t wasted = before->room - (s->high - s->low);
     if (wasted < WASTED || wasted < s->high - s->low)
         return;
@@ -779,7 +766,7 @@ static void forget_some(struct learned *l, uint64_t added)
     for (uint64_t done = 0; done < most; done++) {
         /* A block's own key is not counted: it is bounded with the pool. */
         uint64_t ghosts = l->known.known_keys - l->known.blocks;
-        uint64_t nbytes = ghosts * (2 * sizeof(struct place) + 12) + l->known.spans * sizeof(struct span);
+        uint64_t nbytes = ghosts * (2 * sizeof(struct place) + 12) + l->known.spans * (sizeof(struct span) + keys_bytes(0));
         uint32_t number = l->oldest.first;
         if (!number || (l->known.known_bytes <= most_bytes && nbytes <= l->known.lifetime / GHOST_PART))
             break;
@@ -1411,8 +1398,7 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
 void kvoffd_learned_free(struct learned *l)
 {
     for (uint32_t number = 1; number < l->span_top; number++)
-        if (!l->spans[number].single)
-            free(l->spans[number].keys);
+        free(l->spans[number].keys);
     free(l->spans);
     free(l->places);
     free(l->scratch);

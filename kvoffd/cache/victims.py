@@ -1,4 +1,4 @@
-"""Which blocks go for others, and how much of the pool an operator leaves to a namespace."""
+"""Which blocks go for others."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import numpy.typing as npt
 from kvoffd.cache.block_table import READY, BlockIds, BlockTable
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group, Policy
-from kvoffd.errors import KvoffdError
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
-from kvoffd_proto.errors import ErrorCode
 
 MAX_SKIPPED_PINNED = 1000
 """Pinned blocks that one eviction passes over; more of them become the newest, as they are in use."""
@@ -21,23 +19,7 @@ MAX_REGIONS_COMPARED = 16
 """Regions that are looked into to find the coldest."""
 MAX_PASSED = 1024
 """Blocks of others in the policy's order that are passed over for one of a namespace that has its quota."""
-MAX_QUOTAS = 1024
-"""Namespaces that have a quota, open or not."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
-
-
-class Quotas(dict[bytes, int]):
-    """By fingerprint, the most bytes of the pool that a namespace may have, where an operator says so."""
-
-    def set(self, fingerprint: bytes, quota_bytes: int | None) -> None:
-        """Set the quota of a namespace, open or not; None takes it away. Raises KvoffdError, BAD_ARGUMENT."""
-        if quota_bytes is None:
-            self.pop(fingerprint, None)
-            return
-        if fingerprint not in self and len(self) >= MAX_QUOTAS:
-            why = f"{MAX_QUOTAS} namespaces have a quota, the most there may be; take those of others away."
-            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
-        self[fingerprint] = quota_bytes
 
 
 class Victims:

@@ -70,8 +70,11 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
     """Set a namespace's quota, and have it written for the next daemon before the answer, which says where that
     failed."""
     quotas, state = service.cache.quotas, service.state
-    quotas.set(message.namespace, message.quota_bytes)
-    state.save_quotas(dict(quotas))
+    if message.quota_bytes is None:
+        quotas.pop(message.namespace, None)
+    else:
+        quotas[message.namespace] = message.quota_bytes
+    state.save_quotas(quotas)
     logger.info(
         "Session %d (%s) set the quota of the namespace %s: %s.",
         *(session.id, session.peer, message.namespace.hex()[:12]),

@@ -83,11 +83,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
     Blocks of namespaces that were reset or cleared while another pool was used are not among them.
     """
     started = time.monotonic()
-    try:
-        for fingerprint, quota_bytes in state.known.quotas.items():
-            cache.quotas.set(fingerprint, quota_bytes)
-    except KvoffdError as error:
-        logger.warning("Some quotas of namespaces are left out. %s", error.message)
+    cache.quotas.update(state.known.quotas)
     policy.restore()
     if not pool.recovered:
         return

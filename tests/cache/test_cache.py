@@ -7,7 +7,7 @@ import pytest
 
 from kvoffd.cache.block_table import FREE, READY, WRITING
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
-from kvoffd.errors import BadGeometry, KvoffdError, NamespaceMismatch, ShardTooLarge
+from kvoffd.errors import BadGeometry, NamespaceMismatch, ShardTooLarge
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
 
 A, W, R = FREE, WRITING, READY
@@ -143,20 +143,6 @@ def test_one_old_block_does_not_cost_a_region_in_use() -> None:
         rig.store(small, keys_of(number))
     rig.store(large, keys_of(10))
     assert rig.states(small, keys_of(1, 2, 3)) == [R] * 3
-
-
-# --- quotas -------------------------------------------------------------------------------------
-
-
-def test_one_quota_too_many_is_refused() -> None:
-    quotas = full_rig().cache.quotas
-    for number in range(1024):
-        quotas.set(number.to_bytes(32, "big"), number)
-    with pytest.raises(KvoffdError, match="1024"):
-        quotas.set(bytes([1] * 32), 1)
-    quotas.set(bytes(32), 5)
-    quotas.set(bytes(32), None)
-    assert (quotas.get(bytes(32)), len(dict(quotas))) == (None, 1023)
 
 
 # --- what is dropped ----------------------------------------------------------------------------
@@ -368,8 +354,8 @@ def test_a_busy_namespace_grows_at_the_cost_of_an_idle_one(policy: str) -> None:
 # --- traffic under a quota ------------------------------------------------------------------------
 
 
-def set_quota(rig: CacheRig, namespace: Namespace, units: int | None) -> None:
-    rig.cache.quotas.set(namespace.fingerprint, None if units is None else units * UNIT)
+def set_quota(rig: CacheRig, namespace: Namespace, units: int) -> None:
+    rig.cache.quotas[namespace.fingerprint] = units * UNIT
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "learned"])

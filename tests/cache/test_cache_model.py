@@ -399,7 +399,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(space=spaces, most=st.sampled_from([None, None, 4, 8, 16]))
     def limit(self, space: int, most: int | None) -> None:
-        self.cache.quotas.set(self.spaces[space].fingerprint, None if most is None else most * UNIT)
+        fingerprint = self.spaces[space].fingerprint
+        if most is None:
+            self.cache.quotas.pop(fingerprint, None)
+        else:
+            self.cache.quotas[fingerprint] = most * UNIT
 
     @rule(session=sessions, data=st.data(), unused=st.booleans())
     def release(self, session: int, data: st.DataObject, unused: bool) -> None:

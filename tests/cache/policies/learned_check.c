@@ -10,9 +10,9 @@
 static int check_span(const struct learned *l, uint32_t number)
 {
     const struct span *s = &l->spans[number];
-    const uint64_t *hashes = s->single ? &s->hash : s->keys->hashes;
-    const uint32_t *handles = s->single ? &s->handle : (const uint32_t *)(hashes + s->keys->room);
-    uint32_t held = 0, base = s->single ? s->low : s->keys->base, room = s->single ? 1 : s->keys->room;
+    const uint64_t *hashes = s->keys->hashes;
+    const uint32_t *handles = (const uint32_t *)(hashes + s->keys->room);
+    uint32_t held = 0, base = s->keys->base, room = s->keys->room;
 
     HOLDS(base <= s->low && s->low < s->high && s->high - base <= room);
     HOLDS(weight_of(s) <= l->known.lifetime);
@@ -79,7 +79,7 @@ int check_learned(const struct learned *l)
         keys += s->high - s->low;
         blocks += s->held;
         nbytes += (s->high - s->low) * weight_of(s);
-        arrays += s->single ? 0 : (s->keys->room * 12 + 16 + 15) / 16 * 16;
+        arrays += (s->keys->room * 12 + 16 + 15) / 16 * 16;
         spans++;
         held += s->held != 0;
         young += !s->old;
