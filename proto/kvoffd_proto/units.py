@@ -62,25 +62,18 @@ def parse_duration(value: str | int | float) -> float:
 
 def _parse(
     value: object, kinds: tuple[type, ...], what: str, units: Mapping[str, int | str], default: str, advice: str
-) -> int | float | Fraction:
+) -> Fraction:
     """Return the number that ``value`` means, 0 or more, in ``units``; in the ``default`` one where it names none."""
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise UnitError(f"{quoted(value)} is not a {what}; {advice}")
-    if isinstance(value, str):
-        match = _QUANTITY.fullmatch(value)
-        if match is None:
-            raise UnitError(f"{quoted(value)} is not a {what}; {advice}")
-        sign, digits, unit = match.groups()
-        if unit and unit.lower() not in units:
-            raise UnitError(f"{quoted(value)} has the unknown unit {quoted(unit)}; {advice}")
-        from fractions import Fraction  # takes longer to import than a probe of the daemon's health may
+    from fractions import Fraction  # takes longer to import than a probe of the daemon's health may
 
-        number: int | float | Fraction = Fraction(f"{sign}{digits}") * Fraction(units[unit.lower() or default])
-    else:
-        assert isinstance(value, int | float)
-        number = value
-    if isinstance(number, float) and not math.isfinite(number):
+    known = isinstance(value, kinds) and not isinstance(value, bool)
+    match = _QUANTITY.fullmatch(value if isinstance(value, str) else quoted(value)) if known else None
+    if match is None:
         raise UnitError(f"{quoted(value)} is not a {what}; {advice}")
+    sign, digits, unit = match.groups()
+    if unit and unit.lower() not in units:
+        raise UnitError(f"{quoted(value)} has the unknown unit {quoted(unit)}; {advice}")
+    number = Fraction(f"{sign}{digits}") * Fraction(units[unit.lower() or default])
     if number < 0:
         raise UnitError(f"{quoted(value)} is negative; {advice}")
     return number
