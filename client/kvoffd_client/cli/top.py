@@ -107,11 +107,12 @@ class History:
             self._latest.clear()
             self.rates.clear()
         if self._latest:
-            last, gained = self._latest[-1], self._gained(stats.since_start, self._latest[-1].since_start)
-            seconds = stats.uptime_seconds - last.uptime_seconds
+            last, now = self._latest[-1].since_start, stats.since_start
+            seconds = stats.uptime_seconds - self._latest[-1].uptime_seconds
             if not seconds:
                 return
-            self.rates.append((gained.loaded_tokens / seconds, gained.stored_bytes / seconds))
+            tokens, stored = now.loaded_tokens - last.loaded_tokens, now.stored_bytes - last.stored_bytes
+            self.rates.append((tokens / seconds, stored / seconds))
         self._latest.append(stats)
         while len(self._latest) > 2 and self._latest[1].uptime_seconds <= stats.uptime_seconds - NOW_S:
             self._latest.popleft()
@@ -211,11 +212,12 @@ class Screen:
         ]
 
     def _sparks(self, cells: int) -> list[Text]:
-        tokens, stored = ([one[at] for one in self.history.rates] for at in (0, 1))
+        shown = list(self.history.rates)[-cells:] if cells > 0 else []
+        tokens, stored = ([one[at] for one in shown] for at in (0, 1))
         most_tokens, most_stored = (max(rates, default=0.0) for rates in (tokens, stored))
         return [
-            line(f"Loaded  {spark(tokens, cells)}  at most {format_count(round(most_tokens))} tokens/s"),
-            line(f"Stored  {spark(stored, cells)}  at most {format_rate(most_stored)}"),
+            line(f"Loaded  {spark(tokens).rjust(cells)}  at most {format_count(round(most_tokens))} tokens/s"),
+            line(f"Stored  {spark(stored).rjust(cells)}  at most {format_rate(most_stored)}"),
         ]
 
     def _namespaces(self, stats: DaemonStats) -> list[RenderableType]:
@@ -267,11 +269,10 @@ def _ends(left: Text, right: Text, style: str = "") -> Table:
     return grid
 
 
-def spark(values: Sequence[float], cells: int) -> str:
-    """The latest values, one character each, from nothing to the largest of them."""
-    most, shown = max(values, default=0.0), values[-cells:] if cells > 0 else []
-    heights = (0 if value <= 0 else max(1, round(value / most * (len(SPARKS) - 1))) for value in shown)
-    return "".join(SPARKS[height] for height in heights).rjust(max(0, cells))
+def spark(values: Sequence[float]) -> str:
+    """Values, one character each, from nothing to the largest of them."""
+    most = max(values, default=0.0)
+    return "".join(SPARKS[max(1, round(value / most * (len(SPARKS) - 1)))] if value > 0 else " " for value in values)
 
 
 def _saved(stats: DaemonStats) -> Text:
