@@ -16,8 +16,8 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import FillTicket
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.writer import SpaceOf, Writer
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier, make_space
+from kvoffd.tiering.writer import Writer, space_of
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
 
@@ -114,7 +114,6 @@ class Level:
         cache: Cache,
         clock: Callable[[], float],
         coming: Coming,
-        space_of: SpaceOf,
         engines_busy: Callable[[], bool],
         unshared: Collection[bytes] = (),
         *,
@@ -146,7 +145,7 @@ class Level:
         self.no_space_until: dict[Namespace, float] = {}
         self._stopped = False
         self.writer = Writer(
-            *(cache, tiers, clock, settings, space_of),
+            *(cache, tiers, clock, settings),
             shared=shared,
             idle=lambda: not self.waiting_blocks,
             engines_busy=engines_busy,
@@ -446,8 +445,7 @@ class Tiering:
     ) -> None:
         self._cache, self._clock = cache, clock
         self._coming: Coming = {}
-        self._parts = cache, clock, self._coming, self.space, engines_busy
-        self._spaces: dict[tuple[Namespace, int], Space] = {}
+        self._parts = cache, clock, self._coming, engines_busy
         self.unshared: dict[bytes, None] = {}
         self.disks = Level([], settings, *self._parts, shared=False)
         self.stores: list[Level] = []
@@ -467,15 +465,6 @@ class Tiering:
         """Use a store that nodes share, for what the pool and the levels before it do not have."""
         self.stores.append(Level([tier], settings, *self._parts, self.unshared, shared=True))
 
-    def space(self, namespace: Namespace, group: int) -> Space:
-        """As it is now. It has no lengths while a rank of the world has not registered."""
-        found = self._spaces.get((namespace, group))
-        if found is None or found.generation != namespace.generation or not found.lengths:
-            lengths = namespace.shard_lengths(group)
-            found = make_space(namespace.fingerprint, namespace.generation, group, lengths)
-            self._spaces[namespace, group] = found
-        return found
-
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 
     def find(
@@ -490,7 +479,7 @@ class Tiering:
         levels = [level for level in self.levels if level.available]
         if namespace.fingerprint in self.unshared:
             levels = [level for level in levels if not level.shared]
-        if not levels or not groups or not self.space(namespace, groups[0][0]).lengths:
+        if not levels or not groups or not space_of(namespace, groups[0][0]).lengths:
             return list(states)
         lookup = _Lookup(namespace, session, again, levels)
         answer, most, asking = list(map(bytearray, states)), MOST_KEYS // len(groups), False
@@ -499,7 +488,7 @@ class Tiering:
             start = run_end(answer[number]) if limit is None else max(0, limit - most)
             stop = start + most if limit is None else limit
             names = namespace.split(group, keys[start * namespace.key_bytes : stop * namespace.key_bytes])
-            space = self.space(namespace, group)
+            space = space_of(namespace, group)
             some = _Range(space, names, memoryview(answer[number])[start:stop], self._coming.get(space.tag, {}))
             if limit is None:
                 asking |= self._find_run(lookup, some)
@@ -618,10 +607,10 @@ class Tiering:
                 level.writer.evicted(group, alike)
             if self.disks.tiers and not group.dead:
                 keys = self._cache.blocks.split_keys(alike, group.key_bytes)
-                self._evicted.append((self.space(group.namespace, group.index), keys))
+                self._evicted.append((space_of(group.namespace, group.index), keys))
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
-        names, space = namespace.split(group, keys), self.space(namespace, group)
+        names, space = namespace.split(group, keys), space_of(namespace, group)
         coming = self._coming.get(space.tag, {})
         for fill in [coming[key] for key in names if key in coming]:
             fill.level.forget(fill)
@@ -675,8 +664,6 @@ class Tiering:
         self._waiting = {lease_id: one for lease_id, one in self._waiting.items() if one[1] is not namespace}
         for level in self.levels:
             level.no_space_until.pop(namespace, None)
-        for group in range(len(namespace.groups)):
-            self._spaces.pop((namespace, group), None)
 
     def unshare(self, fingerprint: bytes) -> None:
         """Share nothing of a namespace until ``reshare``."""

@@ -15,12 +15,10 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiers.tier import Block, Result, Space, Tier
+from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
 
 _Noted: TypeAlias = dict[int, int]
 """Blocks, with the generation of their records: by its turn a number may be another block's."""
-SpaceOf: TypeAlias = Callable[[Namespace, int], Space]
-"""The space of a group of a namespace as it is now."""
 
 MAX_WRITING_BYTES = 16 * 2**20
 """Bound on the bytes that are being written, beside a sixteenth of the pool."""
@@ -109,6 +107,11 @@ class Write:
         return int(self.block[0])
 
 
+def space_of(namespace: Namespace, group: int) -> Space:
+    """Of a group as it is now. It has no lengths while a rank of the world has not registered."""
+    return make_space(namespace.fingerprint, namespace.generation, group, namespace.shard_lengths(group))
+
+
 def writes_of(cache: Cache, group: Group, space: Space, blocks: BlockIds) -> list[Write]:
     """How READY blocks are to be written; without those that lack a checksum to keep with them, or have wrong bytes."""
     slots = cache.blocks.slots(blocks, len(group.sizes))
@@ -148,14 +151,13 @@ class Writer:
         tiers: Sequence[Tier],
         clock: Callable[[], float],
         settings: TieringSettings,
-        space_of: SpaceOf,
         *,
         shared: bool,
         idle: Callable[[], bool],
         engines_busy: Callable[[], bool],
         left_out: Collection[bytes] = (),
     ) -> None:
-        self._cache, self._tiers, self._space_of = cache, tiers, space_of
+        self._cache, self._tiers = cache, tiers
         self._generations = cache.table.records["generation"]
         self.mode = settings.mode
         self._shared = shared
@@ -302,7 +304,7 @@ class Writer:
                 self._spare(group, len(worth) - int(worth.sum()))
                 blocks = blocks[worth]
             if blocks.size:
-                space = self._space_of(group.namespace, group.index)
+                space = space_of(group.namespace, group.index)
                 chosen |= {write.number: write for write in writes_of(self._cache, group, space, blocks)}
         for block in some:
             if block not in chosen:
@@ -349,7 +351,7 @@ class Writer:
         if group.dead or bench or namespace.fingerprint in self._left_out or not (self._tiers and blocks.size):
             return blocks[:0], []
         keys = self._cache.blocks.split_keys(blocks, group.key_bytes)
-        space = self._space_of(namespace, group.index)
+        space = space_of(namespace, group.index)
         wanted = np.array([block not in self.under_way for block in blocks.tolist()])
         for tier in self._tiers:
             wanted &= tier.wants(space, keys)

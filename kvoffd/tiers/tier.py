@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -48,6 +48,9 @@ ENDED_AT_ONCE = 32
 AGAIN_S = 0.02
 """A thread whose queue has nothing for it now looks again after so long."""
 
+REMEMBERED_SPACES = 1024
+"""Whose hash is not taken again."""
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -76,9 +79,14 @@ class Space(NamedTuple):
 
 
 def make_space(fingerprint: bytes, generation: int, group: int, lengths: Sequence[int]) -> Space:
+    return _space(fingerprint, generation, group, tuple(lengths))
+
+
+@lru_cache(REMEMBERED_SPACES)
+def _space(fingerprint: bytes, generation: int, group: int, lengths: tuple[int, ...]) -> Space:
     identity = fingerprint + generation.to_bytes(8, "little") + group.to_bytes(2, "little")
     tag = int.from_bytes(blake2b(identity, digest_size=8).digest(), "little")
-    return Space(fingerprint, generation, group, tuple(lengths), tag)
+    return Space(fingerprint, generation, group, lengths, tag)
 
 
 class Block(NamedTuple):

@@ -11,7 +11,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiering.writer import writes_of
+from kvoffd.tiering.writer import space_of, writes_of
 from kvoffd.tiers.tier import Result, Space
 from kvoffd_proto.events import MEDIUM_STORAGE
 from tests.kit.fake_tier import FakeTier, PoolBytes
@@ -140,7 +140,7 @@ class TieringHarness(CacheRig):
         return sum((tag, key) in names for key in namespace.split(0, keys))
 
     def space(self, namespace: Namespace, group: int = 0) -> Space:
-        return self.tiering.space(namespace, group)
+        return space_of(namespace, group)
 
     def finish_promotions(self) -> None:
         self.tiering.pump()
