@@ -87,11 +87,6 @@ class Registration:
     on_closed: Callable[[], None] | None = field(default=None, init=False)
     """What to call once it is closed, where it is to be."""
 
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of the client's memory that the daemon can reach."""
-        return sum(size for _, size in self.memory.spans)
-
     def close_when_idle(self, on_closed: Callable[[], None]) -> None:
         """Unmap once the last job has ended, then have ``on_closed`` called. Once."""
         assert self.on_closed is None, "a registration is closed once"
@@ -180,11 +175,6 @@ def may_connect(peer: Peer, config: Config) -> bool:
     return peer.uid in uids or peer.gid in (config.allowed_gids or (os.getegid(),))
 
 
-def may_administer(peer: Peer, config: Config) -> bool:
-    """Whether a peer that may connect may be an administrator: root and the daemon's own user in any case."""
-    return not config.admin_uids or peer.uid in {0, os.geteuid(), *config.admin_uids}
-
-
 def credit_bytes(config: Config, cache: Cache) -> int:
     """Bytes of stores that all sessions together may have outstanding."""
     return config.limits.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
@@ -245,7 +235,8 @@ class Sessions:
         """Make it the session of such a client. Raises KvoffdError where it may not be."""
         if session.role is not None and session.role != role:
             raise KvoffdError(f"The session sent Hello as {session.role}; a role cannot change.", ErrorCode.WRONG_ROLE)
-        if role is Role.ADMIN and not may_administer(session.peer, self._config):
+        admins = self._config.admin_uids  # root and the daemon's own user may in any case, and all where none is named
+        if role is Role.ADMIN and admins and session.peer.uid not in (0, os.geteuid(), *admins):
             raise KvoffdError(
                 f"User {session.peer.uid} may not administer this kvoffd; add the uid to admin_uids.",
                 ErrorCode.FORBIDDEN,

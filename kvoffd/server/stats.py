@@ -136,7 +136,7 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
             leases=cache.leases_of(one.id).leases,
             jobs=len(one.jobs),
             registrations=len(one.registrations),
-            registered_bytes=sum(registration.mapped_bytes for registration in one.registrations.values()),
+            registered_bytes=sum(size for each in one.registrations.values() for _, size in each.memory.spans),
             unacknowledged=sum(len(batch.results) for batch in one.completions.replay()),
             namespaces=sorted(one.namespaces),
             pinned_bytes=cache.leases_of(one.id).nbytes,
