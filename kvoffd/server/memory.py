@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from kvoffd.config import Config
-from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.system.files import OnError
 from kvoffd.system.mappings import MappedSegment
@@ -17,7 +17,7 @@ from kvoffd.transfer.cuda.mappings import IpcExport, VmmExport
 from kvoffd.transfer.engine import CopyEngine, CopyStats
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle
+from kvoffd_proto.messages import CudaIpcHandle, Handle, MemfdHandle
 
 logger = logging.getLogger(__name__)
 
@@ -151,16 +151,3 @@ def open_gpus(config: Config, pool: Pool) -> Gpus:
         if config.pin_pool == "start":
             gpus.pin_pool()
     return gpus
-
-
-def segment_ids(handles: Sequence[Handle]) -> list[int]:
-    """The attached segments that handles name, in their order. Raises BadGeometry when one is named twice."""
-    ids: list[int] = []
-    for handle in handles:
-        if isinstance(handle, MemfdHandle):
-            ids.append(handle.segment_id)
-        elif isinstance(handle, CudaVmmHandle):
-            ids += handle.segment_ids
-    if len(set(ids)) < len(ids):
-        raise BadGeometry("A segment is named twice; name it once and let tensors share it.")
-    return ids

@@ -14,7 +14,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.handlers import Pending, answers, filled
-from kvoffd.server.memory import EngineMemory, segment_ids
+from kvoffd.server.memory import EngineMemory
 from kvoffd.server.sessions import Registration, Session
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
@@ -163,8 +163,15 @@ def _registered(
 
 
 def _claim(session: Session, handles: list[Handle]) -> dict[int, int]:
-    """Take the descriptors that handles name from the session: segment id -> fd."""
-    ids = segment_ids(handles)
+    """Take the descriptors that handles name from the session: segment id -> fd. Raises KvoffdError."""
+    ids: list[int] = []
+    for handle in handles:
+        if isinstance(handle, m.MemfdHandle):
+            ids.append(handle.segment_id)
+        elif isinstance(handle, m.CudaVmmHandle):
+            ids += handle.segment_ids
+    if len(set(ids)) < len(ids):
+        raise BadGeometry("A segment is named twice; name it once and let tensors share it.")
     for segment_id in ids:
         if segment_id not in session.segments:
             raise KvoffdError(f"No descriptor was attached as segment {segment_id}.", ErrorCode.UNKNOWN_SEGMENT)
