@@ -47,8 +47,6 @@ GPU_REGISTER_S = 30.0
 DEAF_AFTER = 3
 """After so many times ``unresponsive_after_s`` without a reply the client opens another session: another client may
 have taken the routing id of this one, whose replies it gets."""
-MAX_PENDING_REQUESTS = 1024
-"""Requests without reply; beyond it they fail at once."""
 REFUSALS_LOGGED_S = 60.0
 """Between two lines of the log about messages that the daemon refused."""
 ENDED_SESSION = (ErrorCode.BAD_TOKEN, ErrorCode.NO_HELLO)
@@ -330,8 +328,6 @@ class Session(Closing):
         if limits is not None and len(frame) > limits.max_frame_bytes:
             sentence = f"The request has {len(frame)} bytes and the daemon takes {limits.max_frame_bytes}; send less."
             refused = RequestRefused(ErrorCode.TOO_LARGE, sentence)
-        elif on_reply is not None and len(self._pending) >= MAX_PENDING_REQUESTS:
-            refused = DaemonUnavailable(f"{len(self._pending)} requests wait for the daemon already.")
         else:
             if on_reply is not None:  # before the transport looks when tick is due
                 deadline = now + (self._options.request_timeout_s if timeout_s is None else timeout_s)

@@ -255,9 +255,8 @@ class KvoffdConnector(OffloadingConnector):
             ids = [block.block_id for group in blocks.blocks for block in group if not block.is_null]
             note_given_blocks(self.connector_scheduler, ids)
         self._load_room.note(request, loads=num_external_tokens > 0)
-        self._manager.publish_found(request)
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._manager.scheduled(request, num_external_tokens)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
         """As vLLM's, with what the workers must be told about the namespace."""

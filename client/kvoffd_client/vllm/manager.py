@@ -426,15 +426,6 @@ class KvoffdManager(OffloadingManager):
         answer = self._requests[request.request_id].answer
         return answer.leading_ready(index) * self._groups[index].tokens_per_chunk if answer is not None else 0
 
-    def publish_found(self, request: Request) -> None:
-        """Publish what a request's answer in force says is there, which another engine may have stored."""
-        answer = self._requests[request.request_id].answer
-        if self.events is None or answer is None or not answer.usable:
-            return
-        for index in self.events.groups:
-            keys = self._groups[index].keys(request.block_hashes)
-            self.events.found(request, index, keys, answer.leading_ready(index))
-
     def begin_adapter(self, request_id: str, content: bytes | None, adapter_id: int) -> None:
         """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing.
 
@@ -458,8 +449,15 @@ class KvoffdManager(OffloadingManager):
         state.disabled = True
 
     def scheduled(self, request: Request, loaded_tokens: int) -> None:
-        """Note that a request is scheduled, and loads so many tokens; without any, its blocks are unpinned."""
+        """Note that a request is about to be scheduled, and loads so many tokens; without any its blocks are unpinned.
+
+        What its answer says is there is published: another engine may have stored it.
+        """
         state = self._requests[request.request_id]
+        if self.events is not None and (answer := state.answer) is not None and answer.usable:
+            for index in self.events.groups:
+                keys = self._groups[index].keys(request.block_hashes)
+                self.events.found(request, index, keys, answer.leading_ready(index))
         if not state.logged:
             state.logged = True
             self.namespace.client.note_request(_report_of(state, self._groups, loaded_tokens))

@@ -101,15 +101,35 @@ class KvoffdWorker(OffloadingWorker):
         return True
 
     def _add(self, job_id: int, blocks: GPULoadStoreSpec, keyed: KeyedSpec, lease_id: int | None) -> None:
+        """Make a job of vLLM's block list and our keys, or fail it where they do not fit each other.
+
+        vLLM gives per group the number of blocks and the index, in the request, of the first of them; blocks of a key
+        before that one are left out. Those of a store end where its keys end, those of a load inside the last key.
+        """
         self._specs[job_id] = keyed
         if lease_id == NO_LEASE:
             self._failed.append((job_id, ErrorCode.UNKNOWN_LEASE))
             return
-        is_store = lease_id is None
-        try:
-            groups = group_transfers(blocks, keyed, self._blocks_per_chunk, self._key_bytes, is_store=is_store)
-        except ValueError as mismatch:
-            logger.warning_once("kvoffd: a job was not sent, since its blocks do not fit its keys. %s", mismatch)  # type: ignore[attr-defined]
+        per_key, is_store, groups, start = self._blocks_per_chunk, lease_id is None, list[GroupTransfer](), 0
+        counts = [len(keys) // self._key_bytes for keys in keyed.groups]
+        fits = len(blocks.group_sizes) == len(counts)
+        places = zip(blocks.group_sizes, blocks.block_indices, keyed.groups, counts, strict=False)
+        for index, (size, first_index, keys, count) in enumerate(places):
+            ids = blocks.block_ids[start : start + size]
+            start += size
+            if size == 0 and count == 0:
+                continue
+            first_block = first_index % per_key
+            covered = first_block + size
+            fits &= size > 0 and (covered == count * per_key if is_store else -(-covered // per_key) == count)
+            origins = keyed.origins.get(index, (b"", b""))
+            groups.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
+        if not fits:
+            logger.warning_once(  # type: ignore[attr-defined]
+                "kvoffd: a job was not sent, since its blocks do not fit its keys: by group %s blocks, from %s on, for "
+                "%s keys of %d blocks.",
+                *(str(list(blocks.group_sizes)), str(list(blocks.block_indices)), str(counts), per_key),
+            )
             self._failed.append((job_id, ErrorCode.BAD_BLOCK_IDS))
             return
         self._unsent.append(Job(job_id, groups, lease_id, not is_store and self._keep_leases))
@@ -236,37 +256,3 @@ class KvoffdWorker(OffloadingWorker):
             self._sender.close()
         for client in self._clients():
             client.close()
-
-
-def group_transfers(
-    blocks: GPULoadStoreSpec, keyed: KeyedSpec, blocks_per_chunk: int, key_bytes: int, *, is_store: bool
-) -> list[GroupTransfer]:
-    """Return vLLM's block list and our keys as the groups of a job.
-
-    vLLM gives per group the number of blocks and the index, in the request, of the first of them; blocks of a key
-    before that one are left out. Raises ValueError when a group's blocks do not end where its keys end (a store),
-    or not inside the last key (a load).
-    """
-    if len(blocks.group_sizes) != len(keyed.groups):
-        raise ValueError(f"{len(blocks.group_sizes)} groups of blocks for {len(keyed.groups)} groups of keys.")
-    transfers = []
-    start = 0
-    for index, (size, first_index, keys) in enumerate(
-        zip(blocks.group_sizes, blocks.block_indices, keyed.groups, strict=True)
-    ):
-        ids = blocks.block_ids[start : start + size]
-        start += size
-        count = len(keys) // key_bytes
-        if size == 0 and count == 0:
-            continue
-        first_block = first_index % blocks_per_chunk
-        covered = first_block + size
-        fits = covered == count * blocks_per_chunk if is_store else -(-covered // blocks_per_chunk) == count
-        if not fits or size == 0:
-            raise ValueError(
-                f"Group {index}: {size} blocks that begin {first_block} blocks into the first of {count} keys "
-                f"of {blocks_per_chunk} blocks."
-            )
-        origins = keyed.origins.get(index, (b"", b""))
-        transfers.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
-    return transfers
