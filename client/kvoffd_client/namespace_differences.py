@@ -11,8 +11,6 @@ import msgspec
 
 from kvoffd_proto.units import printable
 
-MOST_NESTED = 16
-"""Levels of a description that is shown."""
 MOST_CHARACTERS = 60
 """Of a value in a sentence: a SHA-256 tells nobody anything."""
 
@@ -104,17 +102,12 @@ def differences(one: str, other: str) -> list[tuple[str, object, object]]:
 
 
 def fields_of_description(description: str) -> dict[str, object] | None:
-    """The fields of a description, which any client may have written; None where it is no object that can be shown."""
+    """The fields of a description, which any client may have written; None where it is no object."""
     try:
         found = msgspec.json.decode(description)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and _nests_at_most(found, MOST_NESTED) else None
-
-
-def _nests_at_most(value: object, levels: int) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels > 0 and all(_nests_at_most(one, levels - 1) for one in items)
+    return found if isinstance(found, dict) else None
 
 
 def explain(one: str, other: str) -> list[Difference]:
