@@ -229,13 +229,14 @@ class WorkerClient(Session):
         if known and self._phase is Phase.READY:
             self._send(m.Cancel(m.NO_REPLY, known, self._sequence))
 
-    def _has_any(self, job_ids: Iterable[int]) -> bool:
-        """Whether one of the jobs has no result."""
-        return any(job_id in self._jobs for job_id in job_ids)
+    def _has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
+        """Whether one of the jobs has no result; without ``loads``, whether one of the stores among them has none."""
+        jobs = self._jobs
+        return any(job_id in jobs and (loads or jobs[job_id].job.lease_id is None) for job_id in job_ids)
 
     def _abandon_stores(self, job_ids: Iterable[int], now: float) -> None:
         """Where one of these stores runs, close the lifeline: the daemon commits none, and all fail here and now."""
-        if any(job_id in self._jobs and self._jobs[job_id].job.lease_id is None for job_id in job_ids):
+        if self._has_any(job_ids, loads=False):
             self.disconnect("Running stores were abandoned; the client connects again.", now)
 
     def _unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
