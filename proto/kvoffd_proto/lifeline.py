@@ -29,12 +29,7 @@ class Greeting(Wire, frozen=True, tag="greeting"):
     epoch: Annotated[Count, doc("Random number of this run of the daemon; in the topic of completions.")]
     session_id: Annotated[int, doc("The session this lifeline belongs to.", ge=1, lt=2**31)]
     token: Annotated[
-        bytes,
-        doc(
-            "Secret: after a ``k`` it is the routing id of the session's DEALER.",
-            min_length=TOKEN_BYTES,
-            max_length=TOKEN_BYTES,
-        ),
+        bytes, doc("Secret: after a ``k``, the DEALER's routing id.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
     ]
 
 

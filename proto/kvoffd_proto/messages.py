@@ -334,8 +334,7 @@ class Hello(Request[Welcome], frozen=True):
     operator: Annotated[
         bool,
         doc(
-            "A program of operators: what it looks up, loads and stores is in no count of traffic, the policy learns "
-            "nothing of it, and refuses none of its stores."
+            "An operator's program: no count of traffic has it; the policy learns nothing of it, and takes all stores."
         ),
     ] = False
 
@@ -542,17 +541,11 @@ class GroupBlocks(Wire, frozen=True):
     block_ids: Annotated[bytes, doc("Engine block ids, little-endian int32, end to end.")]
     parents: Annotated[
         bytes,
-        doc(
-            "Of stores, for their KV events: for each key the block hash before it in its prompt, end to end; zeros "
-            "for the first of a prompt. Empty where they are not sent."
-        ),
+        doc("Of stores, for KV events: for each key the hash before it in its prompt, or zeros; empty if not sent."),
     ] = b""
     tokens: Annotated[
         bytes,
-        doc(
-            "With ``parents``: the token ids of the keys' blocks, little-endian uint32, end to end. Empty where they "
-            "are not sent, as for prompts whose hashes do not follow from their tokens alone."
-        ),
+        doc("With ``parents``: token ids of the blocks, little-endian uint32; empty if hashes have more in them."),
     ] = b""
 
 

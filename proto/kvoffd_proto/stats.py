@@ -48,16 +48,13 @@ from kvoffd_proto.messages import (
 
 
 class Metric(NamedTuple):
-    """What /metrics shows of a field.
+    """What /metrics shows of a field: a ``counter``, ``gauge`` or ``histogram``; a ``label`` that tells the Structs of
+    a list apart; or a ``part``, a Struct or a list of Structs that holds metrics.
 
     Attributes:
-        kind: ``counter``, ``gauge`` or ``histogram``; ``label`` for a field whose value tells the Structs of a list
-            apart; ``part`` for a Struct, or a list of Structs, that holds metrics.
-        label: for a map, and for a list of Structs that are counted by their first field: the label that holds the key;
-            for a ``label`` its name.
-        prefix: of a part.
+        label: a label's name; of a map, and of a list that is counted by its Structs' first field, that of the key.
         fixed: of a part, name and value of a label that all of it has.
-        keys: of a map, those that are on /metrics from the start, at 0: ``increase`` misses what a series begins with.
+        keys: of a map, those that are there from the start, at 0: ``increase`` misses what a series begins with.
     """
 
     kind: str
