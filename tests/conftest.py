@@ -15,9 +15,11 @@ import pytest
 # For ``tests.kit``: pytest's importlib mode adds no directory of ours by itself.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kvoffd_client import AdminClient
 from tests.kit import require
-from tests.kit.daemon import DaemonProcess, clear_daemon
+from tests.kit.daemon import DaemonProcess
 from tests.kit.durations import Durations
+from tests.kit.waiting import wait_until
 
 # What a shell starts in its background ignores SIGINT, and so do its children: Ctrl-C would be lost on them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -83,7 +85,9 @@ def shared_daemon(module_daemon: DaemonProcess) -> Iterator[DaemonProcess]:
 
     Counters and open namespaces are those of all tests before: compare counters with what they were.
     """
-    clear_daemon(module_daemon)
+    with AdminClient(module_daemon.directory) as admin:
+        wait_until(lambda: len(admin.sessions().sessions) == 1, explain=admin.sessions)  # earlier tests' have ended
+        admin.clear()
     yield module_daemon
     assert module_daemon.running, module_daemon.log
 

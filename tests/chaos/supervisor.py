@@ -89,7 +89,7 @@ class Supervisor:
         self._manager.close()
 
     def _start(self) -> None:
-        self._manager.expect_start()
+        self._manager.ready = False
         self.daemon.start(wait=False)
         self.lives += 1
         self._started_at = time.monotonic()

@@ -13,7 +13,7 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import EngineProcess, prompt, wait_connected, wait_stored
 from tests.kit.gpu_machine import real_gpus
 from tests.kit.models import make_demo_llama, make_tiny_llama
-from tests.kit.shapes import Shape, check_runs, make_tiny_deepseek, run_shape
+from tests.kit.shapes import Shape, check_shape, make_tiny_deepseek
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -47,9 +47,8 @@ def test_shape(name: str, tmp_path: Path) -> None:
     if shape.workers > real_gpus():
         pytest.skip(f"{shape.workers} GPUs are needed")
     with DaemonProcess("256MiB") as daemon:
-        runs = run_shape(shape, shape.make(tmp_path / name), daemon)
-    check_runs(shape, runs)
-    assert (runs.after.store.refused_batches, runs.after.load.refused_batches) == (0, 0)
+        after = check_shape(shape, shape.make(tmp_path / name), daemon)
+    assert (after.store.refused_batches, after.load.refused_batches) == (0, 0)
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvoffd_client import AdminClient
 from kvoffd_proto.paths import SocketPaths
 
 from .closing import Starting
@@ -206,10 +205,3 @@ def _answers(path: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def clear_daemon(daemon: DaemonProcess) -> None:
-    """Wait until the sessions of earlier tests have ended, and drop all blocks."""
-    with AdminClient(daemon.directory) as admin:
-        wait_until(lambda: len(admin.sessions().sessions) == 1, explain=admin.sessions)
-        admin.clear()

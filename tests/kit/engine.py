@@ -176,9 +176,9 @@ class EngineProcess(Starting):
         """Send a command and do not wait for its answer; ``finish`` does."""
         self._connection.send((command, arguments))
 
-    def finish(self, deadline_s: float = ANSWER_DEADLINE_S) -> Any:
+    def finish(self) -> Any:
         """The answer of the command begun last."""
-        kind, value = self._receive(deadline_s)
+        kind, value = self._receive(ANSWER_DEADLINE_S)
         assert kind == "ok", f"{value}\n{self.log[-4000:]}"
         return value
 

@@ -55,8 +55,6 @@ def make_draft(path: Path, eagle: bool) -> Path:
 
     With ``eagle`` it is one layer of the Llama, over the next token's embedding and half of the Llama's hidden state.
     """
-    from safetensors.numpy import save_file
-
     random, shape = np.random.default_rng(5), TINY_LLAMA
     weights, config = _llama_weights(shape, 0), _llama_config(shape)
     if eagle:
@@ -67,10 +65,7 @@ def make_draft(path: Path, eagle: bool) -> Path:
     else:
         for each in weights.values():
             each += np.float32(0.03 * each.std()) * random.standard_normal(each.shape, np.float32)
-    path.mkdir(parents=True)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    return _write(path, config, lambda: weights)
 
 
 def write_lora_adapter(path: Path, seed: int) -> Path:

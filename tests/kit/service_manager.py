@@ -74,10 +74,6 @@ class ServiceManager:
         """Seconds since the daemon's last watchdog heartbeat."""
         return time.monotonic() - self._last_heartbeat_at
 
-    def expect_start(self) -> None:
-        """Forget that a daemon was ready: another one is about to be started."""
-        self.ready = False
-
     def wait_stored_fds(self, count: int) -> None:
         """Until exactly ``count`` descriptors are stored."""
         wait_until(lambda: len(self.stored_fds) == count, explain=lambda: self.stored_fds)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .daemon import DaemonProcess
-from .engine import Completion, EngineProcess, completions, prompt, wait_connected, wait_stored
+from .engine import Completion, EngineProcess, prompt, tokens, wait_connected, wait_stored
 from .models import make_tiny_llama
 from .wire import Books, books
 
@@ -50,75 +50,42 @@ class Shape:
     varies: bool = False
 
 
-@dataclass(frozen=True)
-class Runs:
-    """The same prompts, in the order of the fields.
+def check_shape(shape: Shape, model: Path, daemon: DaemonProcess, *, restart: bool = True) -> Books:
+    """Nothing changes an answer, and every full block comes back; in a new process too, if it is to ``restart``.
 
-    Attributes:
-        cold: on an empty cache.
-        own: from the engine's own prefix cache.
-        warm: after that was cleared.
-        restarted: in a new process; empty where that was not asked for.
-        after: what the daemon said afterwards.
+    Returns what the daemon says afterwards.
     """
-
-    cold: list[Completion]
-    own: list[Completion]
-    warm: list[Completion]
-    restarted: list[Completion]
-    after: Books
-
-
-def run_shape(shape: Shape, model: Path, daemon: DaemonProcess, *, restart: bool = True) -> Runs:
-    """Start the engine twice and ask it four times; once and three times where it is not to ``restart``."""
     options = {"lookup_deadline_ms": 1000 * PATIENCE_S, **shape.extra}
     environ = dict(shape.environ)
-    engine = EngineProcess(model, daemon.directory, extra_config=options, environ=environ, **shape.settings)
+    with EngineProcess(model, daemon.directory, extra_config=options, environ=environ, **shape.settings) as engine:
 
-    def ask() -> list[Completion]:
-        """One prompt after the other: in a batch, what else is in it may change a kernel's rounding."""
-        request = {"max_tokens": 8, **shape.request}
-        return [
-            answer
-            for each in shape.prompts
-            for answer in completions(engine.call("generate", prompts=[each], **request))
-        ]
+        def ask() -> list[Completion]:
+            """One prompt after the other: in a batch, what else is in it may change a kernel's rounding."""
+            return [engine.generate([each], **shape.request)[0] for each in shape.prompts]
 
-    restarted: list[Completion] = []
-    try:
-        engine.start()
         wait_connected(daemon.directory, shape.workers, PATIENCE_S)
         cold, own = ask(), ask()
         wait_stored(daemon.directory)
         engine.forget()
-        warm = ask()
+        loaded = [ask()]
         if restart:
             engine.kill()
             engine.start()
             wait_connected(daemon.directory, shape.workers, PATIENCE_S)
-            restarted = ask()
-        return Runs(cold, own, warm, restarted, books(daemon.directory))
-    finally:
-        engine.close()
-
-
-def check_runs(shape: Shape, runs: Runs) -> None:
-    """Nothing changed an answer, and every full block came back."""
-    assert [answer.cached for answer in runs.cold] == [0] * len(runs.cold)
-    expected = list(shape.cached or [answer.cached for answer in runs.own])
+            loaded.append(ask())
+        after = books(daemon.directory)
+    assert [answer.cached for answer in cold] == [0] * len(cold)
+    expected = list(shape.cached or [answer.cached for answer in own])
     assert all(expected)
-    tokens = [answer.tokens for answer in runs.own]
-    assert shape.varies or tokens == [answer.tokens for answer in runs.cold], "vLLM's own prefix cache"
-    for answers in filter(None, (runs.warm, runs.restarted)):
+    assert shape.varies or tokens(own) == tokens(cold), "vLLM's own prefix cache"
+    for answers in loaded:
         assert [answer.cached for answer in answers] == expected
-        assert [answer.tokens for answer in answers] == tokens
+        assert tokens(answers) == tokens(own)
         assert {answer.finish for answer in answers} == {"length"}
-    assert len({tuple(answer.tokens) for answer in runs.cold}) == len(runs.cold), (
-        "prompts should differ in their answers"
-    )
-    after = runs.after
+    assert len({tuple(answer.tokens) for answer in cold}) == len(cold), "prompts should differ in their answers"
     assert after.load.bytes > 0
     assert (after.load.failed_jobs, after.store.failed_jobs, after.leases, len(after.namespaces)) == (0, 0, 0, 1)
+    return after
 
 
 def make_transformers_model(path: Path, config_class: str, **settings: Any) -> Path:

@@ -17,12 +17,11 @@ from tests.kit.shapes import (
     PROMPTS,
     Shape,
     add_tokenizer,
-    check_runs,
+    check_shape,
     make_tiny_deepseek,
     make_tiny_gemma3,
     make_tiny_llava,
     make_transformers_model,
-    run_shape,
     with_images,
 )
 from tests.kit.wire import books
@@ -112,15 +111,14 @@ def stored_by(model: Path, ranks: int, *, varies: bool = False) -> int:
     """Bytes that an engine of so many ranks stores, which it gets back."""
     shape = Shape(settings={"tensor_parallel": ranks}, varies=varies, workers=ranks)
     with patient_daemon() as daemon:
-        check_runs(shape, run_shape(shape, model, daemon))
-        return books(daemon.directory).store.bytes
+        return check_shape(shape, model, daemon).store.bytes
 
 
 @pytest.mark.usefixtures("early_server")
 def test_tensor_parallel(tmp_path: Path) -> None:
     shape = Shape(settings={"tensor_parallel": 2}, workers=2)
     with patient_daemon() as daemon:
-        check_runs(shape, run_shape(shape, shape.make(tmp_path / "model"), daemon, restart=False))
+        check_shape(shape, shape.make(tmp_path / "model"), daemon, restart=False)
 
 
 @pytest.mark.shapes
@@ -128,7 +126,7 @@ def test_tensor_parallel(tmp_path: Path) -> None:
 def test_shape(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]
     with patient_daemon() as daemon:
-        check_runs(shape, run_shape(shape, shape.make(tmp_path / name), daemon))
+        check_shape(shape, shape.make(tmp_path / name), daemon)
 
 
 @pytest.mark.shapes
@@ -142,7 +140,7 @@ def test_images(tmp_path: Path) -> None:
         prompts=[with_images(seeds) for seeds in ([1], [2], [3, 1], [4, 1])],
     )
     with patient_daemon() as daemon:
-        check_runs(shape, run_shape(shape, shape.make(tmp_path / "llava"), daemon))
+        check_shape(shape, shape.make(tmp_path / "llava"), daemon)
 
 
 @pytest.mark.shapes
