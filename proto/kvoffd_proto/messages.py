@@ -15,7 +15,7 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """Raised whenever a message, a field or its meaning changes. Both ends must speak the same one; none is negotiated."""
 
 FINGERPRINT_BYTES = 32
