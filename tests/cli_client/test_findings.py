@@ -143,6 +143,8 @@ CASES: dict[str, Facts] = {
     "lookups_late": space(late_lookups=200),
     "swapped": facts(swapped_bytes=GIB),
     "huge_pages": facts(huge_pages="never"),
+    "unpinnable": facts({"pool": structs.replace(STATS.pool, unpinnable_bytes=GIB)}),
+    "numa": facts({"pool": structs.replace(STATS.pool, numa_remote_slots=4000)}),
     "disk_space": with_disk(300 * GIB),
     "disk_too_small": with_disk(
         used_bytes=450 * GIB, physical_bytes=500 * GIB, evicted_blocks=9, written_bytes=1000 * GIB, read_bytes=200 * GIB

@@ -60,6 +60,7 @@ DAY_S = 86_400.0
 CONNECTING_S = 60.0
 """What the workers of an engine may be later than its scheduler."""
 HUGE_PAGES_FROM_BYTES = 8 << 30
+REMOTE_SHARE = 0.1
 AGREE = 1.1
 """Counters of engine and daemon may differ by so much, since they are read one after the other."""
 
@@ -91,6 +92,8 @@ KINDS = {
     "partial_blocks": Kind("warning", "A worker does not store, or they are on several machines.", _LOG),
     # The machine.
     "swapped": Kind("warning", "Loads wait for the swap device, longer than computing takes.", "swapoff -a"),
+    "unpinnable": Kind("warning", "GPUs copy these slowly.", "LimitMEMLOCK=infinity or ulimit -l unlimited" + _RESTART),
+    "numa": Kind("info", "Copies of these are slower: one node's part of the pool is full.", "numactl --hardware"),
     "huge_pages": Kind(
         "info",
         "The daemon starts slower, and page tables are larger.",
@@ -283,6 +286,13 @@ def memory(facts: Facts) -> Iterator[Finding]:
     if large and facts.huge_pages in ("never", "deny"):
         evidence = f"The kernel gives shared memory no huge pages (shmem_enabled is {facts.huge_pages})."
         yield finding("huge_pages", evidence)
+    pool, stored = facts.stats.pool, facts.stats.since_start.stored_blocks
+    if pool.unpinnable_bytes:
+        evidence = f"CUDA refused to page-lock {format_size(pool.unpinnable_bytes)} of {format_size(pool.size_bytes)}."
+        yield finding("unpinnable", evidence, 0.6)
+    if pool.numa_remote_slots > REMOTE_SHARE * stored > 0:
+        share = percent(pool.numa_remote_slots, max(stored, pool.numa_remote_slots))
+        yield finding("numa", f"{share} of the blocks lie on another NUMA node than their GPU.", 0.2)
 
 
 # --- tiers ------------------------------------------------------------------------------------------
