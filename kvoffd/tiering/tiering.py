@@ -479,7 +479,7 @@ class Tiering:
         levels = [level for level in self.levels if level.available]
         if namespace.fingerprint in self.unshared:
             levels = [level for level in levels if not level.shared]
-        if not levels or not groups or not space_of(namespace, groups[0][0]).lengths:
+        if not levels or not groups or not self._cache.group(namespace, groups[0][0]).lengths:
             return list(states)
         lookup = _Lookup(namespace, session, again, levels)
         answer, most, asking = list(map(bytearray, states)), MOST_KEYS // len(groups), False
@@ -488,7 +488,7 @@ class Tiering:
             start = run_end(answer[number]) if limit is None else max(0, limit - most)
             stop = start + most if limit is None else limit
             names = namespace.split(group, keys[start * namespace.key_bytes : stop * namespace.key_bytes])
-            space = space_of(namespace, group)
+            space = space_of(self._cache.group(namespace, group))
             some = _Range(space, names, memoryview(answer[number])[start:stop], self._coming.get(space.tag, {}))
             if limit is None:
                 asking |= self._find_run(lookup, some)
@@ -607,10 +607,10 @@ class Tiering:
                 level.writer.evicted(group, alike)
             if self.disks.tiers and not group.dead:
                 keys = self._cache.blocks.split_keys(alike, group.key_bytes)
-                self._evicted.append((space_of(group.namespace, group.index), keys))
+                self._evicted.append((space_of(group), keys))
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
-        names, space = namespace.split(group, keys), space_of(namespace, group)
+        names, space = namespace.split(group, keys), space_of(self._cache.group(namespace, group))
         coming = self._coming.get(space.tag, {})
         for fill in [coming[key] for key in names if key in coming]:
             fill.level.forget(fill)

@@ -12,7 +12,6 @@ import numpy as np
 
 from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
@@ -107,9 +106,9 @@ class Write:
         return int(self.block[0])
 
 
-def space_of(namespace: Namespace, group: int) -> Space:
-    """Of a group as it is now. It has no lengths while a rank of the world has not registered."""
-    return make_space(namespace.fingerprint, namespace.generation, group, namespace.shard_lengths(group))
+def space_of(group: Group) -> Space:
+    """As it is now. It has no lengths while a rank of the world has not registered."""
+    return make_space(group.namespace.fingerprint, group.namespace.generation, group.index, group.lengths)
 
 
 def writes_of(cache: Cache, group: Group, space: Space, blocks: BlockIds) -> list[Write]:
@@ -304,7 +303,7 @@ class Writer:
                 self._spare(group, len(worth) - int(worth.sum()))
                 blocks = blocks[worth]
             if blocks.size:
-                space = space_of(group.namespace, group.index)
+                space = space_of(group)
                 chosen |= {write.number: write for write in writes_of(self._cache, group, space, blocks)}
         for block in some:
             if block not in chosen:
@@ -351,7 +350,7 @@ class Writer:
         if group.dead or bench or namespace.fingerprint in self._left_out or not (self._tiers and blocks.size):
             return blocks[:0], []
         keys = self._cache.blocks.split_keys(blocks, group.key_bytes)
-        space = space_of(namespace, group.index)
+        space = space_of(group)
         wanted = np.array([block not in self.under_way for block in blocks.tolist()])
         for tier in self._tiers:
             wanted &= tier.wants(space, keys)

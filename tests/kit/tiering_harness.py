@@ -140,7 +140,7 @@ class TieringHarness(CacheRig):
         return sum((tag, key) in names for key in namespace.split(0, keys))
 
     def space(self, namespace: Namespace, group: int = 0) -> Space:
-        return space_of(namespace, group)
+        return space_of(self.cache.group(namespace, group))
 
     def finish_promotions(self) -> None:
         self.tiering.pump()
