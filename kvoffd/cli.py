@@ -116,7 +116,7 @@ def serve(config: Config) -> int:
 
 
 def _asked_format() -> str:
-    """The log's, where no configuration could be made."""
+    """The log format that the environment asks for: the configuration could not be read."""
     return os.environ.get(f"{VARIABLE_PREFIX}LOG_FORMAT", "")
 
 

@@ -258,7 +258,8 @@ class Limits:
     """Of a session: a GPU's KV cache may lie in thousands of chunks."""
     max_namespaces: int = 1024
     credit_bytes: int = 0
-    """Bytes of stores that all sessions may have outstanding; 0 takes an eighth of the pool, at most 1 GiB."""
+    """Bytes of stores that clients are asked to have outstanding at most, all sessions together; 0 takes an eighth of
+    the pool, at most 1 GiB."""
     leased_share: float = 0.875
     """Share of the pool that leases may hold."""
     lease_ttl_s: float = 600.0

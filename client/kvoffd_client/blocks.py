@@ -274,10 +274,8 @@ class _Buffer(Closing):
 
     def _load(self, lease_id: int, group: int, found: Sequence[BlockInfo], read: BlocksRead) -> None:
         """Load leased blocks, by one job. Those that are in no list of ``read`` then are to be loaded again."""
-        by_rank, first_block = (
-            [self._layers[rank, group] for rank in range(self.geometry.world_size)],
-            found[0].first_block,
-        )
+        by_rank = [self._layers[rank, group] for rank in range(self.geometry.world_size)]
+        first_block = found[0].first_block
         for layer in chain.from_iterable(by_rank):
             layer[0, :first_block] = 0
         ended = self._copy(group, [info.key for info in found], first_block, lease_id)

@@ -222,11 +222,10 @@ class SchedulerClient(Session):
         reply: ReplyOrError,
         now: float,
     ) -> None:
+        """Take the answer to a lookup for ``groups``, of which the keys in ``asked`` were sent."""
         del self._unanswered[found.lease_id]
-        size = self._namespace.key_bytes
-        if not isinstance(reply, m.LookupReply) or [size * len(one) for one in reply.states] != [
-            len(one.keys) for one in asked
-        ]:
+        lengths, size = [len(one.keys) for one in asked], self._namespace.key_bytes
+        if not isinstance(reply, m.LookupReply) or [size * len(one) for one in reply.states] != lengths:
             found.failed = True
             found.done = True  # last, since readers hold no lock
             if not isinstance(reply, KvoffdClientError):

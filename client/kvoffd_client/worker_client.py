@@ -136,9 +136,10 @@ class WorkerClient(Session):
             if len(jobs) > accepted:
                 self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
             self._role_due = min(self._role_due, now + JOB_PATIENCE_S)
+            # Half a frame: the bytes of a key are an estimate.
             most_keys = min(limits.max_keys_per_request, limits.max_frame_bytes // (2 * self._bytes_of_key))
             batches: list[list[Job]] = []
-            keys, tells = 0, None
+            keys, tells = 0, None  # whether the last batch's stores have tokens; None where it has no store
             for job, count in zip(jobs[:accepted], counts, strict=False):
                 keys += count
                 is_store, has_tokens = job.lease_id is None, any(one.tokens for one in job.groups)

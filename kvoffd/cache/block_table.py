@@ -88,8 +88,8 @@ class Found(NamedTuple):
 class BlockTable:
     """Arrays by slot number, and the index. For one thread.
 
-    What C reads of an array is copied into ``bytes`` first, and what it finds out of a buffer: for a few blocks that
-    takes less than to ask an array for its address.
+    An array that C reads is copied into a ``bytes`` object first (``packed``), and what C finds out of the buffers: for
+    a few blocks that takes less than to ask an array for its address.
 
     Args:
         records: of the slot table, by slot.

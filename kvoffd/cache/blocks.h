@@ -17,7 +17,7 @@ enum { RESERVED, WRITING_SHARD, WRITTEN, SHARD_STATE, UNVERIFIED = 4, CORRUPT = 
 
 #define READ(record, type, field) ({ type value_; memcpy(&value_, (record) + (field), sizeof value_); value_; })
 
-/* BlockTable of block_table.py has the same first fields. */
+/* _Blocks of block_table.py has the same fields. */
 struct blocks {
     uint8_t *records; /* the slot table's */
     uint8_t *state, *shard;

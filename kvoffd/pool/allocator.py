@@ -117,7 +117,8 @@ class SlotAllocator:
         self.free_bytes = pool_bytes
         """Bytes in no slot that is handed out, those among them that are too few for a slot."""
         self.slots_on_other_nodes = 0
-        """Slots that were asked for on one NUMA node and handed out on another, since the start."""
+        """Slots that were asked for on one NUMA node and handed out on another, since the start; those that
+        ``take_blocks`` gave back at once are among them."""
         self.opened: list[int] = []
         """Regions that took a slot size since somebody emptied this."""
         parts = [(one.end, NO_NODE if one.locality.node is None else one.locality.node) for one in self.segments]

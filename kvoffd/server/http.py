@@ -79,8 +79,10 @@ class HttpServer:
         self._locks = {path: threading.Lock() for path in PATHS}
         self._fresh: dict[str, tuple[float, _Answer]] = {}
         self._places = threading.Semaphore(2 * MAX_CONNECTIONS)
+        """For connections; more wait in the kernel."""
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
+        """Oldest first; guarded by ``_lock``."""
         self._ended = False
         host, port = parse_address(address)
         try:

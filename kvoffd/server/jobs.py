@@ -451,8 +451,8 @@ class Jobs:
         self.with_results: dict[int, Session] = {}
         """Sessions with results that were not published yet, by id."""
         self.counters = {direction: DirectionCounters() for direction in Direction}
-        """Stores that clients dropped at a fence before they had sent them."""
         self.cancelled_stores = 0
+        """Stores that a Cancel ended before their copy began."""
 
     @property
     def unfinished(self) -> int:

@@ -134,7 +134,9 @@ class MemoryMapper:
             return memory
         spans = [(segment.address, segment.size_bytes) for segment in memory.segments]
         post = self._host.post
-        return EngineMemory(memory.engine, spans, memory.node, lambda closed: memory.close(lambda: post(closed)), True)
+        return EngineMemory(
+            memory.engine, spans, memory.node, lambda closed: memory.close(lambda: post(closed)), on_gpu=True
+        )
 
 
 def open_gpus(config: Config, pool: Pool) -> Gpus:

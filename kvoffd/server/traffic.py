@@ -41,6 +41,7 @@ class TrafficCounts:
         self.gone_namespaces = 0
         """That had counted something."""
         self._has_row: dict[Namespace, bool] = {}
+        """Chosen once for each."""
 
     def tick(self) -> None:
         now = self._clock()

@@ -93,7 +93,8 @@ class WriteBudget:
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """A block that is being written to a tier. It is pinned, so that its number and bytes stay its own."""
+    """A block that is being written to a tier. ``pump`` pins it before the loop does anything else, so that its number
+    and bytes stay its own."""
 
     group: Group
     block: BlockIds
@@ -169,7 +170,7 @@ class Writer:
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
         self._waiting: _Noted = {}
         self._cold: _Noted = {}
-        self._not_worth: set[tuple[int, int]] = set()
+        self._left_out_cold: set[tuple[int, int]] = set()
         """Those at the cold end that are not worth a write."""
         self.under_way: dict[int, Write] = {}
         """By block."""
@@ -229,8 +230,8 @@ class Writer:
         self.pump()
 
     def _look_at_cold_end(self) -> None:
-        left, left_bytes, before = MAX_COLD_BLOCKS, self._cold_bytes, self._not_worth
-        self._not_worth = set()
+        left, left_bytes, before = MAX_COLD_BLOCKS, self._cold_bytes, self._left_out_cold
+        self._left_out_cold = set()
         for batch in self._cache.policy.candidates():
             for group, alike in self._cache.by_group(batch):
                 some = alike[: max(0, min(left, -(-left_bytes // group.block_bytes)))]
@@ -245,7 +246,7 @@ class Writer:
                     if worth:
                         self._cold[block] = generation
                         continue
-                    self._not_worth.add((block, generation))
+                    self._left_out_cold.add((block, generation))
                     if (block, generation) not in before:
                         self._spare(group, 1)
             if left <= 0 or left_bytes <= 0:

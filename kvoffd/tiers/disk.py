@@ -498,12 +498,10 @@ class DiskTier(Tier):
         deadline: float = float("inf"),
         block: Block | None = None,
     ) -> Job:
-        """Pins the slot until the job has ended."""
-        number, place = divmod(slot, self._slots.slots_per_region)
-        region = self._regions[number]
+        """A read or write of a slot, which it pins until it has ended."""
+        region, place = self._at(slot)
         region.pins[place] += 1
-        offset = PAGE_BYTES + number * self._slots.region_bytes + place * region.slot_bytes
-        at = slot, region, place, offset, known.slot_bytes
+        at = slot, region, place, self._offset(slot), known.slot_bytes
         return Job(known.space, key, *at, offsets, on_end, self._clock(), deadline, block)
 
     def _next_reads(self, waiting: deque[Job]) -> list[Job]:
@@ -577,7 +575,7 @@ class DiskTier(Tier):
 
     def _read_ended(self, job: Job, end: End) -> None:
         region, place = job.region, job.place
-        # While it is pinned, the slot gets no other block.
+        # While it is pinned the slot gets no other block: what is there, if anything, is what was read.
         known = self._numbered.get(region.spaces[place])
         is_there = known is not None and self._spaces.get(known.space.tag) is known
         if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and region.found[place]:

@@ -162,7 +162,7 @@ static void fill(int fd, struct run *run, int64_t got)
     }
 }
 
-/* Of this thread; 0 where the kernel gives none. It ends with the process, as the threads of disks do. */
+/* Of this thread; 0 where the kernel gives none. It is never destroyed: a disk is closed when the daemon ends. */
 static __thread aio_context_t context;
 
 /* Fills up to MOST_RUNS runs at the same time. */

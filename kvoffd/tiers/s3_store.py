@@ -349,7 +349,7 @@ async def _receive(answer: obstore.GetResult, into: Sequence[bytearray | memoryv
             if not rooms:
                 return False
             count = min(len(data), len(rooms[0]))
-            # As arrays: the interpreter is left to others meanwhile, as it is not while a memoryview is copied.
+            # As arrays: the interpreter is left to others, as it is not while a memoryview is copied.
             np.copyto(rooms[0][:count], data[:count])
             data, rooms[0] = data[count:], rooms[0][count:]
             if not len(rooms[0]):

@@ -82,7 +82,7 @@ QUIET_S = 10.0
 """A store that nobody asks for so long is probed, so that operators hear of one that is gone."""
 FULL_PAUSE_S = 5.0
 """How long nothing is written after the store refused it: it is full, a replica, or gives us no right to."""
-TOLD_S = 60.0
+SHOWN_S = 60.0
 """How long health shows a refused write, unless one succeeds: there may be nothing more to write."""
 STEADY_S = 5.0
 """How long it is reachable again until the log says so: what comes and goes does not fill it."""
@@ -251,7 +251,7 @@ class SharedTier(Tier):
         self._voided: set[bytes] = set()
         self._asked_keys = self._removals = 0
         self._writes: dict[tuple[int, bytes], Write] = {}
-        self._write_at = self._steady_at = self._told_until = 0.0
+        self._write_at = self._steady_at = self._shown_until = 0.0
         self._heard_at, self._unexpected_at = clock(), -LOGGED_S
         self._logged_reachable = self._probing = self.closed = False
         connections = [StoreConnection(self, store, clock) for store in self._stores]
@@ -428,7 +428,7 @@ class SharedTier(Tier):
     @property
     def refusal(self) -> str:
         """Why it takes no writes, a sentence; empty where it does."""
-        return self._refusal if self._clock() < self._told_until else ""
+        return self._refusal if self._clock() < self._shown_until else ""
 
     @property
     def servers(self) -> list[Server]:
@@ -545,7 +545,7 @@ class SharedTier(Tier):
             earlier = counters.ask_seconds or answer.seconds
             counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
             self._note_generation(fingerprint, answer.generation)
-            if answer.generation == self.generation(fingerprint):  # else they have become void meanwhile
+            if answer.generation == self.generation(fingerprint):  # else they have become void
                 found = answer.found
                 counters.found_keys += sum(found)
         if not ask.keys:
@@ -580,7 +580,7 @@ class SharedTier(Tier):
         space, key, counters = write.space, write.stored.key, self.counters
         del self._writes[space.tag, key]
         if result is Result.DONE:
-            self._told_until = 0.0
+            self._shown_until = 0.0
             counters.written_blocks += 1
             counters.written_bytes += space.nbytes
         elif result is Result.PRESENT:
@@ -596,7 +596,7 @@ class SharedTier(Tier):
         """``refused``: the server answers, and takes no writes now."""
         self.problem = error.sentence
         if refused:
-            self._write_at, self._told_until = self._clock() + FULL_PAUSE_S, self._clock() + TOLD_S
+            self._write_at, self._shown_until = self._clock() + FULL_PAUSE_S, self._clock() + SHOWN_S
             self._refusal = error.sentence
         if self._clock() >= self._unexpected_at + LOGGED_S and error.kind == "internal":
             self._unexpected_at = self._clock()
@@ -639,8 +639,8 @@ class StoreConnection:
         refused = work == "write" and error.kind not in LOST
         if work and not refused and error.kind != "generation":
             self._breaker.failed(work, at_once=error.final)
-        told = error
-        self._tier.post(lambda: self._tier.failed(told, refused=refused))
+        reported = error
+        self._tier.post(lambda: self._tier.failed(reported, refused=refused))
 
     # --- asking ----------------------------------------------------------------------------------
 

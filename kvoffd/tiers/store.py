@@ -278,9 +278,9 @@ def check_url(url: str) -> None:
         if usable and parts.scheme.endswith("+cluster") and int(parts.path.strip("/") or 0):
             raise ValueError(f"{quoted(re.split('[?#]', url)[0])} names a database; a cluster has database 0 only")
     if wrong or not usable:
-        told = quoted(re.split("[?#]", url)[0]) + (f" with {quoted('?' + wrong[0])}" if wrong and wrong[0] else "")
+        shown = quoted(re.split("[?#]", url)[0]) + (f" with {quoted('?' + wrong[0])}" if wrong and wrong[0] else "")
         raise ValueError(
-            f"{told} is not a URL that can be used; write redis://HOST:PORT?ttl=7d or "
+            f"{shown} is not a URL that can be used; write redis://HOST:PORT?ttl=7d or "
             f"s3://BUCKET/PREFIX?endpoint=URL&region=NAME; there are {', '.join(SCHEMES)}"
         )
 

@@ -158,7 +158,7 @@ class Result(StrEnum):
 
     DONE = "done"
     PRESENT = "present"  # a write only: the block was there already
-    GONE = "gone"  # removed, evicted or of an older generation meanwhile
+    GONE = "gone"  # removed, evicted or of an older generation
     CORRUPT = "corrupt"  # the bytes that were read are not those that were written; the block is removed
     FAILED = "failed"  # the device, server or file system failed
     DEADLINE = "deadline"  # had not begun when its deadline passed
@@ -291,7 +291,7 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
-        """Cancel what has not begun and wait for the rest; ends come meanwhile. False where something hangs still.
+        """Cancel what has not begun and wait for the rest; ends come until then. False where something hangs still.
 
         Waits: not for the daemon's thread while it serves engines.
         """

@@ -63,7 +63,11 @@ MEMCPY_SRC_ACCESS_ORDER_STREAM = 1
 MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1
 
 RELAUNCH_ERRORS = frozenset({226, 700, 702, 714, 715, 716, 717, 718, 719, 721, 810, 911})
-"""cuda.h says of these that the process must be terminated and relaunched: every call after one of them fails."""
+"""cuda.h says of these that the process must be terminated and relaunched: every call after one of them fails.
+
+In this order: contained, illegal address, launch timeout, hardware stack error, illegal instruction, misaligned
+address, invalid address space, invalid pc, launch failed, tensor memory leak, MPS client terminated, external device.
+"""
 
 _MPS = (
     "This process should be a client of MPS but is none: it must run as the user of the MPS server, and see the pipes "

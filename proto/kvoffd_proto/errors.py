@@ -28,7 +28,7 @@ class ErrorCode(IntEnum):
     BAD_GEOMETRY = 10, "The registration's tensors or groups do not fit the namespace or the pool."
     UNKNOWN_REGISTRATION = 11, "The session holds no registration with this id; register again."
     UNKNOWN_SEGMENT = 12, "No memory segment with this id came over the session's lifeline."
-    UNSAFE_SEGMENT = 13, "The segment is no memfd sealed against shrinking, too small, or not all allocated."
+    UNSAFE_SEGMENT = 13, "The segment is too small, is not all allocated, or is no memfd sealed against shrinking."
     OUT_OF_BOUNDS = 14, "A tensor reaches outside its memory segment."
     BAD_KEYS = 15, "The keys are not a whole number of keys of the namespace's length, or a key occurs twice."
     BAD_BLOCK_IDS = 16, "A block id lies outside the registered tensors, or their number does not fit the keys."

@@ -440,8 +440,9 @@ class Release(Request[Done], frozen=True):
     unused: Annotated[
         str,
         doc(
-            "Why what was found was not loaded, a reason of misses: ``late``; ``skipped``; ``coming``, of what comes "
-            "from a tier alone. Empty where it was loaded or not needed.",
+            "Why what was found was not loaded, counted as misses: ``late``, the answer was not waited for; "
+            "``skipped``, computing was faster; ``coming``, only what comes from a tier was not waited for, "
+            "which counts as ``late``. Empty where it was loaded or not needed.",
             max_length=32,
         ),
     ] = ""

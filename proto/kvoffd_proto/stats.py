@@ -134,7 +134,9 @@ class Traffic(Part, frozen=True):
     lookups: Annotated[Count, counter("Lookups of prompts in a namespace.")] = 0
     asked_keys: Annotated[Count, counter("Keys (block hashes) that lookups asked for and whose outcome is known.")] = 0
     loaded_keys: Annotated[Count, counter("Keys that lookups asked for and engines loaded.")] = 0
-    not_needed_keys: Annotated[Count, doc("Keys found and not loaded: the engine had them, or dropped it.")] = 0
+    not_needed_keys: Annotated[
+        Count, doc("Keys found and not loaded: the engine had them, or dropped the request.")
+    ] = 0
     misses: Annotated[Labelled, counter("Keys that lookups asked for and did not get, by reason.", "reason")] = {}
     found_keys: Annotated[
         Labelled, counter("Keys found, by source. Engines ask for what they hold too.", "source", SOURCES)
@@ -147,7 +149,9 @@ class Traffic(Part, frozen=True):
     stored_blocks: Annotated[Count, doc("Blocks that were stored whole and became readable.")] = 0
     evicted_blocks: Annotated[Count, counter("Blocks evicted from the pool for others, by a quota too.")] = 0
     no_space_keys: Annotated[Count, counter("Keys not stored, since the pool, or the quota, had no space.")] = 0
-    no_space_causes: Annotated[Labelled, doc("Those by what had it: " + ", ".join(NO_SPACE_CAUSES) + ".")] = {}
+    no_space_causes: Annotated[
+        Labelled, doc("Keys not stored, by what had the space: " + ", ".join(NO_SPACE_CAUSES) + ".")
+    ] = {}
     rejected_keys: Annotated[Count, doc("Keys that were not stored, since the eviction policy rejected them.")] = 0
     late_lookups: Annotated[Count, counter("Lookups whose answer engines did not wait for: they computed.")] = 0
     skipped_loads: Annotated[Count, doc("Loads that engines skipped, since computing was faster.")] = 0
@@ -194,7 +198,9 @@ class NamespaceStats(Traffic, frozen=True):
     invalidated_blocks: Annotated[Count, doc("Blocks dropped by reset, clear, engine, timeout or checksum.")] = 0
     partial_blocks: Annotated[Count, doc("Blocks dropped because a rank did not store its part within 60 seconds.")] = 0
     quota_bytes: Annotated[ByteCount | None, gauge("Pool bytes that the namespace may have at most.")] = None
-    prefill_tokens_per_second: Annotated[PerSecond, doc("Speed that an engine reported last; 0 if not known.")] = 0.0
+    prefill_tokens_per_second: Annotated[PerSecond, doc("Of prompts, as an engine reported last; 0 if not known.")] = (
+        0.0
+    )
     curve: Annotated[HitCurve | None, doc("What pools of other sizes would have found.")] = None
 
 
@@ -513,13 +519,13 @@ class DaemonStats(Part, frozen=True):
     pool: Annotated[PoolStats, part("The pool.", "pool_")] = PoolStats()
     store: Annotated[CopyStats, part("Copies from engines to the pool.", "copy_", ("direction", "store"))] = CopyStats()
     load: Annotated[CopyStats, part("Copies from the pool to engines.", "copy_", ("direction", "load"))] = CopyStats()
-    since_start: Annotated[Window, doc("All namespaces together, and forgotten ones.")] = Window()
+    since_start: Annotated[Window, doc("All namespaces together, those forgotten included.")] = Window()
     last_hour: Annotated[Window, doc("The same over the last hour.")] = Window()
     last_minute: Annotated[Window, doc("The same over the last minute.")] = Window()
     lifetime: Annotated[Lifetime, part("Totals that outlive the daemon.", "lifetime_")] = Lifetime()
     namespaces: Annotated[list[NamespaceStats], part("The 100 largest, and a row for all others.", "namespace_")] = []
     other_namespaces: Annotated[Count, doc("How many namespaces are in the row ``other``.")] = 0
-    gone_namespaces: Annotated[Count, doc("Forgotten ones in ``since_start``: empty, and without an engine.")] = 0
+    gone_namespaces: Annotated[Count, doc("Forgotten namespaces that count in ``since_start``.")] = 0
     integrity: Annotated[IntegrityStats, part("Comparisons with checksums.", "integrity_")] = IntegrityStats()
     tiers: Annotated[TieringStats | None, part("Traffic with the disks; null without a tier.", "tiers_")] = None
     disks: Annotated[list[DiskStats], part("Directories of the disk tier.", "disk_")] = []

@@ -100,7 +100,7 @@ def show(
             {
                 "rank": shard.rank,
                 "bytes": int(shard.data.nbytes),
-                "checksum": f"{checksum_of(shard.data):016x}",
+                "checksum": None if block.first_block else f"{checksum_of(shard.data):016x}",
                 "layers": [
                     {"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "layout": one.layout}
                     for one in shard.layers
@@ -109,7 +109,7 @@ def show(
             for shard in block.shards
         ]
         facts = {"namespace": fingerprint, "group": group, "key": block.key, "first_block": block.first_block}
-        print_json({**facts, "sound": True, "shards": shards})
+        print_json({**facts, "sound": None if block.first_block else True, "shards": shards})
     else:
         _print_block(block)
     return 0
@@ -121,7 +121,8 @@ def _print_block(block: Block) -> None:
     kind = printable(geometry.groups[block.group].kind)
     say(f"of {namespace_name(geometry.label, geometry.fingerprint)}, group {block.group} ({kind})")
     size, count = format_size(sum(shard.data.nbytes for shard in block.shards)), len(block.shards)
-    say(f"{size} in {count} shard{plural(count)}; the bytes match their checksums", "")
+    sound = "" if block.first_block else "; the bytes match their checksums"  # a hole's bytes are in the sums
+    say(f"{size} in {count} shard{plural(count)}{sound}", "")
     rows = [
         (
             str(shard.rank),

@@ -255,7 +255,7 @@ def show(report: Report, most: int) -> None:
     say(*((line, "bold") for line in report.verdict))
     for number, one in enumerate(report.findings[:most], 1):
         head: Line = f"{number}. {one.level} {one.check}", STYLES[one.level]
-        say("", head, f"{one.evidence} {one.meaning}")
+        say("", head, f"{one.evidence} {one.meaning}".rstrip())
         if one.fix:
             print_line(f"   > {one.fix}")
     if (more := len(report.findings) - most) > 0:

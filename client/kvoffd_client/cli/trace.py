@@ -102,9 +102,9 @@ def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: 
     """Returns how long it took, and why it ended: duration, size, interrupt, or daemon, which went away."""
     began, session = time.monotonic(), admin.session_id
     until, ended, more = began + seconds, "", False
-    with _ended_by_signal() as told:
+    with _ended_by_signal() as signalled:
         while more or not ended:
-            if told.is_set():
+            if signalled.is_set():
                 ended = "interrupt"
             elif time.monotonic() >= until:
                 ended = "duration"
@@ -124,7 +124,7 @@ def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: 
             print_status(f"{passed}: {format_count(writer.chains)} requests; Ctrl-C ends the trace.")
             more = sum(len(chain.keys) for chain in fetched.chains) >= MUCH_BYTES
             if not more and not ended:
-                told.wait(max(0.0, min(FETCH_S, until - time.monotonic())))
+                signalled.wait(max(0.0, min(FETCH_S, until - time.monotonic())))
         print_status()
         took = time.monotonic() - began
         writer.close()

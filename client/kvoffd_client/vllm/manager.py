@@ -182,7 +182,7 @@ class KvoffdManager(OffloadingManager):
         """About the bytes of one worker's shard of a block, by the group's end of a key."""
         self._credit_bytes = 0
         """Of stores that may be outstanding, as the workers reported it. It is soft: one offer may pass it. An offer is
-        all the new blocks of a request's step, and a part of it would be worth little (vLLM does not offer the rest
+        all the new blocks of a request's step, and a part of it would help little (vLLM does not offer the rest
         again, and a prefix without its sliding windows is no hit); an offer larger than the whole credit would
         otherwise never be made."""
         self._storing: dict[OffloadKey, int] = {}
@@ -574,7 +574,7 @@ class KvoffdManager(OffloadingManager):
         if self._clock() < self.harm.stores_paused_until:
             self._counters[metrics.PAUSED_STORES] += 1
             return nothing
-        # A request that has ended offers them no more, and the daemon takes stores to twice the credit.
+        # A request that has ended offers them no more: up to twice the credit, which the daemon does not enforce.
         most_bytes = 2 * self._credit_bytes if has_ended else self._credit_bytes
         if self._outstanding_bytes and self._outstanding_bytes >= most_bytes:
             self._counters[metrics.DEFERRED_STORES] += 1

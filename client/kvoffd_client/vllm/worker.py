@@ -69,7 +69,7 @@ class KvoffdWorker(OffloadingWorker):
         self._report = WorkerReport()
         self.failed_requests: set[str] = set()
         """Whose load failed, until somebody takes them."""
-        self._credit_told: int | None = None
+        self._reported_credit: int | None = None
         # Jobs that the daemon did not get or did not finish, and why. The sender's thread appends to it too.
         self._failed: deque[tuple[int, ErrorCode]] = deque()
 
@@ -110,7 +110,9 @@ class KvoffdWorker(OffloadingWorker):
         if lease_id == NO_LEASE:
             self._failed.append((job_id, ErrorCode.UNKNOWN_LEASE))
             return
-        per_key, is_store, groups, start = self._blocks_per_chunk, lease_id is None, list[GroupTransfer](), 0
+        per_key, is_store = self._blocks_per_chunk, lease_id is None
+        groups: list[GroupTransfer] = []
+        start = 0
         counts = [len(keys) // self._key_bytes for keys in keyed.groups]
         fits = len(blocks.group_sizes) == len(counts)
         places = zip(blocks.group_sizes, blocks.block_indices, keyed.groups, counts, strict=False)
@@ -175,8 +177,8 @@ class KvoffdWorker(OffloadingWorker):
     def take_report(self) -> WorkerReport:
         """Return what is new since the last call, without the jobs that ended and what is in memory."""
         credit_bytes = self.credit_bytes
-        if credit_bytes != self._credit_told:
-            self._credit_told = self._report.credit_bytes = credit_bytes
+        if credit_bytes != self._reported_credit:
+            self._reported_credit = self._report.credit_bytes = credit_bytes
         report, self._report = self._report, WorkerReport()
         return report
 
