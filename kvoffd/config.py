@@ -239,12 +239,12 @@ WRITE_MODE = choice(*(mode.value for mode in WriteMode))
 class Limits:
     """Bounds and deadlines that no user needs to change. Units end the names.
 
-    They are small enough that a lookup keeps the loop for about 10 ms at most, and stores or loads of as many keys, a
-    million tokens, for 50 ms. Clients learn theirs from Welcome.
+    They are small enough that one request keeps the loop for about 10 ms at most. Clients learn theirs from Welcome and
+    split what is larger.
     """
 
-    max_frame_bytes: int = 8 * 1024**2
-    max_keys_per_request: int = 65_536
+    max_frame_bytes: int = 2 * 1024**2
+    max_keys_per_request: int = 8192
     max_jobs_per_message: int = 1024
     max_jobs_in_flight: int = 4096
     max_pieces_in_flight: int = 65_536

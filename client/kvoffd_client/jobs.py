@@ -5,9 +5,29 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvoffd_proto import messages as m
+
+
+def split(counts: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
+    """Cut groups of so many keys into parts of at most ``most`` keys: of each part the groups' places, begins and ends.
+
+    A group without keys is in one part too.
+    """
+    parts: list[list[tuple[int, int, int]]] = [[]]
+    room = most
+    for place, count in enumerate(counts):
+        begin = 0
+        while begin < count or not begin:
+            if not room:
+                parts.append([])
+                room = most
+            end = min(count, begin + room)
+            parts[-1].append((place, begin, end))
+            room -= end - begin
+            begin = max(end, 1)
+    return parts
 
 
 class GroupTransfer(NamedTuple):
@@ -35,6 +55,10 @@ class GroupTransfer(NamedTuple):
         return cls(group, b"".join(keys), ids, first_block)
 
 
+Size: TypeAlias = tuple[int, int]
+"""Keys of a job, and about how many bytes it takes in a frame."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A store, which copies engine blocks into the pool, or the load of blocks under a lease.
@@ -55,8 +79,9 @@ class Job:
     def keys(self) -> list[m.GroupKeys]:
         return [m.GroupKeys(one.group, one.keys) for one in self.groups]
 
-    def key_count(self, groups: int, key_bytes: int) -> int:
-        """How many keys it has. Raises ValueError, TypeError where it does not fit so many groups and such keys."""
+    def checked_size(self, groups: int, key_bytes: int) -> Size:
+        """Its size. Raises ValueError, TypeError where it does not fit a namespace of so many groups and such keys."""
+        keys, nbytes = 0, 32
         for one in self.groups:
             if not isinstance(one.keys, bytes) or not isinstance(one.block_ids, bytes):
                 raise TypeError("A GroupTransfer has bytes; GroupTransfer.of(keys, block_ids) makes it from lists.")
@@ -67,7 +92,39 @@ class Job:
                     f"{len(one.keys)} bytes of keys and {len(one.block_ids)} of block ids are not a whole number of "
                     f"keys of {key_bytes} bytes and of int32 numbers."
                 )
-        return sum([len(one.keys) for one in self.groups]) // key_bytes
+            keys += len(one.keys) // key_bytes
+            nbytes += len(one.keys) + len(one.block_ids) + len(one.parents) + len(one.tokens) + 32
+        return keys, nbytes
+
+    def parts(self, size: Size, key_bytes: int, blocks_per_key: int, most: Size, first_id: int) -> list[Job]:
+        """The job as several of consecutive ids, none of them larger than ``most`` (but that each has a key).
+
+        The lease ends with the last of them: the daemon has accepted the others by then, which hold their blocks.
+        """
+        keys = min(most[0], max(1, size[0] * most[1] // max(size[1], most[1])))
+        parts = [
+            [_slice(self.groups[place], begin, end, key_bytes, blocks_per_key) for place, begin, end in part if end]
+            for part in split([len(one.keys) // key_bytes for one in self.groups], keys)
+        ]
+        return [
+            Job(first_id + number, part, self.lease_id, self.keep_lease or part is not parts[-1])
+            for number, part in enumerate(parts)
+        ]
+
+
+def _slice(one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_key: int) -> GroupTransfer:
+    """Keys ``begin`` to ``end`` of a group, with their blocks; with the last key, all blocks that are left."""
+    count = len(one.keys) // key_bytes
+    start, stop = (max(0, key * blocks_per_key - one.first_block) * m.BLOCK_ID_BYTES for key in (begin, end))
+    keys, tokens = slice(begin * key_bytes, end * key_bytes), len(one.tokens) // count
+    return GroupTransfer(
+        one.group,
+        one.keys[keys],
+        one.block_ids[start : None if end == count else stop],
+        0 if begin else one.first_block,
+        one.parents[keys],
+        one.tokens[begin * tokens : end * tokens],
+    )
 
 
 def submit_of(

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from msgspec import MsgspecError, Struct
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
+from kvoffd_client.jobs import split
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport
 from kvoffd_proto import messages as m
 from kvoffd_proto.events import SEQUENCE_BYTES, AllBlocksCleared, KvEvent, decode_event_batch, kv_topic
 
-_ABSENT_BYTE, _READY_BYTE = bytes([m.ABSENT]), bytes([m.READY])
+_READY_BYTE = bytes([m.READY])
 MAX_BUFFERED_EVENTS = 100_000
 """KV events kept until take_events(); beyond it all are dropped and counted."""
 REPORT_PAUSE_S = 1.0
@@ -49,6 +50,10 @@ class Lookup(Struct, eq=False):
     stale_at: float = 0.0
     transport: Transport | None = None
     unwanted: bool = False
+    # While some of its requests are not answered: how many, and what the others said.
+    missing: int = 1
+    ttl_ms: int = 0
+    partial: list[bytes] = []
 
     @property
     def alive(self) -> bool:
@@ -118,7 +123,7 @@ class SchedulerClient(Session):
     def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False) -> Lookup:
         """Ask which keys are ready and pin those under a new lease. When not ready the lookup has failed already.
 
-        Of more keys than one request may name each group's first are asked for; the others count as absent.
+        What are too many keys for one request is asked for by several.
 
         Args:
             groups: keys, root of the prefix first.
@@ -136,14 +141,16 @@ class SchedulerClient(Session):
             now = self._transport.now()
             if not self.ready or self._limits is None:
                 return Lookup(0, done=True, failed=True)
-            asked, most_keys = list(groups), self._limits.max_keys_per_request
-            if nbytes > most_keys * size:
-                share = most_keys // len(groups) * size
-                asked = [m.GroupKeys(one.group, one.keys[:share]) for one in groups]
+            fits = nbytes <= self._limits.max_keys_per_request * size
+            parts = [(range(len(groups)), groups)] if fits else self._split(groups)
             lease_id = self._rng.getrandbits(63) | 2**32  # random: who knows it may load
-            found = self._unanswered[lease_id] = Lookup(lease_id, transport=self._transport)
-            message = m.Lookup(self._next_request_id(), self._fingerprint, lease_id, asked, again)
-            self._send(message, now, functools.partial(self._on_answer, found, groups, asked, now))
+            found = Lookup(lease_id, transport=self._transport, missing=len(parts), partial=[b""] * len(groups))
+            self._unanswered[lease_id] = found
+            for places, asked in parts:
+                message = m.Lookup(self._next_request_id(), self._fingerprint, lease_id, list(asked), again)
+                self._send(message, now, functools.partial(self._on_answer, found, places, asked, now))
+                if found.done:  # it could not be sent
+                    break
             return found
 
     def release(self, lease_id: int, unused: str = "") -> None:
@@ -157,8 +164,9 @@ class SchedulerClient(Session):
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
         """Have the daemon drop blocks that proved unusable. Does nothing when not ready."""
         with self._transport.lock:
-            if self.ready:
-                self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, list(groups)))
+            if self.ready and self._limits is not None:
+                for _, keys in self._split(groups):
+                    self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, list(keys)))
 
     def report(
         self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
@@ -216,37 +224,62 @@ class SchedulerClient(Session):
     def _on_answer(
         self,
         found: Lookup,
-        groups: Sequence[m.GroupKeys],
+        places: Sequence[int],
         asked: Sequence[m.GroupKeys],
         sent_at: float,
         reply: ReplyOrError,
         now: float,
     ) -> None:
-        """Take the answer to a lookup for ``groups``, of which the keys in ``asked`` were sent."""
-        del self._unanswered[found.lease_id]
-        lengths, size = [len(one.keys) for one in asked], self._namespace.key_bytes
-        if not isinstance(reply, m.LookupReply) or [size * len(one) for one in reply.states] != lengths:
-            found.failed = True
-            found.done = True  # last, since readers hold no lock
-            if not isinstance(reply, KvoffdClientError):
-                self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
-            elif found.unwanted or not isinstance(reply, RequestRefused):
-                self._release(found.lease_id)  # the daemon may answer later and pin blocks for nobody
+        """Take the reply to one request of a lookup: the states of these keys, of the groups in these places."""
+        if found.done:  # another request of it failed
             return
-        found.answered_at, found.wait_s = now, reply.wait_ms / 1000
-        found.states = [
-            states.ljust(len(one.keys) // size, _ABSENT_BYTE) for states, one in zip(reply.states, groups, strict=True)
-        ]
-        if found.unwanted:  # the Release may not have gone out, and a lease lives long
+        counts = [len(item.keys) // self._namespace.key_bytes for item in asked]
+        if not isinstance(reply, m.LookupReply) or list(map(len, reply.states)) != counts:
+            self._on_failed(found, reply, now)
+            return
+        for place, states in zip(places, reply.states, strict=True):
+            found.partial[place] += states
+        found.pinned += reply.pinned
+        found.ttl_ms, found.wait_s = max(found.ttl_ms, reply.ttl_ms), max(found.wait_s, reply.wait_ms / 1000)
+        found.missing -= 1
+        if found.missing:
+            return
+        del self._unanswered[found.lease_id]
+        if found.unwanted:
+            found.pinned = 0
+            # The Release may not have gone out, and a lease lives long.
             self._release(found.lease_id)
-        elif reply.pinned:
-            found.pinned = reply.pinned
+        elif found.pinned:
             # The lease's life began at the daemon between sending and now: count from the earlier.
-            found.stale_at = sent_at + reply.ttl_ms / 2000
+            found.stale_at = sent_at + found.ttl_ms / 2000
             while self._leases and (oldest := next(iter(self._leases.values()))).stale_at <= now:
                 del self._leases[oldest.lease_id]  # nobody has released it, and the daemon ends it
             self._leases[found.lease_id] = found
+        found.states, found.answered_at = found.partial, now
         found.done = True  # last, since readers hold no lock
+
+    def _on_failed(self, found: Lookup, reply: ReplyOrError, now: float) -> None:
+        held = found.pinned > 0 or found.unwanted
+        del self._unanswered[found.lease_id]
+        found.pinned, found.failed = 0, True
+        found.done = True
+        if not isinstance(reply, KvoffdClientError):
+            self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
+        elif held or not isinstance(reply, RequestRefused):
+            self._release(found.lease_id)  # the daemon may answer later and pin blocks for nobody
+
+    def _split(self, groups: Sequence[m.GroupKeys]) -> list[tuple[Sequence[int], Sequence[m.GroupKeys]]]:
+        """What one request may name, of each request the places of its groups in ``groups`` and their keys."""
+        assert self._limits is not None
+        size = self._namespace.key_bytes
+        parts = split([len(one.keys) // size for one in groups], self._limits.max_keys_per_request)
+        return [
+            (
+                [place for place, *_ in part],
+                [m.GroupKeys(groups[at].group, groups[at].keys[begin * size : end * size]) for at, begin, end in part],
+            )
+            for part in parts
+        ]
 
     # --- what Session asks of a role --------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
@@ -37,14 +38,26 @@ LOAD_WAIT_S = 10.0
 """How often a fence says that it still waits for loads."""
 JOB_PATIENCE_S = 1.0
 """A job older than this makes the client ask for its result, and again at this interval."""
+FIRST_PART_ID = 2**62
+"""Job ids from here on are those of parts of large jobs; others keep their own."""
 
 
 class Sent(NamedTuple):
-    """A job that has no result, with the id of the message that it went out in."""
+    """A job on the wire, or a part of one, that has no result."""
+
+    job: Job
+    of_job: int
+    request_id: int
+
+
+@dataclass(slots=True)
+class Unfinished:
+    """A job that has no result. ``outcome`` is of its parts that have ended, ``parts`` the number of the others."""
 
     job: Job
     sent_at: float
-    request_id: int
+    parts: int
+    outcome: m.JobResult | None = None
 
 
 class WorkerClient(Session):
@@ -76,13 +89,11 @@ class WorkerClient(Session):
         self.memory_on_gpu = registration.on_gpu
         self._fds: list[int] = []
         self._attached_count = 0
-        tokens = max([group.tokens_per_block for group in namespace.groups], default=0)
-        self._bytes_of_key = (
-            2 * namespace.key_bytes + m.BLOCK_ID_BYTES * registration.blocks_per_key + m.TOKEN_ID_BYTES * tokens
-        )
-        """About the most that a key takes in a message, with its parent, blocks and tokens."""
-        self._jobs: dict[int, Sent] = {}
+        self._jobs: dict[int, Unfinished] = {}
         """By id, oldest first."""
+        self._sent: dict[int, Sent] = {}
+        """By id on the wire."""
+        self._next_part_id = FIRST_PART_ID
         self._results: list[m.JobResult] = []
         """Results that were not taken yet."""
         self._topic = b""
@@ -115,15 +126,18 @@ class WorkerClient(Session):
     def submit(self, jobs: Sequence[Job]) -> None:
         """Start the stores and loads of one step. When not ready, failed results (SESSION_ENDED) are queued at once.
 
-        They go out in one message where it has room for all. What is too large for a message of its own fails.
+        They go out in one message where it has room for all. What is too large for a message goes out in parts.
 
         Raises:
             ValueError: a job of the same id is unfinished, or lengths in ``groups`` do not fit.
             TypeError: keys or block ids are no bytes.
         """
         namespace = self._namespace
-        counts = [job.key_count(len(namespace.groups), namespace.key_bytes) for job in jobs]
+        shape = len(namespace.groups), namespace.key_bytes
+        sizes = [job.checked_size(*shape) for job in jobs]
         ids = {job.job_id for job in jobs}
+        if max(ids, default=0) >= FIRST_PART_ID:
+            raise ValueError(f"Job ids are below {FIRST_PART_ID}; {max(ids)} is not.")
         with self._transport.lock:
             now = self._transport.now()
             if len(ids) < len(jobs) or not ids.isdisjoint(self._jobs):
@@ -132,31 +146,42 @@ class WorkerClient(Session):
             if not self.ready or limits is None:
                 self._refuse(jobs, ErrorCode.SESSION_ENDED)
                 return
-            accepted = max(0, limits.max_jobs_in_flight - len(self._jobs))
+            accepted = max(0, limits.max_jobs_in_flight - len(self._sent))
             if len(jobs) > accepted:
                 self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
             self._role_due = min(self._role_due, now + JOB_PATIENCE_S)
-            # Half a frame: the bytes of a key are an estimate.
-            most_keys = min(limits.max_keys_per_request, limits.max_frame_bytes // (2 * self._bytes_of_key))
-            batches: list[list[Job]] = []
-            keys, tells = 0, None  # whether the last batch's stores have tokens; None where it has no store
-            for job, count in zip(jobs[:accepted], counts, strict=False):
-                keys += count
-                is_store, has_tokens = job.lease_id is None, any(one.tokens for one in job.groups)
-                full = keys > most_keys or (is_store and tells not in (None, has_tokens))
-                if not batches or full or len(batches[-1]) == limits.max_jobs_per_message:
-                    batches.append([])
-                    keys, tells = count, None
-                batches[-1].append(job)
-                if is_store:  # all stores of a message tell their tokens, or none does
-                    tells = has_tokens
-            for batch in batches:
-                request_id = self._next_request_id()
-                self._jobs.update([(job.job_id, Sent(job, now, request_id)) for job in batch])
+            most_keys, most_bytes = most = limits.max_keys_per_request, limits.max_frame_bytes // 2
+            messages: list[tuple[int, list[Job]]] = []
+            """By the id of the request, jobs and parts of jobs."""
+            keys = nbytes = 0
+            tells: dict[int, tuple[bool, bool]] = {}
+            """By group, whether the stores of the last of them tell parents and tokens: all do or none does."""
+            for job, size in zip(jobs[:accepted], sizes, strict=False):
+                parts = [(job, size)]
+                if size[0] > most_keys or size[1] > most_bytes:
+                    per_key = self._registration.blocks_per_key
+                    cut = job.parts(size, namespace.key_bytes, per_key, most, self._next_part_id)
+                    self._next_part_id += len(cut)
+                    parts = [(part, part.checked_size(*shape)) for part in cut]
+                self._jobs[job.job_id] = Unfinished(job, now, len(parts))
+                for part, (of_keys, in_frame) in parts:
+                    keys, nbytes = keys + of_keys, nbytes + in_frame
+                    stored = part.groups if part.lease_id is None else ()
+                    kinds = {one.group: (bool(one.parents), bool(one.tokens)) for one in stored}
+                    full = keys > most_keys or nbytes > limits.max_frame_bytes
+                    full = full or any(tells.get(group, kind) != kind for group, kind in kinds.items())
+                    if not messages or full or len(messages[-1][1]) == limits.max_jobs_per_message:
+                        messages.append((self._next_request_id(), []))
+                        keys, nbytes, tells = of_keys, in_frame, {}
+                    tells |= kinds
+                    request_id, batch = messages[-1]
+                    batch.append(part)
+                    self._sent[part.job_id] = Sent(part, job.job_id, request_id)
+            for request_id, batch in messages:
                 message = submit_of(request_id, self._registration_id, namespace.key_bytes, batch, self._sequence)
                 if (refused := self._send(message)) is not None:
                     code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
-                    self._fail([job.job_id for job in batch], code)
+                    self._fail_sent([job.job_id for job in batch], code)
                     self._transport.notify()
 
     def take_results(self) -> list[m.JobResult]:
@@ -216,17 +241,38 @@ class WorkerClient(Session):
         self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]
         self._transport.notify()
 
-    def _fail(self, ids: Iterable[int], code: ErrorCode) -> None:
-        for job in [self._jobs[job_id].job for job_id in ids]:
+    def _fail_sent(self, ids: Iterable[int], code: ErrorCode) -> None:
+        """Fail jobs, or parts of jobs, by their ids on the wire."""
+        for job in [self._sent[job_id].job for job_id in ids]:
             self._on_result(m.JobResult(job.job_id, False, 0, 0.0, code, job.keys))
 
     def _on_result(self, result: m.JobResult) -> None:
-        if self._jobs.pop(result.job_id, None) is not None:
+        if (sent := self._sent.pop(result.job_id, None)) is None:
+            return
+        unfinished = self._jobs[sent.of_job]
+        unfinished.parts -= 1
+        known = unfinished.outcome
+        if known is not None or sent.of_job != result.job_id:
+            known = known or m.JobResult(sent.of_job, True, 0, 0.0)
+            result = m.JobResult(
+                sent.of_job,
+                known.ok and result.ok,
+                known.bytes + result.bytes,
+                max(known.seconds, result.seconds),
+                known.error or result.error,
+                [*known.failed, *result.failed],
+                [*known.declined, *result.declined],
+            )
+        if unfinished.parts:
+            unfinished.outcome = result
+        else:
+            del self._jobs[sent.of_job]
             self._results.append(result)
 
     def _cancel(self, job_ids: Iterable[int]) -> None:
         """Have the daemon fail those of the jobs that have not started."""
-        known = [job_id for job_id in job_ids if job_id in self._jobs]
+        wanted = set(job_ids)
+        known = [job_id for job_id, sent in self._sent.items() if sent.of_job in wanted]
         if known and self._phase is Phase.READY:
             self._send(m.Cancel(m.NO_REPLY, known, self._sequence))
 
@@ -337,16 +383,16 @@ class WorkerClient(Session):
             for batch in reply.batches:
                 self._complete(batch)
             # It never received the others, or lost them: it has seen every message before the one that asks.
-            sent_before = [job_id for job_id, sent in self._jobs.items() if sent.request_id < asked]
+            sent_before = [job_id for job_id, sent in self._sent.items() if sent.request_id < asked]
             unfinished = set(reply.unfinished)
-            self._fail([one for one in sent_before if one not in unfinished], ErrorCode.INTERNAL)
+            self._fail_sent([one for one in sent_before if one not in unfinished], ErrorCode.INTERNAL)
         elif not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Results with {type(reply).__name__}.", now)
 
     def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
-        refused = [job_id for job_id, sent in self._jobs.items() if sent.request_id == reply.request_id]
+        refused = [job_id for job_id, sent in self._sent.items() if sent.request_id == reply.request_id]
         if refused:
-            self._fail(refused, reply.code)
+            self._fail_sent(refused, reply.code)
         else:
             super()._on_unexpected_refusal(reply, refusal, now)
 
@@ -360,15 +406,15 @@ class WorkerClient(Session):
         self._sequence, self._ahead, self._role_due = 0, set(), NEVER
         # A copy of a load may still land until the daemon has released the memory, or is gone.
         loads_land = self._phase is Phase.DRAINING
-        ended = [job_id for job_id, sent in self._jobs.items() if not loads_land or sent.job.lease_id is None]
-        self._fail(ended, ErrorCode.SESSION_ENDED)
+        ended = [job_id for job_id, sent in self._sent.items() if not loads_land or sent.job.lease_id is None]
+        self._fail_sent(ended, ErrorCode.SESSION_ENDED)
 
     def _must_drain(self) -> bool:
         # Stores fail here and now, but unregister() must know when the last of them has ended there too.
         return bool(self._jobs)
 
     def _role_tick(self, now: float) -> None:
-        stores_only = bool(self._jobs) and all(sent.job.lease_id is None for sent in self._jobs.values())
+        stores_only = bool(self._sent) and all(sent.job.lease_id is None for sent in self._sent.values())
         if stores_only and not self._responsive and self._phase is Phase.READY:
             self._abandon_stores(self._jobs, now)  # an engine that pauses waits until nothing is stored
         if now >= self._role_due:

@@ -19,7 +19,7 @@ from kvoffd_client import (
     WorkerClient,
     scheduler_client,
 )
-from kvoffd_client.jobs import GroupTransfer, Job
+from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_client.session import BACKOFF_ABSENT_S, BACKOFF_MIN_S, GPU_REGISTER_S, Phase, Session
 from kvoffd_client.worker_client import JOB_PATIENCE_S
 from kvoffd_proto import codec, lifeline
@@ -542,7 +542,7 @@ def test_garbage_on_the_events_socket_is_asked_for_again(worker: WorkerClient, l
     assert link.count(m.Results) == 1
 
 
-# --- jobs in messages ------------------------------------------------------------------------------------
+# --- jobs in parts -----------------------------------------------------------------------------------
 
 
 SMALL = msgspec.structs.replace(LIMITS, max_keys_per_request=4)
@@ -551,6 +551,33 @@ SMALL = msgspec.structs.replace(LIMITS, max_keys_per_request=4)
 def jobs_sent(link: PaperLink) -> list[list[Job]]:
     """By message."""
     return [jobs_in(message) for message in link.sent if isinstance(message, m.Submit)]
+
+
+def complete(worker: WorkerClient, sequence: int, *results: m.JobResult) -> None:
+    batch = m.Completions(sequence, 900, list(results))
+    worker.on_publication(session_topic(EPOCH, SESSION_ID), sequence.to_bytes(8, "big"), codec.encode(batch), 1.0)
+
+
+MANY = [GroupTransfer(0, bytes(32 * 10), bytes(4 * 10))]
+"""Ten keys of one block: three parts."""
+
+
+def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerClient, link: PaperLink) -> None:
+    worker._limits = SMALL
+    submit(worker, link, 0.0, Job(1, MANY))
+    for sequence, (part,) in enumerate(jobs_sent(link), 1):
+        assert not worker._results
+        failed = [m.GroupKeys(0, b"k" * 32)] if sequence == 2 else []
+        error = ErrorCode.NO_ROOM if failed else None
+        complete(worker, sequence, m.JobResult(part.job_id, not failed, 10, 0.5, error, failed))
+    assert worker._results == [m.JobResult(1, False, 30, 0.5, ErrorCode.NO_ROOM, [m.GroupKeys(0, b"k" * 32)])]
+    submit(worker, link, 0.0, Job(2, MANY, 2**32))
+    parts = [load for (load,) in jobs_sent(link)[3:]]
+    assert [load.keep_lease for load in parts] == [True, True, False], "the last part ends the lease"
+    for sequence, part in enumerate(parts, 4):
+        complete(worker, sequence, m.JobResult(part.job_id, True, 10, 0.5))
+    assert [(result.ok, result.bytes) for result in worker._results[1:]] == [(True, 30)]
+    assert not worker._jobs
 
 
 def test_jobs_that_one_message_has_no_room_for_go_out_in_several(worker: WorkerClient, link: PaperLink) -> None:
@@ -569,11 +596,75 @@ def test_stores_with_tokens_go_out_in_messages_of_their_own(worker: WorkerClient
     assert [[one.group for one in message.stores.groups] for message in messages] == [[0]] * 3
 
 
-def test_of_too_many_keys_the_first_of_each_group_are_asked_for(scheduler: SchedulerClient, link: PaperLink) -> None:
-    scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=5)
-    groups = [m.GroupKeys(0, bytes(range(160))), m.GroupKeys(1, bytes(range(32)))]
+def test_the_parts_of_a_job_are_the_job() -> None:
+    """Nothing is lost, nothing is there twice, and no part is larger than the daemon takes."""
+    for seed in range(50):
+        check_parts(random.Random(seed))
+
+
+def check_parts(rng: random.Random) -> None:
+    groups = []
+    for group in (0, 1):
+        count, first = rng.randrange(1, 60), rng.randrange(4)
+        end = rng.randrange(4 * count - 3, 4 * count + 1)
+        if end > first:
+            told = (rng.randbytes(32 * count), rng.randbytes(64 * count)) if rng.random() < 0.7 else ()
+            keys, ids = rng.randbytes(32 * count), rng.randbytes(4 * (end - first))
+            groups.append(GroupTransfer(group, keys, ids, first, *told))
+    job = Job(1, groups, 2**32)
+    most = 10, rng.choice((500, 50_000))
+    parts = job.parts(job.checked_size(64, 32), 32, 4, most, 100)
+    assert [part.job_id for part in parts] == list(range(100, 100 + len(parts)))
+    for one in groups:
+        cut = [some for part in parts for some in part.groups if some.group == one.group]
+        assert [block for some in cut for block in covered(some)] == covered(one)
+        for field in ("keys", "parents", "tokens"):
+            assert b"".join(getattr(some, field) for some in cut) == getattr(one, field)
+    for part in parts:
+        assert part.checked_size(64, 32)[0] <= 10
+        assert len(codec.encode(submit_of(1, b"r" * 16, 32, [part]))) <= max(2 * most[1], 32 * 8)
+
+
+def covered(part: GroupTransfer) -> list[tuple[bytes, int, bytes]]:
+    """Key, place in the key and block id of every block."""
+    found = []
+    for number in range(len(part.block_ids) // m.BLOCK_ID_BYTES):
+        at = part.first_block + number
+        key = part.keys[at // 4 * 32 : (at // 4 + 1) * 32]
+        assert len(key) == 32
+        found.append((key, at % 4, part.block_ids[number * 4 : number * 4 + 4]))
+    return found
+
+
+def test_a_large_lookup_is_asked_in_parts_under_one_lease(scheduler: SchedulerClient, link: PaperLink) -> None:
+    scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=3)
+    groups = [m.GroupKeys(0, bytes(range(160))), m.GroupKeys(1, bytes(range(64)))]
     future = look_up(scheduler, link, 0.0, groups)
-    asked = link.last(m.Lookup)
-    assert [(one.group, one.keys) for one in asked.groups] == [(0, bytes(range(64))), (1, bytes(range(32)))]
-    scheduler.on_reply(m.LookupReply(asked.request_id, asked.lease_id, [b"\2\2", b"\2"], 3, 10_000), 0.1)
-    assert (future.states, future.pinned) == ([b"\2\2\0\0\0", b"\2"], 3)
+    parts = [message for message in link.sent if isinstance(message, m.Lookup)]
+    assert {part.lease_id for part in parts} == {parts[0].lease_id}
+    assert [[(one.group, len(one.keys) // 32) for one in part.groups] for part in parts] == [
+        [(0, 3)],
+        [(0, 2), (1, 1)],
+        [(1, 1)],
+    ]
+    answers = [([b"\2\2\2"], 3), ([b"\2\0", b"\2"], 2), ([b"\0"], 0)]
+    for part, (states, pinned) in zip(parts, answers, strict=True):
+        assert not future.done
+        ttl_ms = 10_000 if pinned else 0
+        scheduler.on_reply(m.LookupReply(part.request_id, part.lease_id, states, pinned, ttl_ms), 0.1)
+    assert (future.states, future.pinned, future.alive) == ([b"\2\2\2\2\0", b"\2\0"], 5, True)
+    assert list(scheduler._leases) == [future.lease_id]
+    scheduler.tick(1.5)
+    assert future.alive
+
+
+def test_a_lookup_with_a_refused_part_holds_nothing(scheduler: SchedulerClient, link: PaperLink) -> None:
+    scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=1)
+    future = look_up(scheduler, link, 0.0, KEYS)
+    first, second = (message for message in link.sent if isinstance(message, m.Lookup))
+    scheduler.on_reply(m.LookupReply(first.request_id, first.lease_id, [b"\2"], 1, 10_000), 0.1)
+    scheduler.on_reply(m.Error(second.request_id, ErrorCode.TOO_MANY, "Too many."), 0.1)
+    assert future.failed
+    release = link.last(m.Release)
+    assert release.lease_ids == [future.lease_id]
+    assert not scheduler._leases
