@@ -658,6 +658,16 @@ def test_a_large_lookup_is_asked_in_parts_under_one_lease(scheduler: SchedulerCl
     assert future.alive
 
 
+def test_what_a_late_answer_pinned_is_released(scheduler: SchedulerClient, link: PaperLink) -> None:
+    """The daemon stood still for longer than a request is awaited, and pins for ten minutes."""
+    look_up(scheduler, link, 0.0)
+    asked = link.last(m.Lookup)
+    scheduler.tick(OPTIONS.request_timeout_s)
+    sent = len(link.sent)
+    scheduler.on_reply(m.LookupReply(asked.request_id, asked.lease_id, [b"\2", b"\2"], 2, 600_000), 9.0)
+    assert [message.lease_ids for message in link.sent[sent:] if isinstance(message, m.Release)] == [[asked.lease_id]]
+
+
 def test_a_lookup_with_a_refused_part_holds_nothing(scheduler: SchedulerClient, link: PaperLink) -> None:
     scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=1)
     future = look_up(scheduler, link, 0.0, KEYS)
