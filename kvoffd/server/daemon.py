@@ -229,7 +229,9 @@ class Daemon:
             raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
         self.served = self._serving = True
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
-        page = f", and people at http://{config.http_address}/" if config.http_address else ""
+        page = (
+            f", and people at http://{config.http_address}/" if config.http_address and not self._http_problem else ""
+        )
         logger.info("Serving %s%s.", config.directory, page)
         self._service.tiers.start(self._shared_stores)
         if self._pool.resident:

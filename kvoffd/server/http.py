@@ -90,7 +90,7 @@ class HttpServer:
         except OSError as error:
             raise KvoffdError(
                 f"The HTTP address {host}:{port} cannot be listened on ({error.strerror or error}); "
-                "free it, choose another with --http-address, or give an empty one to serve no HTTP."
+                "free it and restart this daemon, choose another with --http-address, or give an empty one for no HTTP."
             ) from error
 
     def start(self) -> None:

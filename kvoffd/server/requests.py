@@ -235,7 +235,8 @@ def invalidate(service: Service, session: Session, message: m.Invalidate) -> Pen
 @answers(m.ReportEngine)
 def report_engine(service: Service, session: Session, message: m.ReportEngine) -> m.Done:
     counters = session.namespaces[message.namespace].counters
-    counters.prefill_tokens_per_second = message.prefill_tokens_per_second
+    if message.prefill_tokens_per_second:  # else it has computed nothing yet, as after its restart
+        counters.prefill_tokens_per_second = message.prefill_tokens_per_second
     counters.loaded(0)  # what was loaded before the speed was known
     counters.skipped_loads += message.skipped_loads
     counters.paused_stores += message.paused_stores

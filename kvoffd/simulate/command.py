@@ -186,21 +186,32 @@ def _as_table(trace: Trace, sizes: dict[int, str], results: Results, block_bytes
 
 
 def _conclusion(sizes: dict[int, str], results: Results) -> list[str]:
-    """What follows for the choice of a policy, at the size at which the policies differ most."""
+    """What follows for the choice of a policy: at the daemon's own size, and where the policies differ most."""
     of_sizes = [
         sorted(group, key=lambda result: -result[0].hit_percent)
         for _, group in groupby(results, lambda result: result[0].blocks)
     ]
-    found = max(of_sizes, key=lambda group: group[0][0].hit_percent - group[-1][0].hit_percent)
-    (first, possible), (last, _) = found[0], found[-1]
+
+    def points(group: Results) -> float:
+        return group[0][0].hit_percent - group[-1][0].hit_percent
+
+    found = max(of_sizes, key=points)
+    first, possible = found[0]
     if len(found) == 1:
         return []
-    if first.hit_percent - last.hit_percent < 1:
+    if points(found) < 1:
         return ["", "For this traffic the policies differ by less than a point."]
+    lines = [""]
+    for group in of_sizes:
+        size = sizes[group[0][0].blocks]
+        if size.endswith("(now)") and group is not found:
+            differ = "less than a point" if points(group) < 1 else f"{points(group):.1f} points"
+            lines.append(f"In a pool of {size} the policies differ by {differ}.")
     each = ", ".join(f"{one.policy} {one.hit_percent:.1f} %" for one, _ in found)
     best = [one.policy for one, _ in found if one.hit_percent > first.hit_percent - 1]  # a point less is as good
     most = f"{' and '.join(best)} {'find' if len(best) > 1 else 'finds'} most"
-    return ["", f"For this traffic {most}: in a pool of {sizes[first.blocks]} {each}; {possible:.1f} % were possible."]
+    where = f"in a pool of {sizes[first.blocks]}, where they differ most"
+    return [*lines, f"For this traffic {most} {where}: {each}; {possible:.1f} % were possible."]
 
 
 if __name__ == "__main__":

@@ -105,7 +105,10 @@ def test_it_prints_a_table_with_the_sizes_as_given_(tmp_path: Path, capsys: pyte
     assert main([str(cycle), "--policy", "lru,learned", "--blocks", "2"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     found = r"learned [\d.]+ %, lru 0.0 %; [\d.]+ % were possible"
-    assert re.fullmatch(rf"For this traffic learned finds most: in a pool of 2 blocks {found}.", last)
+    most = "For this traffic learned finds most in a pool of 2 blocks, where they differ most"
+    assert re.fullmatch(rf"{most}: {found}.", last)
+    assert main([str(cycle), "--policy", "lru,learned", "--block-size", "1MiB", "--pool", str(3 << 20)]) == 0
+    assert "In a pool of 3.00 MiB (now) the policies differ by less than a point.\n" in capsys.readouterr().out
 
 
 def test_without_sizes_it_takes_parts_of_all_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,7 @@ class Kind(NamedTuple):
 
 _RESTART = "; then restart the daemon"
 _LOG = "the daemon's log"
+_CONNECTOR = """vllm serve MODEL --kv-transfer-config '{{"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}}'"""
 _CPU = "a core of its own for the daemon (CPUAffinity= in its systemd unit, or taskset)" + _RESTART
 
 KINDS = {
@@ -87,7 +88,7 @@ KINDS = {
     "failed_loads": Kind("warning", "Engines computed these blocks.", _LOG),
     "loop_blocked": Kind("warning", "Lookups take that long, and engines do not wait.", _LOG),
     "lookups_late": Kind("warning", "Engines computed these: they or the daemon have too little CPU.", _CPU),
-    "no_engine": Kind("info", "Nobody uses this cache now.", "vllm serve ... --kv-transfer-config (client/README.md)"),
+    "no_engine": Kind("info", "Nobody uses this cache now.", _CONNECTOR),
     "workers_missing": Kind("warning", "No block becomes ready without all ranks.", "kvoffd-cli clients --all"),
     "partial_blocks": Kind("warning", "A worker does not store, or they are on several machines.", _LOG),
     # The machine.
@@ -122,7 +123,7 @@ KINDS = {
     "engine_without": Kind(
         "warning",
         "It runs without KvoffdConnector, or had no request yet.",
-        """--kv-transfer-config '{{"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}}'""",
+        _CONNECTOR,
     ),
     "engine_away": Kind("warning", "It computes all prompts. Its log says why.", "KVOFFD_DIRECTORY of the engine"),
     "engine_late": Kind("warning", "The daemon or this engine has too little CPU.", _CPU),

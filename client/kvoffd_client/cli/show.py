@@ -40,7 +40,7 @@ from kvoffd_client.namespace_differences import differences, explain
 from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo, SetQuota
 from kvoffd_proto.messages import Outcome, RequestReport, Role
 from kvoffd_proto.stats import MISS_REASONS, namespace_id
-from kvoffd_proto.units import format_count, format_duration, format_size, parse_size, printable
+from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, parse_size, printable
 
 
 def health(
@@ -348,17 +348,20 @@ def quota(
     """
     quota_bytes = None if most == "none" else parse_option("--max", most, parse_size)
     with open_admin(directory) as admin:
-        admin.ask(SetQuota, admin.namespace(name).namespace, quota_bytes)
+        known = admin.namespace(name)
+        block_bytes = max(map(sum, known.shard_bytes), default=0)
+        if quota_bytes is not None and quota_bytes < block_bytes:  # it would evict all that the namespace has
+            why = f"{most} is less than a block of {format_size(block_bytes)}; a number alone is bytes"
+            raise CliError(f"--max: {why}: write {exact_size(2 * known.ready_bytes or block_bytes)}, for example.")
+        admin.ask(SetQuota, known.namespace, quota_bytes)
         now = admin.namespace(name)
         pool_bytes = admin.stats().pool.size_bytes
     if json:
         print_json(now)
         return 0
     words = "no quota" if now.quota_bytes is None else f"at most {format_size(now.quota_bytes)}"
-    hint, block_bytes = "", max(map(sum, now.shard_bytes), default=0)
-    if now.quota_bytes is not None and now.quota_bytes < block_bytes:
-        hint = f" That is less than a block of {format_size(block_bytes)}: it can store nothing."
-    elif now.quota_bytes is not None and now.quota_bytes >= pool_bytes:
+    hint = ""
+    if now.quota_bytes is not None and now.quota_bytes >= pool_bytes:
         hint = f" That limits nothing: the whole pool has {format_size(pool_bytes)}."
     elif now.quota_bytes is not None and now.ready_bytes > now.quota_bytes:
         hint = f" It has {format_size(now.ready_bytes)} now; its next stores evict that down to the quota."

@@ -383,7 +383,7 @@ def _shared(one: SharedStats) -> Iterator[Line]:
     )
     yield (
         f"  written {count_blocks(one.written_blocks)} ({format_size(one.written_bytes)}), "
-        f"{format_count(one.already_stored)} were there already, {format_count(one.queued_writes)} waiting, "
+        f"{format_count(one.already_stored)} more were there already, {format_count(one.queued_writes)} waiting, "
         f"{format_count(one.dropped_writes)} dropped"
     )
     for server in one.servers:
