@@ -60,7 +60,7 @@ class Sockets:
         self._directory = directory
         self._loop = asyncio.get_running_loop()
         self._posted: deque[Callable[[], None]] = deque()
-        self._post_woke = self._due = self._rest_due = False
+        self._post_woke = self._woken = self._rest_due = False
         self._service: Service | None = None
         """While the sockets are open. What is posted before waits until then; afterwards the pool may be unmapped."""
         self._warnings = RareWarnings(logger)
@@ -115,18 +115,18 @@ class Sockets:
     def post(self, call: Callable[[], None]) -> None:
         """Have ``call`` made in the loop's thread, and what it leaves to send sent. For any thread."""
         self._posted.append(call)
-        if not self._post_woke:  # asked after the append: _drain has seen the call, or has taken this back before
+        if not self._post_woke:  # asked after the append: _on_post has seen the call, or has taken this back before
             self._post_woke = True
             try:
-                self._loop.call_soon_threadsafe(self._drain)
+                self._loop.call_soon_threadsafe(self._on_post)
             except RuntimeError:
                 pass  # the loop has ended; so have all sessions
 
     def wake(self) -> None:
         """Read and send soon: something other than a message changed what is to be sent."""
-        if not self._due:
-            self._due = True
-            self._loop.call_soon(self._drain)
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon(self._on_wake)
 
     def work_off(self) -> None:
         """Make all calls that other threads have posted, and send what they leave."""
@@ -139,18 +139,30 @@ class Sockets:
         False where it failed inside the daemon.
         """
         self._admit()
-        self._due, self._rest_due = True, False
-        return self._drain()
+        self._rest_due = False
+        return self._drain(due=True)
 
-    def _drain(self) -> bool:
-        """Make the calls of other threads, and answer requests, until none waits or others must have the loop."""
-        due = self._due or self._posted
-        self._due = self._post_woke = False
+    # Each takes back only that it is queued itself. Else every drain would let two more be queued: the loop would do
+    # nothing else, for longer and longer.
+
+    def _on_post(self) -> None:
+        self._post_woke = False
+        self._drain(due=True)
+
+    def _on_wake(self) -> None:
+        self._woken = False
+        self._drain(due=True)
+
+    def _drain(self, due: bool = False) -> bool:
+        """Make the calls of other threads, and answer requests, until none waits or others must have the loop.
+
+        ``due``: something other than a message may have changed what is to be sent.
+        """
         if (service := self._service) is None:
             return True
         until, more, jobs = time.monotonic() + DRAIN_S, False, self._jobs
         try:
-            if due:
+            if due or self._posted:
                 more = self._make_calls(until)
                 self.flush()
             for _ in range(DRAINED_AT_ONCE):

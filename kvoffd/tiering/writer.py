@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from math import inf
 from typing import TypeAlias
 
 import numpy as np
@@ -162,6 +163,8 @@ class Writer:
         self.mode = settings.mode
         self._shared = shared
         self.budget = WriteBudget(settings.per_day_bytes, clock)
+        self._refused_above = inf
+        """While more writes are under way nothing is begun: the tiers took no more, and to look at what waits costs."""
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes that may be read out of the pool at once, and are pinned that long."""
         self._cold_bytes = cache.slots.pool_bytes // 16
@@ -227,6 +230,7 @@ class Writer:
         if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < 2 * self._cold_bytes:
             self._look_at_cold_end()
         self._trickle_left = self._trickle_bytes
+        self._refused_above = inf  # a disk may hang, and a store have space
         self.pump()
 
     def _look_at_cold_end(self) -> None:
@@ -254,8 +258,10 @@ class Writer:
 
     def pump(self) -> None:
         """Begin to write what may be written now, of very much a part, once there is room for more than a few."""
-        if 2 * self.under_way_bytes > self._under_way_limit or not (self._waiting or self._cold):
+        full = 2 * self.under_way_bytes > self._under_way_limit or len(self.under_way) > self._refused_above
+        if full or not (self._waiting or self._cold):
             return
+        self._refused_above = inf
         if not self._available:  # else each reply would wait for blocks to be looked at
             return
         begun: list[BlockIds] = []
@@ -325,6 +331,7 @@ class Writer:
         if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
             self.budget.give_back(nbytes)
             if self.under_way:  # there were too many at once
+                self._refused_above = len(self.under_way) / 2
                 self._waiting[write.number] = generation
             return False
         self.under_way[write.number] = write

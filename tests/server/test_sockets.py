@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -166,6 +167,40 @@ def test_calls_of_other_threads_are_made_and_what_they_leave_is_sent(directory: 
         assert made == list(range(500))
 
     with_clients(directory, run, service)
+
+
+def test_a_busy_daemon_leaves_turns_of_the_loop_to_others(directory: Path) -> None:
+    """Timers, lifelines and HTTP need the loop too: between two turns of theirs messages get a bounded number."""
+    ended = threading.Event()
+
+    class Busy(Echo):
+        drains = 0
+
+        def background(self) -> bool:
+            self.drains += 1
+            return not ended.is_set()
+
+    service = Busy()
+    beats: list[int] = []
+
+    def run(room: Room) -> None:
+        loop = room.sockets._loop
+
+        def beat() -> None:
+            beats.append(service.drains)
+            for _ in range(3):  # as threads do whose copies have ended
+                room.sockets.post(lambda: room.sockets.wake())
+            if len(beats) < 100 and service.drains < 2000:
+                loop.call_soon(beat)
+            else:
+                ended.set()
+
+        loop.call_soon_threadsafe(beat)
+        assert ended.wait(10)
+
+    with_clients(directory, run, service)
+    assert max(after - before for before, after in pairwise(beats)) <= 3
+    assert len(beats) == 100
 
 
 @pytest.mark.parametrize("urgent", [False, True])
