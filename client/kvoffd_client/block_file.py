@@ -161,11 +161,14 @@ class BlockFile(Closing):
         at = self._data_at = LENGTH_BYTES + length
         for entry in self.entries:
             sizes = len(entry.key), len(entry.checksums)
-            if entry.group >= len(geometry.groups) or sizes != (geometry.key_bytes, geometry.world_size):
+            numbers_fit = 0 <= entry.group < len(geometry.groups) and 0 <= entry.first_block <= MAX_FIRST_BLOCK
+            if not numbers_fit or sizes != (geometry.key_bytes, geometry.world_size):
                 raise self._no_block_file("its blocks do not fit its namespace")
             self._starts.append(at)
             at += geometry.block_bytes(entry.group)
         self.data_bytes = at - self._data_at
+        if len({(entry.group, entry.key) for entry in self.entries}) < len(self.entries):
+            raise self._no_block_file("a block is there twice")
         if header != _tensors_of(geometry, self.entries):
             raise self._no_block_file("its tensors are not those of its blocks")
         if size != at:
@@ -245,6 +248,8 @@ class BlockFileWriter(Closing):
         self._file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
         self._file.flush()
         os.fsync(self._file.fileno())
+        if self._path.exists():
+            raise BlockFileError(f"{self._path} was made by somebody else during the export; choose another name.")
         self._part.rename(self._path)
 
     def close(self) -> None:

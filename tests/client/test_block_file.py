@@ -193,6 +193,29 @@ def test_anything_else_is_refused(raw: bytes) -> None:
             BlockFile(path)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "changes", "why"),
+    [
+        (1, {"group": -1}, "do not fit its namespace"),
+        (1, {"first_block": -1}, "do not fit its namespace"),
+        (1, {"first_block": 10**12}, "do not fit its namespace"),
+        (2, {}, "a block is there twice"),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused(tmp_path: Path, blocks: int, changes: dict[str, int], why: str) -> None:
+    """Also where the header's checksum fits."""
+    page = PageSpec(8)
+    geometry = Geometry(bytes(32), "x", 1, 16, (GroupSpec("full", 2),), "{}", ((ShardSpec(1, [page]),),))
+    block = blank(geometry)
+    with BlockFileWriter(tmp_path / "x", geometry, [(0, block.key)] * 2) as writer:
+        for _ in range(blocks):
+            writer.add(block)
+        writer.entries[0] = writer.entries[0]._replace(**changes)
+        writer.finish()
+    with pytest.raises(BlockFileError, match=why):
+        BlockFile(tmp_path / "x")
+
+
 def test_a_block_of_one_s_own_is_written_and_checked() -> None:
     page = PageSpec(2 * 3 * 4, LayerSpec("first", "float32", [2, 3], "tokens content"))
     geometry = Geometry(bytes(32), "x", 1, 16, (GroupSpec("full", 2),), "{}", ((ShardSpec(2, [page, page]),),))

@@ -42,7 +42,9 @@ def ls(
     namespace: Namespace,
     group: Group = 0,
     prefix: Prefixes = None,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Most blocks to show.")] = 100,
+    limit: Annotated[
+        int, typer.Option("--limit", metavar="N", min=1, max=1_000_000, help="Most blocks to show.")
+    ] = 100,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
@@ -175,7 +177,7 @@ def export(
     if done.evicted:
         say(f"{count_blocks(done.evicted)} left the pool before they were written.")
     if done.damaged:
-        say(f"{count_blocks(len(done.damaged))} do not match their checksums and were left out; run scrub.")
+        say(f"Left out, since they do not match their checksums: {count_blocks(len(done.damaged))}; run scrub.")
     return 0
 
 
