@@ -109,7 +109,7 @@ def _bench(directory: Path, least_bytes: int) -> Iterator[AdminClient]:
     """Drop what a bench that was killed has left, and say what this one evicts. Raises CliError."""
     with AdminClient(directory) as admin:
         for one in admin.namespaces().namespaces:
-            if one.label.startswith(BENCH_LABEL) and not one.sessions:
+            if one.label.startswith(BENCH_LABEL) and not one.sessions and one.ready_blocks:  # forgotten else
                 admin.clear(one.namespace)
         pool = admin.stats().pool
         if pool.usable_bytes < POOL_PART * least_bytes:
