@@ -147,7 +147,7 @@ class Block:
         return cls(geometry, group, key, tuple(parts), first_block)
 
     def matches(self, info: BlockInfo) -> bool:
-        """Whether the bytes have the checksums that the daemon lists; of a block with a hole that cannot be told."""
+        """Whether the bytes have the checksums that the daemon lists; of a block with a hole nobody knows."""
         if info.first_block:
             return True
         known = [int.from_bytes(one, "big") for one in _cut(info.checksums, CHECKSUM_BYTES)]

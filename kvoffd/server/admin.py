@@ -73,6 +73,9 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
     if message.quota_bytes is None:
         quotas.pop(message.namespace, None)
     else:
+        if message.namespace not in quotas and len(quotas) >= (most := service.config.limits.max_namespaces):
+            why = f"{most} namespaces, open or not, have a quota, the most there may be; take those of others away."
+            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         quotas[message.namespace] = message.quota_bytes
     state.save_quotas(quotas)
     logger.info(

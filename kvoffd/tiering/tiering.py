@@ -673,7 +673,7 @@ class Tiering:
         self.unshared.pop(fingerprint, None)
 
     def answered(self, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        """Count what lookups were told of as being asked for."""
+        """Count what lookups answered with as being asked for."""
         namespace = self._cache.namespaces.get(space.fingerprint)
         if namespace is None or not (uncounted := self._uncounted.get(namespace)):
             return

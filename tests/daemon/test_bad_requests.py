@@ -342,6 +342,13 @@ def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:
                     name = bytes([number]) * 32
                     wait_until(lambda client=newcomer, name=name: answer(client.open_namespace, name) == "taken")
                     assert newcomer.store(newcomer.register(memory, namespace=name), keys(1), [0]).ok
+            with WireClient(daemon.directory, "admin") as admin:
+                for number in range(8):
+                    admin.set_quota(bytes([100 + number]) * 32, number)
+                assert refused(admin.set_quota, bytes(32), 1) == "bad_argument"
+                admin.set_quota(bytes([100]) * 32, 5)
+                admin.set_quota(bytes([100]) * 32, None)
+                admin.set_quota(bytes(32), 1)
             assert worker.health() == scheduler.health() == "ok"
             assert books(daemon.directory).pinned_blocks == before.pinned_blocks == 0
 

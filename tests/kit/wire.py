@@ -558,6 +558,9 @@ class WireClient(Closing):
         self._jobs.send(codec.encode(request))
         return request
 
+    def set_quota(self, namespace: bytes, quota_bytes: int | None) -> None:
+        self.ask(a.SetQuota, namespace, quota_bytes)
+
     def ask(self, kind: type[m.AnyRequest], *fields: Any, **named: Any) -> Any:
         """Send a request and return its reply. Raises Refused."""
         request = self._send(kind, *fields, **named)
