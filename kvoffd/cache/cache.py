@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress, takewhile
@@ -81,6 +82,8 @@ LONG_DESCRIPTION = 256
 """A longer description of a namespace is not kept for the next daemon, where there is no room for it."""
 MOST_WRITING_PART = 4
 """Where blocks that lack a shard have more of the pool, those that nobody writes go as soon as space is wanted."""
+MAX_REQUESTS_TO_NOTE = 8
+"""Requests of which the policy has not heard yet; one more than these notes the oldest."""
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks of which those of one group are entered together: about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
@@ -152,8 +155,8 @@ class Cache:
         self._victims = Victims(slots, self.blocks, policy, self._groups)
         self._partial: dict[int, float] = {}
         """Blocks that lack a shard which nobody writes, and since when."""
-        self._requested: tuple[Namespace, list[Chain]] | None = None
-        """What was asked for last, until ``note_requests``."""
+        self._requested: deque[tuple[Namespace, list[Chain]]] = deque()
+        """What was asked for, oldest first, until ``note_requests``."""
         self._some_left = False
         """READY blocks left the index since then."""
         self._dead: set[int] = set()
@@ -312,8 +315,7 @@ class Cache:
             self._retire(group)
         del self.namespaces[namespace.fingerprint]
         self._victims.forget(namespace)
-        if self._requested is not None and self._requested[0] is namespace:
-            self._requested = None
+        self._requested = deque(request for request in self._requested if request[0] is not namespace)
         self._save()
 
     def restore_namespace(self, record: NamespaceRecord) -> list[Group]:
@@ -436,9 +438,10 @@ class Cache:
                 if group.sizes:
                     chains.append(Chain(group, keys, one.ready, one.run))
             counters.asked_tokens += tokens
-            if self._requested is not None:
-                self.note_requests()
-            self._requested, self._some_left = (namespace, chains) if chains else None, False
+            if chains:
+                self._requested.append((namespace, chains))
+                if len(self._requested) > MAX_REQUESTS_TO_NOTE:
+                    self._note_request()
         return [one.states for one in found], 0 if lease is None else len(lease.blocks)
 
     def _leasable(self, held: Held, keys: int, loose_bytes: int) -> float:
@@ -487,11 +490,13 @@ class Cache:
         return _REASONS[counts.index(1)]
 
     def note_requests(self) -> None:
-        """Tell the policy and the watchers what was asked for last, but by a bench. For when the reply is out."""
-        if self._requested is None:
-            return
-        namespace, found = self._requested
-        self._requested = None
+        """Tell the policy and the watchers what was asked for, but by a bench. For when the replies are out."""
+        while self._requested:
+            self._note_request()
+        self._some_left = False
+
+    def _note_request(self) -> None:
+        namespace, found = self._requested.popleft()
         chains = []
         for chain in found:
             if not chain.group.dead:

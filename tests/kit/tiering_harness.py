@@ -68,7 +68,7 @@ class TieringHarness(CacheRig):
         """The keys' states, by a lookup that the policy and the tiers do not hear of, and whose lease ends at once."""
         ((states,), _) = self.cache.lookup(namespace, SESSION, LEASE, [(group, keys)], again=again)
         self.cache.release(SESSION, [LEASE])
-        self.cache._requested = None
+        self.cache._requested.clear()
         return list(states)
 
     def use(self, namespace: Namespace, keys: bytes, lease: int = 1) -> None:
