@@ -13,7 +13,6 @@ from tests.kit.waiting import wait_until
 
 SPEC = NamespaceSpec.named("client-tests")
 KEYS = [m.GroupKeys(0, bytes(96))]
-OTHER = bytes(32)
 
 
 def removed(number: int) -> BlockRemoved:
@@ -42,28 +41,11 @@ def taken(scheduler: SchedulerClient, count: int) -> list[KvEvent]:
     return got
 
 
-def test_events_of_the_namespace_come_in_order(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
-    for number in range(10):
-        fake.kv_event(SPEC.fingerprint if number % 3 else OTHER, [removed(number)])
-    assert taken(scheduler, 7) == [AllBlocksCleared(), *[removed(number) for number in range(10) if number % 3]]
-    assert scheduler.events_lost == 0
-
-
 def test_lost_events_are_counted_and_nothing_is_known_then(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
     for number in range(4):
         fake.kv_event(SPEC.fingerprint, [removed(number)], publish=number % 3 == 0)
     wait_until(lambda: scheduler.events_lost == 2)
     assert taken(scheduler, 2)[-2:] == [AllBlocksCleared(), removed(3)]
-
-
-def test_after_a_restart_the_index_begins_empty(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
-    fake.kv_event(SPEC.fingerprint, [removed(0)])
-    assert taken(scheduler, 2) == [AllBlocksCleared(), removed(0)]
-    fake.kv_messages.clear()
-    fake.restart()
-    wait_until(lambda: scheduler.epoch == 2 and scheduler.ready)
-    fake.kv_event(SPEC.fingerprint, [removed(7)])
-    assert taken(scheduler, 2) == [AllBlocksCleared(), removed(7)]
 
 
 def test_events_that_nobody_takes_or_that_do_not_decode_are_counted(

@@ -172,20 +172,6 @@ def publish(worker: WorkerClient, batch: m.Completions, now: float) -> None:
 # --- connecting ----------------------------------------------------------------------------------
 
 
-def test_a_worker_attaches_all_segments_before_it_registers(new_worker: WorkerClient, link: PaperLink) -> None:
-    new_worker.tick(0.0)
-    greet(new_worker, 0.0)
-    assert link.topics == [session_topic(EPOCH, SESSION_ID)]
-    welcome(new_worker, link, 0.0)
-    assert link.attached == [0]
-    new_worker.on_lifeline_message(lifeline.Attached(0), 0.0)
-    assert link.attached == [0, 1]
-    assert link.count(m.Register) == 0
-    new_worker.on_lifeline_message(lifeline.Attached(1), 0.0)
-    assert link.count(m.Register) == 1
-    assert not new_worker.ready
-
-
 def test_a_refused_segment_is_a_refusal_with_the_daemons_sentence(new_worker: WorkerClient, link: PaperLink) -> None:
     new_worker.tick(0.0)
     greet(new_worker, 0.0)
@@ -234,15 +220,6 @@ def test_pauses_grow_with_failed_connections_and_refusals(new_scheduler: Schedul
     assert len(set(pauses)) == len(pauses), "no two clients are in step"
 
 
-def test_a_handshake_that_does_not_go_on_is_given_up(new_scheduler: SchedulerClient, link: PaperLink) -> None:
-    new_scheduler.tick(0.0)
-    assert link.is_open
-    new_scheduler.tick(OPTIONS.handshake_timeout_s - 0.01)
-    assert link.is_open
-    new_scheduler.tick(OPTIONS.handshake_timeout_s)
-    assert not link.is_open
-
-
 def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerClient, link: PaperLink) -> None:
     look_up(scheduler, link, 0.0)
     scheduler.on_reply(m.Error(link.last(m.Lookup).request_id, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
@@ -289,21 +266,6 @@ def test_a_registration_of_gpu_memory_may_take_long(
 # --- silence -------------------------------------------------------------------------------------
 
 
-def test_a_silent_daemon_counts_as_away_until_it_answers(scheduler: SchedulerClient, link: PaperLink) -> None:
-    look_up(scheduler, link, 0.0)
-    now = 0.0
-    while now < OPTIONS.unresponsive_after_s + 0.1:
-        now += 0.1
-        scheduler.tick(now)
-    assert not scheduler.ready
-    assert link.is_open, "only EOF tells that a daemon is dead"
-    assert look_up(scheduler, link, now, KEYS).failed
-    assert link.count(m.Hello) >= 3, "it is asked again and again"
-    scheduler.on_reply(m.Done(link.last(m.Hello).request_id), now)
-    assert scheduler.ready
-    assert scheduler.problem is None
-
-
 def test_a_silent_daemon_is_asked_again_after_a_full_queue(scheduler: SchedulerClient, link: PaperLink) -> None:
     look_up(scheduler, link, 0.0)
     link.full = True
@@ -340,17 +302,6 @@ def test_a_silent_daemon_loses_stores_unless_a_load_runs(
 def answer_lookup(scheduler: SchedulerClient, link: PaperLink, now: float, states: list[bytes], pinned: int) -> None:
     lookup = link.last(m.Lookup)
     scheduler.on_reply(m.LookupReply(lookup.request_id, lookup.lease_id, states, pinned, 10_000), now)
-
-
-def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerClient, link: PaperLink) -> None:
-    future = look_up(scheduler, link, 0.0, KEYS)
-    scheduler.tick(OPTIONS.request_timeout_s)
-    assert future.failed
-    release = link.last(m.Release)
-    assert release.lease_ids == [future.lease_id]
-    answer_lookup(scheduler, link, 3.0, [b"\2\2"], 2)
-    assert future.failed
-    assert not scheduler._leases
 
 
 def test_a_lookup_released_before_its_answer_holds_nothing(scheduler: SchedulerClient, link: PaperLink) -> None:
@@ -457,21 +408,6 @@ def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: Worke
     assert worker.credit_bytes == 500
 
 
-def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link: PaperLink) -> None:
-    for job_id in (1, 2, 3):
-        submit(worker, link, 0.0, Job(job_id, TRANSFER))
-    publish(worker, completions(2, 2), 0.1)
-    replay = link.last(m.Results)
-    assert replay.acknowledged == 0
-    worker.on_reply(m.ResultsReply(replay.request_id, [completions(1, 1), completions(2, 2)], [3]), 0.2)
-    assert sorted(result.job_id for result in worker._results) == [1, 2]
-    assert list(worker._jobs) == [3]
-    submit(worker, link, 0.3, Job(4, TRANSFER))
-    assert link.last(m.Submit).acknowledged == 2
-    worker._cancel([4])
-    assert link.last(m.Cancel).acknowledged == 2
-
-
 def test_old_jobs_are_asked_after_until_the_question_goes_out(worker: WorkerClient, link: PaperLink) -> None:
     submit(worker, link, 0.0, Job(1, TRANSFER))
     submit(worker, link, 0.6, Job(2, TRANSFER))
@@ -485,15 +421,6 @@ def test_old_jobs_are_asked_after_until_the_question_goes_out(worker: WorkerClie
     assert link.count(m.Results) == 1
 
 
-def test_a_job_that_the_daemon_does_not_know_fails(worker: WorkerClient, link: PaperLink) -> None:
-    submit(worker, link, 0.0, Job(1, TRANSFER))
-    worker.tick(JOB_PATIENCE_S)
-    submit(worker, link, 1.0, Job(2, TRANSFER))
-    worker.on_reply(m.ResultsReply(link.last(m.Results).request_id, [], []), 1.1)
-    assert [(result.job_id, result.ok, result.error) for result in worker._results] == [(1, False, ErrorCode.INTERNAL)]
-    assert list(worker._jobs) == [2]
-
-
 def test_jobs_in_flight_are_bounded_by_the_daemons_limit(worker: WorkerClient, link: PaperLink) -> None:
     for job_id in range(LIMITS.max_jobs_in_flight + 1):
         submit(worker, link, 0.0, Job(job_id, TRANSFER))
@@ -504,17 +431,6 @@ def test_jobs_that_do_not_go_out_fail_at_once(worker: WorkerClient, link: PaperL
     link.full = True
     submit(worker, link, 0.0, Job(1, TRANSFER))
     assert [result.error for result in worker._results] == [ErrorCode.TOO_MANY]
-
-
-def test_unregister_waits_for_abandoned_stores(worker: WorkerClient, link: PaperLink) -> None:
-    submit(worker, link, 0.0, Job(1, TRANSFER))
-    worker._abandon_stores(worker._jobs, 0.1)
-    outcome = list[bool]()
-    worker._unregister(outcome, 0.2, 1.0)
-    assert outcome == [False]
-    worker.on_released(0.3)
-    worker._unregister(outcome, 0.4, 1.0)
-    assert outcome == [False, True]
 
 
 def test_a_fence_waits_cancels_drops_the_session_waits_for_loads(

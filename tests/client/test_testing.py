@@ -32,20 +32,6 @@ def test_blocks_go_out_and_come_back_elsewhere(shared_daemon: DaemonProcess, wor
         assert engine.checksums(range(20)) != before
 
 
-def test_a_restart_of_the_daemon_is_misses_for_a_while(daemon: DaemonProcess) -> None:
-    with FakeEngine(daemon.directory) as engine:
-        assert engine.store(keys(0), [0]).ok
-        daemon.kill()
-        failed = engine.store(keys(1), [1])
-        assert (failed.ok, failed.error, failed.failed_keys) == (False, ErrorCode.SESSION_ENDED, keys(1))
-        assert engine.lookup(keys(0)) == 0
-        assert not engine.load(keys(0), [1]).ok
-        daemon.start()
-        assert engine.wait_ready(10)
-        assert engine.store(keys(0), [0]).ok
-        assert engine.lookup(keys(0)) == 1
-
-
 def test_nonsense_is_an_error_of_the_caller(shared_daemon: DaemonProcess) -> None:
     with FakeEngine(shared_daemon.directory, blocks=4) as engine:
         for call in (engine.store, engine.load):

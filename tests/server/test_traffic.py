@@ -7,10 +7,9 @@ from typing import cast
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
-from kvoffd.observe.meters import WINDOWS_S
 from kvoffd.server.traffic import TrafficCounts, counts_of
 from kvoffd_proto.messages import GroupSpec
-from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, MISS_REASONS, Lifetime, Window
+from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, MISS_REASONS, Lifetime
 from tests.kit.clock import Clock
 
 
@@ -33,35 +32,8 @@ def open_all(*spaces: Namespace) -> dict[bytes, Namespace]:
     return {one.fingerprint: one for one in spaces}
 
 
-def windows(traffic: TrafficCounts) -> list[Window]:
-    total = traffic.total()
-    return [*(traffic.in_last(window_s, total) for window_s in WINDOWS_S), traffic.since_start(total)]
-
-
 def test_every_reason_of_a_miss_has_its_meaning() -> None:
     assert {reason.name.lower() for reason in MissReason} == MISS_REASONS.keys()
-
-
-def test_windows_and_sums_keep_what_a_forgotten_namespace_counted() -> None:
-    clock, one, other, bench = Clock(), namespace(1), namespace(2), namespace(3, "bench copy")
-    spaces = open_all(one, other, bench)
-    traffic = counts(clock, spaces)
-    for _ in range(120):  # a second each: one asks for two keys and misses, the other finds its one
-        clock.now += 1
-        ask(one, 0, 2)
-        ask(other, 1, 0)
-        ask(bench, 1, 1)
-        traffic.tick()
-    minute, hour, whole = windows(traffic)
-    assert (minute.seconds, whole.seconds) == (60, 120)
-    assert [part.asked_keys for part in (minute, hour, whole)] == [180, 360, 360]
-    assert minute.misses == {"evicted": 120}
-    traffic.namespace_forgotten(one)
-    del spaces[one.fingerprint]
-    assert windows(traffic)[2].asked_keys == 360
-    clock.now += 61
-    traffic.tick()
-    assert [part.asked_keys for part in windows(traffic)[:2]] == [0, 360]
 
 
 def test_no_counter_falls_whichever_namespaces_have_a_row() -> None:
