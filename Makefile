@@ -9,7 +9,7 @@ PASSED = passed() { "$(BIN)/pytest" "$$@" $(ARGS) || [ $$? = 5 ]; }
 # Debian's package, and a command of it.
 TOOLS := redis-server:redis-server prometheus:prometheus openssl:openssl iproute2:ip systemd:systemd-analyze tmux:tmux chromium:chromium
 # The first of these that runs and is new enough; `make venv PYTHON=/path/to/python` takes another.
-PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 # Some containers set it: every daemon that a test starts would compile kvoffd anew.
 unexport PYTHONDONTWRITEBYTECODE
