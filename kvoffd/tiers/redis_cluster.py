@@ -28,7 +28,7 @@ AGAIN_S, TLS_AGAIN_S = 0.05, 0.2
 RAISE_PAUSE_S = 60.0
 """How long a copy of a generation that was lost is left so, where we may not write it."""
 MOST_MASTERS = 256
-"""Each takes four connections."""
+"""Each takes five connections."""
 
 COPIES, NEEDED_COPIES = 3, 2
 """Of a generation, and how many of them must be up."""
@@ -94,7 +94,7 @@ class RedisCluster(Store):
     """
 
     ask_deadline_s, poll_s, most_window_keys = Redis.ask_deadline_s, Redis.poll_s, Redis.most_window_keys
-    keys_at_once = Redis.keys_at_once
+    keys_at_once, writers = Redis.keys_at_once, Redis.writers
     blocks_at_once, bytes_at_once = COPIES * Redis.blocks_at_once, COPIES * Redis.bytes_at_once
 
     def __init__(

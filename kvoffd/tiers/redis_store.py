@@ -11,6 +11,7 @@ import re
 import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -36,7 +37,10 @@ STALL_S = 1.0
 LINE_BYTES = 512
 """Received at a time of lines."""
 HEAD_BYTES = HEADER_BYTES + 64
-"""Received at a time before a value's shards are: what belongs to the pool beyond it is copied once more."""
+"""Received at a time of what is before a value's shards: what belongs to the pool beyond it is copied once more."""
+MOST_COMING_BYTES = 2 << 20
+"""Of values that were asked for and have not come: what does not fit the caches between two sockets costs a third of
+the speed (measured). One larger value comes alone."""
 REPLIES_BYTES = 65536
 MOST_PARTS = 256
 """Parts of one ``sendmsg``; the kernel takes 1024."""
@@ -54,16 +58,14 @@ WANTS_TLS = " If it wants TLS, name it rediss://."
 
 
 class Redis(Store):
-    """See ``Store``.
-
-    What does not fit the caches between two sockets costs a third of the speed (measured), so little moves at once.
-    """
+    """See ``Store``."""
 
     ask_deadline_s = ASK_DEADLINE_S
     poll_s = 5.0
     most_window_keys = 8192
     keys_at_once = 1024
-    blocks_at_once, bytes_at_once = 8, 2 << 20
+    blocks_at_once, bytes_at_once = 32, 4 << 20
+    writers = 2
 
     def __init__(
         self, host: str, port: int, database: int, credentials: Credentials, *, tls: bool, ttl_s: int = 0
@@ -79,6 +81,9 @@ class Redis(Store):
         """Seconds after which the server forgets what nobody wrote or touched; empty for no such time."""
         self._socket: socket.socket | None = None
         self._input = bytearray()
+        self._beyond = bytearray(HEAD_BYTES)
+        self._unasked: deque[GetRequest] = deque()
+        self._coming_bytes = 0
         self._answered = False
         """Whether anything has come over this connection."""
         self.clustered = False
@@ -140,6 +145,7 @@ class Redis(Store):
 
     def close(self) -> None:
         self._input.clear()
+        self._unasked.clear()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -197,22 +203,33 @@ class Redis(Store):
                 return
 
     def send_gets(self, requests: Sequence[GetRequest], deadline: float) -> None:
-        """Send what one call of ``value`` for each receives."""
-        self._send([_repeated(b"GET", [request.key for request in requests])], deadline)
+        """Begin what one call of ``value`` for each receives."""
+        self._unasked, self._coming_bytes = deque(requests), 0
+        self._send(self._questions(), deadline)
+
+    def _questions(self) -> list[bytes]:
+        """Ask for further objects, where no more than half of what may be coming is."""
+        keys: list[bytes] = []
+        most = MOST_COMING_BYTES if self._coming_bytes <= MOST_COMING_BYTES // 2 else 0
+        while self._unasked and (self._coming_bytes + self._unasked[0].nbytes <= most or not self._coming_bytes):
+            request = self._unasked.popleft()
+            self._coming_bytes += request.nbytes
+            keys.append(request.key)
+        return [_repeated(b"GET", keys)]
 
     def value(self, request: GetRequest, deadline: float) -> bytes | None:
         """Receive one object, as ``get`` yields it; where that is empty, the connection is closed."""
-        length = self._value_length(deadline)
-        if length is None:
-            return None
-        if length != request.header_bytes + sum(map(len, request.views)):
-            self.close()
-            return b""
-        header = self._take(request.header_bytes, deadline)
-        for view in request.views:
-            self._fill(view, deadline)
-        if self._take(2, deadline) != b"\r\n":
-            raise self._broken("A value does not end where it should")
+        header = None
+        if (length := self._value_length(deadline)) is not None:
+            if length != request.header_bytes + request.nbytes:
+                self.close()
+                return b""
+            header = self._take(request.header_bytes, deadline)
+            self._fill(request.views, deadline)
+            if self._take(2, deadline) != b"\r\n":
+                raise self._broken("A value does not end where it should")
+        self._coming_bytes -= request.nbytes
+        self._send_on(self._questions(), deadline)
         return header
 
     def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool | None]:
@@ -364,24 +381,31 @@ class Redis(Store):
 
     def _take(self, count: int, deadline: float) -> bytes:
         while len(self._input) < count:
-            self._input += self._receive(max(LINE_BYTES, count - len(self._input)), deadline)
+            self._input += self._receive(max(HEAD_BYTES, count - len(self._input)), deadline)
         data = bytes(self._input[:count])
         del self._input[:count]
         return data
 
-    def _fill(self, view: memoryview, deadline: float) -> None:
-        done = min(len(view), len(self._input))
-        view[:done] = self._input[:done]
+    def _fill(self, views: Sequence[memoryview], deadline: float) -> None:
+        """Receive into these views, and what comes beyond them into the input, by the same call where that can be."""
+        done = 0
+        for view in views:
+            part = self._input[done : done + len(view)]
+            view[: len(part)] = part
+            done += len(part)
         del self._input[:done]
-        while done < len(view):
+        rest = list(views)
+        _skip(rest, done)
+        while rest:
             connected = self._ready(deadline)
             try:
-                count = connected.recv_into(view[done:])
+                # TLS has no recvmsg.
+                count = connected.recv_into(rest[0]) if self._tls else connected.recvmsg_into([*rest, self._beyond])[0]
             except OSError as error:
                 raise self._lost(error) from error
             if not count:
                 raise self._lost("it closed the connection")
-            done += count
+            self._input += self._beyond[: _skip(rest, count)]
 
     def _receive(self, count: int, deadline: float) -> bytes:
         connected = self._ready(deadline)
@@ -398,7 +422,11 @@ class Redis(Store):
         """Send what begins an exchange. What was answered beyond the last one would be taken for answers to this."""
         if self._input:
             raise self._broken("More is answered than was asked")
-        rest = [memoryview(part) for part in parts if len(part)]
+        self._send_on(parts, deadline)
+
+    def _send_on(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
+        rest = [memoryview(part) for part in parts]
+        _skip(rest, 0)
         while rest:
             connected = self._ready(deadline)
             try:
@@ -406,13 +434,7 @@ class Redis(Store):
                 sent = connected.send(rest[0]) if self._tls else connected.sendmsg(rest[:MOST_PARTS])
             except OSError as error:
                 raise self._lost(error) from error
-            done = 0
-            while done < len(rest) and sent >= len(rest[done]):
-                sent -= len(rest[done])
-                done += 1
-            del rest[:done]
-            if sent:
-                rest[0] = rest[0][sent:]
+            _skip(rest, sent)
 
     def _ready(self, deadline: float) -> socket.socket:
         """The socket, with the time set that it may still take."""
@@ -445,6 +467,18 @@ def _connected(places: Sequence[Any], deadline: float) -> socket.socket:
         if len(places) == 1:
             raise
     return _connected(places[1:], deadline)
+
+
+def _skip(parts: list[memoryview], count: int) -> int:
+    """Drop the first so many bytes of these; returns how many bytes there are beyond them."""
+    done = 0
+    while done < len(parts) and count >= len(parts[done]):
+        count -= len(parts[done])
+        done += 1
+    del parts[:done]
+    if parts and count:
+        parts[0] = parts[0][count:]
+    return 0 if parts else count
 
 
 def _tls_context() -> ssl.SSLContext:

@@ -279,10 +279,11 @@ class SharedTier(Tier):
         return [question]
 
     def _next_blocks(self, waiting: deque[Read | Write | Removal]) -> list[Read | Write | Removal]:
-        """Blocks that may be under way at once on a connection, or objects to be removed."""
+        """Half of the blocks that wait, as far as a connection takes them at once, or objects to be removed."""
+        most = min(self._store.blocks_at_once, 1 + len(waiting) // 2)
         batch = [waiting.popleft()]
         room = self._store.bytes_at_once - _nbytes(batch[0])
-        while waiting and len(batch) < self._store.blocks_at_once and not isinstance(batch[0], Removal):
+        while waiting and len(batch) < most and not isinstance(batch[0], Removal):
             room -= _nbytes(waiting[0])
             if room < 0 or isinstance(waiting[0], Removal):
                 break

@@ -127,6 +127,11 @@ class GetRequest(NamedTuple):
     header_bytes: int
     views: Sequence[memoryview]
 
+    @property
+    def nbytes(self) -> int:
+        """What the views take."""
+        return sum(map(len, self.views))
+
 
 class Store(ABC):
     """One connection to a store, for one thread, which waits. Every method raises StoreError, and closes it then.
