@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,7 +17,6 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.events import CompletionLog
 from kvoffd.server.memory import EngineMemory, Host
 from kvoffd.transfer.plan import GroupLayout
-from kvoffd_proto.admin import LoggedRequest
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.lifeline import routing_id
 from kvoffd_proto.messages import TOKEN_BYTES, Role
@@ -33,8 +32,6 @@ OPERATORS_SESSIONS = 8
 """Sessions beyond max_sessions, which are those of engines: an operator can look when all of these are taken."""
 MAX_DEPARTED = 1024
 """So many routes of clients that left are known: their last messages may come after the end of their lifelines."""
-MAX_LOGGED_REQUESTS = 1000
-"""Of a session: some 300 KB."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +140,6 @@ class Session:
     """Of all jobs that hold memory for what they copy."""
     stored_bytes: int = 0
     loaded_bytes: int = 0
-    requests: deque[LoggedRequest] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_REQUESTS))
-    """What became of its engine's latest requests."""
     on_released: Callable[[], None] | None = None
     """What to call once its last copy has ended, where it is over."""
 

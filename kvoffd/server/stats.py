@@ -90,7 +90,6 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         curve_seen_bytes=curve.seen_bytes,
         ghost_entries=cache.policy.ghosts,
         policy_bytes=cache.policy.nbytes,
-        learned=cache.policy.describe(),
         settings=[s.SettingInfo(*one) for one in settings_in_force(service.config)],
     )
 
@@ -144,14 +143,6 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
         for one in service.sessions
     ]
     return a.SessionsReply(message.request_id, infos)
-
-
-@answers(a.Requests)
-def requests(service: Service, session: Session, message: a.Requests) -> a.RequestsReply:
-    """The latest requests of all engines, by when it was known what became of them."""
-    found = [one for session in service.sessions for one in session.requests if message.name in one.report.request]
-    found.sort(key=lambda one: one.report.decided_at)
-    return a.RequestsReply(message.request_id, found[-message.limit :])
 
 
 @answers(a.Namespaces)

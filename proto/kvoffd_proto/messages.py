@@ -15,7 +15,7 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """Raised whenever a message, a field or its meaning changes. Both ends must speak the same one; none is negotiated."""
 
 FINGERPRINT_BYTES = 32
@@ -473,54 +473,6 @@ class ReportEngine(Request[Done], frozen=True):
     skipped_loads: Annotated[int, doc("Loads left out, as computing is faster.", ge=0, le=MAX_REPORTED)] = 0
     paused_stores: Annotated[int, doc("Stores left out, as it had waited too often.", ge=0, le=MAX_REPORTED)] = 0
     late_lookups: Annotated[int, doc("Lookups that it did not wait for.", ge=0, le=MAX_REPORTED)] = 0
-
-
-MAX_REQUEST_REPORTS = 256
-
-
-class RequestReport(Wire, frozen=True):
-    """What became of one request of an engine: why it hit or missed."""
-
-    request: Annotated[str, doc("The engine's id of the request.", max_length=128)]
-    decided_at: Annotated[Seconds, doc("When it was known, in seconds since 1970.")]
-    tokens: Annotated[Count, doc("Tokens of its prompt.")]
-    keys: Annotated[Count, doc("Keys asked for; 0 without an answer, and for less than a block.")]
-    found_pool: Annotated[Count, doc("Of these, keys that the pool had.")]
-    found_disk: Annotated[Count, doc("Keys that a disk had.")]
-    found_shared: Annotated[Count, doc("Keys that a store had which nodes share.")]
-    outcome: Annotated[str, doc("What the engine did, one word: ``Outcome``.", max_length=32)]
-    loaded_tokens: Annotated[Count, doc("Tokens that it loaded.")] = 0
-    missing_group: GroupIndex = 0
-    missing_key: Annotated[bytes, doc("The first key that was missing; empty for none.", max_length=64)] = b""
-    reason: Annotated[str, doc("Why it was missing; empty where the daemon knows better.", max_length=32)] = ""
-    missing_number: Annotated[Count, doc("Which of the keys that it asked for this was, from 1 on; 0 for none.")] = 0
-
-
-class Outcome(StrEnum):
-    """What an engine did with a request."""
-
-    LOADED = "loaded"
-    MISSED = "missed"
-    HELD = "held"
-    """What was found it had itself."""
-    SHORT = "short"
-    """The prompt is shorter than a block."""
-    SKIPPED = "skipped"
-    """Blocks were there, and computing was faster than loading."""
-    LATE = "late"
-    """It did not wait for the answer any longer."""
-    FAILED = "failed"
-    """A load failed, and it computed."""
-    UNUSED = "unused"
-    """Nothing may be looked up for it, or the daemon could not be asked."""
-
-
-@exchange(SCHEDULER)
-class ReportRequests(Request[Done], frozen=True):
-    """Tells what became of requests, for operators: the daemon keeps the last 1,000 of a session."""
-
-    namespace: Fingerprint
-    requests: Annotated[list[RequestReport], doc("In their order.", max_length=MAX_REQUEST_REPORTS)]
 
 
 class GroupBlocks(Wire, frozen=True):

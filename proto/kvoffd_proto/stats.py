@@ -439,32 +439,6 @@ class SharedStats(Part, frozen=True):
     unshared_namespaces: Annotated[Count, doc("Namespaces that are not shared since an engine reset them.")] = 0
 
 
-# --- what the policy learned -------------------------------------------------------------------------
-
-
-class PolicyClass(Part, frozen=True):
-    """What a learning policy has learned of the keys of one class.
-
-    Ages are in pool lifetimes: the time in which as many bytes are accessed as the pool holds.
-    """
-
-    name: Annotated[str, doc("What tells its keys from others.")] = ""
-    accessed_share: Annotated[float, doc("Its part of the keys that were asked for lately, 0 to 1.")] = 0.0
-    return_chance: Annotated[float, doc("Chance that such a key is asked for again, 0 to 1.")] = 0.0
-    return_age: Annotated[float, doc("Age by which half of those that come back have done so.")] = 0.0
-    pool_bytes: Annotated[ByteCount, doc("Pool bytes of its blocks.")] = 0
-    score: Annotated[float, doc("Most hits to be expected for a block of it in a pool lifetime.")] = 0.0
-
-
-class LearnedStats(Part, frozen=True):
-    """What the policy knows of requests. All is 0 and empty for one that does not learn."""
-
-    requests: Annotated[Count, doc("Requests that it has seen.")] = 0
-    known_keys: Annotated[Count, doc("Keys that it knows, with and without a block.")] = 0
-    as_lru: Annotated[bool, doc("Whether blocks go as with lru for a while, since that had more hits.")] = False
-    classes: Annotated[list[PolicyClass], doc("By their part of what was asked for, the largest first.")] = []
-
-
 # --- the statistics --------------------------------------------------------------------------------
 
 
@@ -534,7 +508,6 @@ class DaemonStats(Part, frozen=True):
     curve_seen_bytes: Annotated[ByteCount, doc("Bytes of the different blocks asked for, at most ten pools.")] = 0
     ghost_entries: Annotated[Count, doc("Keys without a block that the policy remembers.")] = 0
     policy_bytes: Annotated[ByteCount, doc("Memory of what the policy knows of keys.")] = 0
-    learned: Annotated[LearnedStats, doc("What the policy learned.")] = LearnedStats()
     settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = []
 
 

@@ -31,7 +31,7 @@ CLI, DAEMON = str(BIN / "kvoffd-cli"), str(BIN / "kvoffd")
 DEADLINE_S = 60.0
 
 CLIENTS = ("clients", "--all")
-LIST_BLOCKS, SHOW_BLOCK = ("blocks", "ls"), ("blocks", "show")
+LIST_BLOCKS = ("blocks", "ls")
 EXPORT, IMPORT = ("blocks", "export"), ("blocks", "import")
 WATCH = ("top", "--interval", "100ms")
 LABEL = "tiny"

@@ -22,21 +22,20 @@ COMPLETION = "_KVOFFD_CLI_COMPLETE"
 """The variable by which a shell asks for completions."""
 
 COMMANDS = {
-    "top": ("top", "top", "top", "top --interval 5s", "top | tee stats.txt"),
+    "top": ("top", "top", "top", "top --interval 5s", "top --url http://node:9464"),
     "stats": ("stats", "stats", "stats", "stats --misses", "stats tiers --url http://node:9464"),
     "health": ("show", "health", "health", "health --ready", "health --json"),
     "doctor": (
         "doctor", "doctor",
-        "doctor", "doctor --engine http://localhost:8000 --self-test", "doctor --json | jq .findings",
+        "doctor", "doctor --self-test", "doctor --json | jq .findings",
     ),
-    "clients": ("show", "clients", "clients", "clients --requests", "clients --requests cmpl-7f2a"),
+    "clients": ("show", "clients", "clients", "clients --json"),
     "namespaces": (
         "show", "namespaces_app",
         "namespaces", "namespaces diff 106ed1a3 9c1d02aa", "namespaces quota llama-70b --max 100GiB",
     ),
     "clear": ("actions", "clear", "clear llama-70b", "clear --all --yes", "clear 106ed1a3 --all-nodes"),
     "scrub": ("actions", "scrub", "scrub", "scrub --json"),
-    "events": ("actions", "events", "events", "events --json"),
     "trace": (
         "trace", "trace_app",
         "trace record trace.jsonl.gz --duration 1h", "trace replay trace.jsonl.gz",

@@ -25,12 +25,12 @@ from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.findings import failing_copies
-from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, table_of, wrapped
-from kvoffd_client.cli.show import Engine, engine_table, engines_of, labels_of
-from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_details, token_count
+from kvoffd_client.cli.format import Line, make_console, percent, reason_name, table_of, wrapped
+from kvoffd_client.cli.show import session_table
+from kvoffd_client.cli.stats import pool_bar, saved_time, tier_details, token_count
 from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin, parse_option
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.admin import HealthLevel
+from kvoffd_proto.admin import HealthLevel, SessionInfo
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window
 from kvoffd_proto.units import (
     exact_duration,
@@ -54,10 +54,9 @@ LATER_ANSWER_S = 10.0
 LOOK_S = 0.25
 """How soon another size of the terminal is seen."""
 SHOWN_SIZES = ("0.5", "1", "2", "10")
-VIEWS = ("all", "clients", "tiers", "policy")
+VIEWS = ("all", "clients", "tiers")
 HELP = (
-    "1 all, 2 clients, 3 tiers, 4 policy, h or ? this page",
-    "s  sort the namespaces by another column; p  pause; q  quit",
+    "1 all, 2 clients, 3 tiers, h this page, q quit",
     "",
     "key         the hash of one block; percentages are of the keys asked for",
     "loaded      what an engine got from kvoffd and did not compute",
@@ -69,21 +68,15 @@ HELP = (
     "            stores left out; lru: in pools of other sizes, empty at the start",
     "pinned      under a lease or a copy: it cannot be evicted",
 )
-SORTS: dict[str, Callable[[Window], float]] = {
-    "TOK/S": lambda now: now.loaded_tokens,
-    "SIZE": lambda now: 0,
-    "MISSED": lambda now: sum(now.misses.values()),
-}
-"""By what comes before the size."""
 SPARKS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one look at the daemon brought; ``engines`` for the view that shows them."""
+    """What one look at the daemon brought; ``sessions`` for the view that shows them."""
 
     stats: DaemonStats
-    engines: Sequence[Engine] | None = None
+    sessions: Sequence[SessionInfo] | None = None
     far: bool = False
     """It came over HTTP, which has statistics alone."""
 
@@ -146,14 +139,12 @@ class History:
 
 @dataclass
 class Screen:
-    """What is shown: the latest reading and its history, and what the keys have chosen."""
+    """What is shown: the latest reading and its history, and the view that was chosen."""
 
     interval_s: float
     reading: Reading | None = None
     history: History = field(default_factory=History)
     view: str = VIEWS[0]
-    sort: str = "TOK/S"
-    paused: bool = False
     away: str = ""
     """Since when the daemon does not answer, and why; empty while it does."""
     clock: str = ""
@@ -166,11 +157,9 @@ class Screen:
         if self.reading.far and self.view == "clients":
             body = [Text(), line("This is shown on the daemon's own machine: HTTP has statistics alone.", "dim")]
         elif self.view == "clients":
-            body = _clients(self.reading.engines, width)
+            body = _clients(self.reading.sessions)
         elif self.view == "tiers":
             body = _lines(tier_details(stats), width)
-        elif self.view == "policy":
-            body = _lines(policy_lines(stats), width)
         elif self.view == "help":
             body = _lines(HELP, width)
         else:
@@ -189,11 +178,11 @@ class Screen:
         words, style = ("NO ANSWER", "bold red") if self.away else (words, style)
         up = format_duration(stats.uptime_seconds)
         left = line(f"kvoffd {stats.version}  {gethostname()}  up {up}  {stats.policy}   ", "bold")
-        return _ends(left.append(words, style), Text(f"{'PAUSED ' * self.paused}{self.clock}", "reverse" * self.paused))
+        return _ends(left.append(words, style), Text(self.clock))
 
     def _keys(self) -> RenderableType:
         names = "  ".join(f"{number} {name}" for number, name in enumerate(VIEWS, 1))
-        keys = line(f"{names}  s sort: {self.sort.lower()}  p pause  h help  q quit")
+        keys = line(f"{names}  h help  q quit")
         return _ends(keys, Text(exact_duration(self.interval_s)), "reverse")
 
     def _all(self, stats: DaemonStats, width: int) -> list[RenderableType]:
@@ -221,15 +210,12 @@ class Screen:
         ]
 
     def _namespaces(self, stats: DaemonStats) -> list[RenderableType]:
-        """In the order that was chosen; those of the same rank by size."""
+        """By tokens a second, then by size."""
         if not stats.namespaces:
             return [Text(), line("No namespace: no engine has connected so far.", "dim")]
         now_of = {one.id: self.history.now_of(one) for one in stats.namespaces}
-        rank = SORTS[self.sort]
-        rows = [
-            _namespace_row(one, now_of[one.id])
-            for one in sorted(stats.namespaces, key=lambda one: (-rank(now_of[one.id]), -one.ready_bytes))
-        ]
+        order = sorted(stats.namespaces, key=lambda one: (-now_of[one.id].loaded_tokens, -one.ready_bytes))
+        rows = [_namespace_row(one, now_of[one.id]) for one in order]
         table = table_of(COLUMNS, rows, gap=1)
         table.expand, table.header_style = True, "bold reverse"
         name = table.columns[0]
@@ -365,11 +351,11 @@ def _tier_summary(stats: DaemonStats) -> list[Text]:
     return [Text(), *lines] if lines else []
 
 
-def _clients(engines: Sequence[Engine] | None, width: int) -> list[RenderableType]:
-    if not engines:
-        return [Text(), Text("No answer so far." if engines is None else "No engine is connected.")]
+def _clients(sessions: Sequence[SessionInfo] | None) -> list[RenderableType]:
+    if not sessions:
+        return [Text(), Text("No answer so far." if sessions is None else "No engine is connected.")]
     note = line("pinned: pool memory under its leases. registered: memory of its own, for copies.", "dim")
-    return [Text(), engine_table(engines, width), Text(), note]
+    return [Text(), session_table(sessions), Text(), note]
 
 
 def _lines(lines: Iterable[Line], width: int) -> list[RenderableType]:
@@ -383,17 +369,18 @@ def top(
     interval: Annotated[str, typer.Option("--interval", metavar="DURATION", help="Time between two looks.")] = "1s",
     directory: Directory = None,
     url: Url = "",
-    json: Annotated[bool, typer.Option("--json", help="One line of JSON for each look.")] = False,
 ) -> int:
     """Show what the daemon does, live.
 
-    1 to 4 choose what is shown, h shows the keys and what the words mean, q ends. Into a pipe it writes the page of
-    stats every interval.
+    1 to 3 choose what is shown, h shows the keys and what the words mean, q ends.
     """
     interval_s = parse_option("--interval", interval, parse_duration)
     if interval_s < MIN_INTERVAL_S:
         raise CliError(f"--interval {interval!r} is too short; the least is {format_duration(MIN_INTERVAL_S)}.")
     check_names_one(directory, url)
+    console = make_console()
+    if not console.is_terminal or console.is_dumb_terminal:
+        raise CliError("top draws on a terminal; `kvoffd-cli stats` prints one page.")
     with open_admin(directory) as admin:
         admin.on_silence = lambda: None  # the screen says it
 
@@ -403,34 +390,10 @@ def top(
             admin.timeout_s = timeout_s
             if view != "clients":
                 return Reading(admin.stats())
-            return Reading(admin.stats(), engines_of(admin.sessions().sessions, labels_of(admin)))
+            found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
+            return Reading(admin.stats(), found)
 
-        console = make_console()
-        if console.is_terminal and not console.is_dumb_terminal and not json:
-            return run(read, interval_s, console)
-        _print_pages(read, interval_s, as_json=json)
-    return 0
-
-
-def _print_pages(read: Read, interval_s: float, *, as_json: bool) -> NoReturn:
-    """A page, or a line, every interval. Only the first answer must come; where a later one does not, that is said."""
-    answered = False
-    while True:
-        began = time.monotonic()
-        try:
-            stats = read(VIEWS[0], LATER_ANSWER_S if answered else ANSWER_S).stats
-        except KvoffdClientError as error:
-            if not answered:
-                raise
-            print(f"{time.strftime('%H:%M:%S')} {error}", file=sys.stderr, flush=True)
-        else:
-            answered = True
-            if as_json:
-                print_json(stats)
-            else:
-                print_stats(stats)
-                print_line("")
-        time.sleep(max(0.0, began + interval_s - time.monotonic()))
+        return run(read, interval_s, console)
 
 
 def run(read: Read, interval_s: float, console: Console) -> int:
@@ -442,14 +405,17 @@ def run(read: Read, interval_s: float, console: Console) -> int:
         while True:
             live.update(screen.page(console), refresh=True)
             size, keys = console.size, ""
-            while not keys and console.size == size and (screen.paused or next_at > time.monotonic()):
-                keys = pressed(min(LOOK_S, LOOK_S if screen.paused else max(0.0, next_at - time.monotonic())))
+            while not keys and console.size == size and next_at > time.monotonic():
+                keys = pressed(min(LOOK_S, max(0.0, next_at - time.monotonic())))
             for key in keys:
                 if key in ("q", "\x04"):
                     return 0
-                _obey(screen, key)
-            wants_engines = bool(keys) and screen.view == "clients"
-            if not screen.paused and (wants_engines or next_at <= time.monotonic()):
+                if key in "123":
+                    screen.view = VIEWS[int(key) - 1]
+                elif key == "h":
+                    screen.view = VIEWS[0] if screen.view == "help" else "help"
+            wants_sessions = bool(keys) and screen.view == "clients"
+            if wants_sessions or next_at <= time.monotonic():
                 next_at = time.monotonic() + interval_s
                 try:
                     _look(screen, read, LATER_ANSWER_S if screen.away else ANSWER_S)
@@ -462,18 +428,6 @@ def _look(screen: Screen, read: Read, timeout_s: float) -> None:
     screen.reading = read(screen.view, timeout_s)
     screen.history.add(screen.reading.stats)
     screen.away, screen.clock = "", time.strftime("%H:%M:%S")
-
-
-def _obey(screen: Screen, key: str) -> None:
-    if key in "1234":
-        screen.view = VIEWS[int(key) - 1]
-    elif key in "h?":
-        screen.view = VIEWS[0] if screen.view == "help" else "help"
-    elif key == "s":
-        names = [*SORTS]
-        screen.sort = names[(names.index(screen.sort) + 1) % len(names)]
-    elif key == "p":
-        screen.paused = not screen.paused
 
 
 @contextmanager
