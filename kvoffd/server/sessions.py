@@ -48,9 +48,7 @@ class Peer:
 
 class Ending(StrEnum):
     CLOSED = "closed"
-    """Its client said that it leaves."""
-    GONE = "gone"
-    """Its lifeline ended without a word: the process was killed, as vLLM kills its engine at SIGTERM by default."""
+    """Its client closed the lifeline, or has ended."""
     NO_HELLO = "no_hello"
     MALFORMED = "malformed"
     """What came over the lifeline was no message of it."""
@@ -270,7 +268,7 @@ class Sessions:
         writers = sum(bool(session.registrations) for session in self)
         self.credit_bytes = credit_bytes(self._config, self._cache) // max(1, writers)
 
-    def end(self, session: Session, on_released: Callable[[], None], why: Ending = Ending.GONE) -> None:
+    def end(self, session: Session, on_released: Callable[[], None], why: Ending = Ending.CLOSED) -> None:
         """The lifeline has ended: drop what the session held, stop its copies, unmap its memory.
 
         ``on_released`` is called once the last of its copies has ended.
@@ -278,7 +276,7 @@ class Sessions:
         if session.ended:
             return
         del self.by_route[session.route]
-        if why in (Ending.CLOSED, Ending.GONE):
+        if why is Ending.CLOSED:
             self.departed[session.route] = None
             if len(self.departed) > MAX_DEPARTED:
                 self.departed.popitem(last=False)
@@ -292,5 +290,5 @@ class Sessions:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO
             logger.log(level, "Session %d (%s %s) ended: %s.", session.id, session.role, session.name, why)
         of_engine = session.role is not None and session.role is not Role.ADMIN
-        if of_engine or (session.role is None and why not in (Ending.CLOSED, Ending.GONE, Ending.STOPPING)):
+        if of_engine or (session.role is None and why not in (Ending.CLOSED, Ending.STOPPING)):
             self.ended[why.value] += 1

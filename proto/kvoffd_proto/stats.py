@@ -473,7 +473,7 @@ class DaemonStats(Part, frozen=True):
     sessions: Annotated[Count, gauge("Sessions of engines that are open.")] = 0
     ended_sessions: Annotated[
         Labelled,
-        counter("Sessions of engines that ended: closed; gone (killed, as by vLLM at SIGTERM); and others.", "reason"),
+        counter("Sessions of engines that ended, by reason: closed, by the client or its end; and others.", "reason"),
     ] = {}
     leases: Annotated[Count, gauge("Leases that engines hold on blocks.")] = 0
     pinned_blocks: Annotated[Count, doc("Blocks under a lease or a copy.")] = 0

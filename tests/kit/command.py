@@ -30,15 +30,13 @@ BIN = Path(sys.executable).parent
 CLI, DAEMON = str(BIN / "kvoffd-cli"), str(BIN / "kvoffd")
 DEADLINE_S = 60.0
 
-CLIENTS = ("clients", "--all")
 LIST_BLOCKS = ("blocks", "ls")
 EXPORT, IMPORT = ("blocks", "export"), ("blocks", "import")
-WATCH = ("top", "--interval", "100ms")
 LABEL = "tiny"
 KEYS = keys(*range(1, 9))
 BLOCK_BYTES = 4 * 16384
 """What the engine of the command line's tests has stored."""
-READING = (("stats",), ("health",), CLIENTS, ("namespaces",))
+READING = (("stats",), ("health",), ("clients",), ("namespaces",))
 """Commands that show something and change nothing."""
 
 

@@ -306,10 +306,6 @@ class WireClient(Closing):
         """Send bytes over the lifeline as they are."""
         socket.send_fds(self.stream, [data], list(fds)) if fds else self.stream.sendall(data)
 
-    def leave(self, times: int = 1) -> None:
-        """Say that the session ends."""
-        self.send_lifeline(lifeline.encode_frame(lifeline.Leaving()) * times)
-
     def close_lifeline(self) -> None:
         """End the session; its request socket stays connected."""
         self.stream.close()
