@@ -63,7 +63,7 @@ def test_a_quota_that_limits_nothing_says_so_and_one_below_a_block_is_refused(en
 
 
 COMMANDS = ("", "top", "stats", "health", "doctor", "clients", "clear", "scrub")
-GROUPS = {"namespaces": ("diff", "quota"), "trace": ("record", "replay"), "bench": ("lookup", "copy")}
+GROUPS = {"namespaces": ("quota",), "trace": ("record", "replay"), "bench": ("lookup", "copy")}
 GROUPS["blocks"] = ("ls", "export", "import")
 
 

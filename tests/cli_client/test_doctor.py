@@ -109,7 +109,7 @@ def test_engines_that_do_not_share_and_what_a_rollout_left_behind(doctor: Doctor
             found = doctor(daemon)
             assert set(found) == {"not_shared"}
             assert found["not_shared"].endswith("differ: PYTHONHASHSEED differs.")
-            assert sorted(doctor.fix("not_shared").split()[-2:]) == sorted(ids)
+            assert all(one in found["not_shared"] for one in ids)
             seeded.serve(chain("x", 8))
         wait_until(lambda: set(doctor(daemon)) == {"left_behind"})
         assert doctor.fix("left_behind") == f"kvoffd-cli clear {ids[1]}"

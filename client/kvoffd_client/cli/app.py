@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterable
 from importlib import import_module
-from itertools import takewhile
 from typing import Annotated
 
 import typer
@@ -32,7 +31,7 @@ COMMANDS = {
     "clients": ("show", "clients", "clients", "clients --json"),
     "namespaces": (
         "show", "namespaces_app",
-        "namespaces", "namespaces diff 106ed1a3 9c1d02aa", "namespaces quota llama-70b --max 100GiB",
+        "namespaces", "namespaces --json | jq .namespaces[].description", "namespaces quota llama-70b --max 100GiB",
     ),
     "clear": ("actions", "clear", "clear llama-70b", "clear --all --yes", "clear 106ed1a3 --all-nodes"),
     "scrub": ("actions", "scrub", "scrub", "scrub --json"),
@@ -107,11 +106,6 @@ def run(given: list[str]) -> int:
         # Typer has its own copy of click or uses the installed one, depending on its release: known by what it can do.
         if (words := getattr(error, "format_message", None)) is None:
             raise
-        option = getattr(error, "option_name", None)
-        name = next((word for word in given if word in COMMANDS), None)
-        if option in given and name is not None and given.index(option) < given.index(name):
-            behind = " ".join(takewhile(lambda word: not word.startswith("-"), given[given.index(name) :]))
-            return _refuse(f"{option} is no option of all commands; write it behind one: kvoffd-cli {behind} {option}.")
         said = str(words()).replace("Value error, ", "").rstrip(".")
         hint = "`kvoffd-cli namespaces` lists them" if "'--namespace'" in said else "--help shows what can be given"
         return _refuse(f"{said}{'' if said.endswith('?') else ';'} {hint}.")

@@ -84,7 +84,7 @@ KINDS = {
     "tier_late": Kind("warning", "Engines computed these: tiers are slow, or have too much to do.", "{}" + _RESTART),
     "disk_writes": Kind("warning", "The drives wear out for little.", "{}" + _RESTART),
     # Namespaces.
-    "not_shared": Kind("warning", "Each computes what the other has.", "kvoffd-cli namespaces diff {}"),
+    "not_shared": Kind("warning", "Each computes what the other has.", "the same options for both engines"),
     "left_behind": Kind(
         "warning",
         "Engines do not find these blocks. If the change was meant, drop them; else undo it.",
@@ -282,10 +282,10 @@ def _apart(used: Sequence[NamespaceInfo]) -> Iterator[Finding]:
     if [each.field for each in differences] == ["salt"]:
         return  # that is what a salt is for
     words = "; ".join(map(str, differences)) or "their descriptions do not say in what"
-    ids = [namespace_id(each.namespace) for each in (one, other)]
+    ids = " and ".join(namespace_id(each.namespace) for each in (one, other))
     more = f" {len(used) - 2} more are in use." if len(used) > 2 else ""
-    evidence = f"Engines of {printable(one.label)} do not share blocks. {' and '.join(ids)} differ: {words}.{more}"
-    yield finding("not_shared", evidence, 0.5, " ".join(ids))
+    evidence = f"Engines of {printable(one.label)} do not share blocks. {ids} differ: {words}.{more}"
+    yield finding("not_shared", evidence, 0.5)
 
 
 def _left_behind(left: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: int) -> Finding:

@@ -28,7 +28,6 @@ from kvoffd_client.cli.target import (
     open_admin,
     parse_option,
 )
-from kvoffd_client.namespace_differences import differences, explain
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo, SetQuota
 from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import exact_size, format_count, format_size, parse_size, printable
@@ -97,7 +96,7 @@ namespaces_app = typer.Typer(rich_markup_mode=None)
 
 @namespaces_app.callback(invoke_without_command=True)
 def namespaces(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
-    """List, compare and limit namespaces.
+    """List and limit namespaces.
 
     Engines share blocks within a namespace: same model, same settings that matter.
     """
@@ -138,38 +137,6 @@ def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
 def _block_tokens(info: NamespaceInfo) -> str:
     known = sorted({group.tokens_per_block for group in info.groups if group.tokens_per_block})
     return " to ".join(dict.fromkeys(map(format_count, (known[0], known[-1])))) if known else "-"
-
-
-@namespaces_app.command()
-def diff(
-    one: Annotated[str, typer.Argument(metavar="A", help=NAMESPACE_HELP)],
-    other: Annotated[str, typer.Argument(metavar="B", help="Another one's.")],
-    directory: Directory = None,
-    json: Json = False,
-) -> int:
-    """Say why two namespaces do not share blocks.
-
-    One line for each difference that causes it, with the option that sets it.
-
-    Exit status: 0 they are one namespace, 1 they differ, 2 an error.
-    """
-    with open_admin(directory) as admin:
-        first, second = admin.namespace(one), admin.namespace(other)
-    causes = explain(first.description, second.description)
-    names = [namespace_name(info.label, info.namespace) for info in (first, second)]
-    if json:
-        fields = differences(first.description, second.description)
-        found_in = [{"field": name, "a": here, "b": there} for name, here, there in fields]
-        print_json({"causes": list(map(str, causes)), "differences": found_in})
-    elif first.namespace == second.namespace:
-        say(f"{names[0]} is one namespace.")
-    elif not causes:
-        say(f"{names[0]} and {names[1]} differ, and their descriptions do not say in what.")
-    else:
-        say(f"{names[0]} and {names[1]} share no blocks:")
-        for cause in causes:
-            say(f"  {cause}")
-    return int(first.namespace != second.namespace)
 
 
 @namespaces_app.command()
