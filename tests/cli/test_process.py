@@ -109,7 +109,7 @@ def test_clear_asks_and_takes_no_for_an_answer(shared_daemon: DaemonProcess) -> 
     where = ("--directory", str(shared_daemon.directory))
     with FakeEngine(shared_daemon.directory, "tiny") as engine:
         assert engine.store(keys(1), [0]).ok
-        for answer, status, left in (("n", 1, 1), ("", 1, 1), ("\x03", 130, 1), ("y", 0, 0)):
+        for answer, status, left in (("n", 1, 1), ("", 1, 1), ("y", 0, 0)):
             with Terminal("clear", "tiny", *where) as terminal:
                 terminal.read_until(lambda seen: "[y/N]" in seen)
                 assert "1 block (64.0 KiB)" in terminal.seen
@@ -119,6 +119,10 @@ def test_clear_asks_and_takes_no_for_an_answer(shared_daemon: DaemonProcess) -> 
             assert engine.lookup(keys(1)) == left
             engine.release()
         assert engine.store(keys(1), [0]).ok
+        with Terminal("clear", "tiny", *where) as terminal:
+            terminal.read_until(lambda seen: "[y/N]" in seen)
+            assert terminal.interrupt() == 130
+            assert "Traceback" not in terminal.seen
         done = run_cli("clear", "--all", *where)
         assert_one_sentence(done)
         assert "--yes" in done.stderr, "where nobody can answer nothing is dropped"
