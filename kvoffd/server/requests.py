@@ -53,11 +53,8 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
         message.request_id,
         session.id,
         __version__,
-        [*service.memory.kinds, "kv_events"],
         filled(m.Limits, config.limits),
         0 if message.role is m.Role.ADMIN else service.sessions.credit_bytes,
-        round(config.limits.lease_ttl_s * 1000),
-        round(config.limits.job_deadline_s * 1000),
     )
 
 

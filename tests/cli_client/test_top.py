@@ -141,7 +141,7 @@ def test_quotas_leave_room_for_names_and_blocks_may_have_no_count_of_tokens(scre
     assert next(line for line in lines if line.startswith("now")).split()[1] == "-"
     assert not [line for line in lines if "copy jobs failed" in line], "doctor does not mind so few"
     screen.reading = Reading(structs.replace(stats(1), store=CopyStats(jobs=100, failed_jobs=20)))
-    assert "! 20 copy jobs failed since the start: see `kvoffd-cli doctor --all`" in drawn(screen, height=40)
+    assert "! 20 copy jobs failed since the start: see `kvoffd-cli doctor`" in drawn(screen, height=40)
 
 
 def test_now_is_of_the_last_seconds_and_the_samples_are_bounded() -> None:

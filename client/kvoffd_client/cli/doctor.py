@@ -21,7 +21,6 @@ from kvoffd_proto.messages import BENCH_LABEL
 from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
 
-MOST_SHOWN = 5
 TEST_BLOCKS, TEST_LAYERS, TEST_PAGE_BYTES = 8, 4, 1 << 18
 """Eight blocks of 1 MiB."""
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
@@ -58,7 +57,6 @@ def doctor(
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Store and load eight blocks, and compare them.")
     ] = False,
-    every: Annotated[bool, typer.Option("--all", help=f"All findings, not {MOST_SHOWN} at most.")] = False,
     directory: Directory = None,
     url: Url = "",
     json: Json = False,
@@ -82,7 +80,7 @@ def doctor(
     if json:
         print_json(msgspec.to_builtins(report))
     else:
-        show(report, len(report.findings) if every else MOST_SHOWN)
+        show(report)
     return report.status
 
 
@@ -166,14 +164,12 @@ def _payoff(stats: DaemonStats, value: Value) -> str:
     return f"{text} {value.why_not}".rstrip()
 
 
-def show(report: Report, most: int) -> None:
+def show(report: Report) -> None:
     say(*((line, "bold") for line in report.verdict))
-    for number, one in enumerate(report.findings[:most], 1):
+    for number, one in enumerate(report.findings, 1):
         head: Line = f"{number}. {one.level} {one.check}", STYLES[one.level]
         say("", head, f"{one.evidence} {one.meaning}".rstrip())
         if one.fix:
             print_line(f"   > {one.fix}")
-    if (more := len(report.findings) - most) > 0:
-        say("", f"{more} more finding{plural(more)}: kvoffd-cli doctor --all")
-    elif not report.findings:
+    if not report.findings:
         say("No findings.")

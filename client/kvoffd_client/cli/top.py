@@ -308,7 +308,7 @@ def _lookups(stats: DaemonStats, now: Window) -> list[Text]:
     queued = stats.store.queued_jobs + stats.load.queued_jobs
     failed = sum(copies.failed_jobs for _, copies in failing_copies(stats))
     words = f"Lookups {_rate(now.lookups, now)}/s  queued copies {format_count(queued)}  since start:"
-    failures = f"! {format_count(failed)} copy jobs failed since the start: see `kvoffd-cli doctor --all`"
+    failures = f"! {format_count(failed)} copy jobs failed since the start: see `kvoffd-cli doctor`"
     return [line(f"{words} p50 {times[0]}  p99 {times[1]}"), *([line(failures, "yellow")] if failed else [])]
 
 
