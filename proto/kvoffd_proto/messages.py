@@ -286,10 +286,6 @@ class Limits(Wire, frozen=True):
     max_keys_per_request: Annotated[int, doc("Keys in one request, those of all jobs of a Submit together.", ge=1)]
     max_jobs_per_message: Annotated[int, doc("Stores and loads in one Submit.", ge=1)]
     max_jobs_in_flight: Annotated[int, doc("Unfinished jobs of the session.", ge=1)]
-    max_leases: Annotated[int, doc("Live leases of the session.", ge=1)]
-    max_leased_keys: Annotated[int, doc("Keys under all leases of the session; lookups tell no more ready.", ge=1)]
-    max_registrations: Annotated[int, doc("Registrations of the session.", ge=1)]
-    max_segments: Annotated[int, doc("Attached memory segments of the session.", ge=1)]
 
 
 class JobResult(Wire, frozen=True):

@@ -119,7 +119,7 @@ def test_the_screen(screen: Screen) -> None:
     assert [line.split()[0] for line in names] == ["qwen", "llama"], "by tokens, the most first"
     assert names[0].split()[4:] == ["1,600", "200", "50.0", "%", "40.0", "%", "evicted"]
     assert any(line.startswith("! disk_hangs: A call") for line in lines)
-    assert lines[-1].startswith("1 all  2 clients  3 tiers  h help")
+    assert lines[-1].startswith("1 all  2 clients  3 tiers  q quit")
 
 
 def test_quotas_leave_room_for_names_and_blocks_may_have_no_count_of_tokens(screen: Screen) -> None:
@@ -166,7 +166,7 @@ def test_every_view_fits_every_screen(screen: Screen) -> None:
     screen.away = "No answer since 14:05:23: There is no kvoffd daemon."
     sessions = [session(number, f"vllm:7 llama worker {number}", bytes([number]) * 32) for number in range(1, 51)]
     screen.reading = Reading(stats(10, tuple(f"model-{number}" * 9 for number in range(50))), sessions)
-    for screen.view in (*VIEWS, "help"):
+    for screen.view in VIEWS:
         for width, height in ((80, 24), (120, 40), (40, 10), (20, 4), (8, 2), (1, 1), (200, 60)):
             marks = {mark for line in drawn(screen, width, height) for mark in line if not mark.isascii()}
             assert marks <= PLAIN.keys(), "each has a plain form for a locale without it"

@@ -62,7 +62,6 @@ RARE = {
 class Section(StrEnum):
     """Parts of the statistics that have a page of their own."""
 
-    POOL = "pool"
     NAMESPACES = "namespaces"
     TIERS = "tiers"
     SETTINGS = "settings"
@@ -94,8 +93,6 @@ def stats(
         print_json({name: one.misses for name, one in _windows(now).items()} if misses else now)
     elif misses:
         _misses(now)
-    elif section is Section.POOL:
-        _pool(now.pool)
     elif section is Section.NAMESPACES:
         _namespaces(now, len(now.namespaces))
     elif section is Section.TIERS:
@@ -260,14 +257,6 @@ def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
     touched = pool.usable_bytes + pool.of("quarantined")
     if touched < pool.size_bytes:
         yield f"starting: {percent(touched, pool.size_bytes)} of the pool's memory is touched", "yellow"
-
-
-def _pool(pool: PoolStats) -> None:
-    _pool_bar(pool)
-    names = [name for name in pool.__struct_fields__ if name.endswith("_bytes")]
-    rows = [(name.removesuffix("_bytes").replace("_", " "), format_size(getattr(pool, name))) for name in names]
-    say("")
-    print_table(("", ">size"), rows)
 
 
 def _namespaces(now: DaemonStats, most: int) -> None:

@@ -55,19 +55,6 @@ LOOK_S = 0.25
 """How soon another size of the terminal is seen."""
 SHOWN_SIZES = ("0.5", "1", "2", "10")
 VIEWS = ("all", "clients", "tiers")
-HELP = (
-    "1 all, 2 clients, 3 tiers, h this page, q quit",
-    "",
-    "key         the hash of one block; percentages are of the keys asked for",
-    "loaded      what an engine got from kvoffd and did not compute",
-    "not needed  what was found and the engine had already",
-    "missed      what it did not get; `kvoffd-cli stats --misses` has the reasons",
-    "tokens/s    tokens loaded",
-    "now         the last 3 seconds",
-    "In pool     each prompt's tokens up to the first that the pool lacked, disks and",
-    "            stores left out; lru: in pools of other sizes, empty at the start",
-    "pinned      under a lease or a copy: it cannot be evicted",
-)
 SPARKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -160,8 +147,6 @@ class Screen:
             body = _clients(self.reading.sessions)
         elif self.view == "tiers":
             body = _lines(tier_details(stats), width)
-        elif self.view == "help":
-            body = _lines(HELP, width)
         else:
             body = self._all(stats, width)
         away = [Text(printable(self.away), "bold red")] if self.away else []
@@ -182,7 +167,7 @@ class Screen:
 
     def _keys(self) -> RenderableType:
         names = "  ".join(f"{number} {name}" for number, name in enumerate(VIEWS, 1))
-        keys = line(f"{names}  h help  q quit")
+        keys = line(f"{names}  q quit")
         return _ends(keys, Text(exact_duration(self.interval_s)), "reverse")
 
     def _all(self, stats: DaemonStats, width: int) -> list[RenderableType]:
@@ -372,7 +357,11 @@ def top(
 ) -> int:
     """Show what the daemon does, live.
 
-    1 to 3 choose what is shown, h shows the keys and what the words mean, q ends.
+    1 to 3 choose what is shown, q ends.
+
+    A key is the hash of one block; percentages are of the keys asked for. loaded: brought, and not computed. not
+    needed: found, and the engine had it already. In pool: each prompt's tokens up to the first that the pool lacked;
+    lru: in pools of other sizes. now: the last 3 seconds.
     """
     interval_s = parse_option("--interval", interval, parse_duration)
     if interval_s < MIN_INTERVAL_S:
@@ -412,8 +401,6 @@ def run(read: Read, interval_s: float, console: Console) -> int:
                     return 0
                 if key in "123":
                     screen.view = VIEWS[int(key) - 1]
-                elif key == "h":
-                    screen.view = VIEWS[0] if screen.view == "help" else "help"
             wants_sessions = bool(keys) and screen.view == "clients"
             if wants_sessions or next_at <= time.monotonic():
                 next_at = time.monotonic() + interval_s
