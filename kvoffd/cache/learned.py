@@ -57,16 +57,21 @@ class Known(ctypes.Structure):
 
 
 class Counts(ctypes.Structure):
-    """What follows ``struct known`` in learned.c, as far as it is kept for the next daemon: [class][age bin]."""
+    """What follows ``struct known`` in learned.c: [class][age bin]."""
 
     _fields_ = (
         ("returned", ctypes.c_double * BINS * CLASSES),
         ("forgotten", ctypes.c_double * BINS * CLASSES),
         ("accessed", ctypes.c_double * CLASSES),
+        ("hazard", ctypes.c_double * BINS * CLASSES),
+        ("score", ctypes.c_double * BINS * CLASSES),
+        ("edges", ctypes.c_double * BINS),
+        ("cell_bytes", ctypes.c_uint64 * BINS * CLASSES),
     )
 
 
-_KEPT_BYTES = ctypes.sizeof(Counts)
+_KEPT_BYTES = Counts.hazard.offset
+"""So many bytes of the counts are kept for the next daemon."""
 
 
 class Learned(InOrder):
@@ -147,7 +152,7 @@ class Learned(InOrder):
 
     def state(self) -> bytes:
         known = self.known
-        body = _TIME.pack(known.lifetime, known.now, known.requests) + bytes(self._counts)
+        body = _TIME.pack(known.lifetime, known.now, known.requests) + bytes(self._counts)[:_KEPT_BYTES]
         return _HEAD.pack(FORMAT, zlib.crc32(body)) + body
 
     def restore(self, state: bytes) -> None:
