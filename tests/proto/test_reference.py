@@ -51,8 +51,8 @@ def test_every_message_of_the_wire_is_on_the_page() -> None:
     on_page = set(DOCUMENTED)
     assert set(m.EXCHANGES) <= on_page
     assert set(codec.REPLIES) <= on_page
-    assert {m.Completions, events.EventBatch} <= on_page
-    for union in (lifeline.FromDaemon, lifeline.FromClient, m.Handle, events.KvEvent):
+    assert {m.Completions, events.EventBatch, lifeline.Attach} <= on_page
+    for union in (lifeline.FromDaemon, m.Handle, events.KvEvent):
         assert set(typing.get_args(union)) <= on_page
     for struct in on_page:
         for _, hint, _ in fields_of(struct):
