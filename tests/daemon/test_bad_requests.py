@@ -290,7 +290,7 @@ def test_a_request_that_is_too_large(desk: Desk) -> None:
 
 
 def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:
-    """By counts, which the daemon says at the start; what is free may be used again."""
+    """By counts, of which the daemon says at the start what clients split by; what is free may be used again."""
     limits = {
         "max_frame_bytes": 65536,
         "max_keys_per_request": 4,
@@ -302,7 +302,7 @@ def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:
         "max_segments": 3,
     }
     with DaemonProcess(limits={**limits, "max_namespaces": 8}) as daemon, WireClient(daemon.directory) as worker:
-        assert worker.limits == limits
+        assert worker.limits.items() < limits.items()
         with WireClient(daemon.directory, "scheduler") as scheduler:
             for client in (worker, scheduler):
                 client.open_namespace()
