@@ -408,6 +408,21 @@ def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: Worke
     assert worker.credit_bytes == 500
 
 
+def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link: PaperLink) -> None:
+    for job_id in (1, 2, 3):
+        submit(worker, link, 0.0, Job(job_id, TRANSFER))
+    publish(worker, completions(2, 2), 0.1)
+    replay = link.last(m.Results)
+    assert replay.acknowledged == 0
+    worker.on_reply(m.ResultsReply(replay.request_id, [completions(1, 1), completions(2, 2)], [3]), 0.2)
+    assert sorted(result.job_id for result in worker._results) == [1, 2]
+    assert list(worker._jobs) == [3]
+    submit(worker, link, 0.3, Job(4, TRANSFER))
+    assert link.last(m.Submit).acknowledged == 2
+    worker._cancel([4])
+    assert link.last(m.Cancel).acknowledged == 2
+
+
 def test_old_jobs_are_asked_after_until_the_question_goes_out(worker: WorkerClient, link: PaperLink) -> None:
     submit(worker, link, 0.0, Job(1, TRANSFER))
     submit(worker, link, 0.6, Job(2, TRANSFER))
@@ -419,6 +434,15 @@ def test_old_jobs_are_asked_after_until_the_question_goes_out(worker: WorkerClie
     link.full = False
     worker.tick(0.6 + 2 * JOB_PATIENCE_S)
     assert link.count(m.Results) == 1
+
+
+def test_a_job_that_the_daemon_does_not_know_fails(worker: WorkerClient, link: PaperLink) -> None:
+    submit(worker, link, 0.0, Job(1, TRANSFER))
+    worker.tick(JOB_PATIENCE_S)
+    submit(worker, link, 1.0, Job(2, TRANSFER))
+    worker.on_reply(m.ResultsReply(link.last(m.Results).request_id, [], []), 1.1)
+    assert [(result.job_id, result.ok, result.error) for result in worker._results] == [(1, False, ErrorCode.INTERNAL)]
+    assert list(worker._jobs) == [2]
 
 
 def test_jobs_in_flight_are_bounded_by_the_daemons_limit(worker: WorkerClient, link: PaperLink) -> None:

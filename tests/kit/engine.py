@@ -31,10 +31,22 @@ STOP_DEADLINE_S = 60.0
 BLOCK_TOKENS = 32
 PATIENT_S = 30.0
 PATIENCE = {"lookup_deadline_ms": 10_000, "do_no_harm": False}
+ENGINE_ENVIRON = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # With a connector vLLM sets a core aside for it and, on two cores, ends up taking both.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 # One process imports torch and vLLM, which is most of the CPU time of a start, and engines are forked from it.
 _FORKED = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload([f"{__package__}.engine_imports"])
 _NEW = multiprocessing.get_context("spawn")
+
+
+def connector_config(directory: Path, options: dict[str, Any]) -> dict[str, Any]:
+    extra = {"directory": str(directory), **options}
+    return {"kv_connector": "KvoffdConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 @dataclass(frozen=True)
@@ -107,23 +119,11 @@ class EngineProcess(Starting):
             **settings,
         }
         if directory is not None:
-            self._settings["kv_transfer_config"] = {
-                "kv_connector": "KvoffdConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {
-                    "directory": str(directory),
-                    **(PATIENCE if patient else {}),
-                    **(extra_config or {}),
-                },
-                **(transfer or {}),
-            }
+            options = {**(PATIENCE if patient else {}), **(extra_config or {})}
+            self._settings["kv_transfer_config"] = connector_config(directory, options) | (transfer or {})
         self._environ = {
             **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            # With a connector vLLM sets a core aside for it and, on two cores, ends up taking both.
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
+            **ENGINE_ENVIRON,
             **({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"} if tensor_parallel > 1 else {}),
             **(environ or {}),
         }
@@ -308,6 +308,10 @@ def wait_stored(directory: Path, looks: int = 6) -> Books:
 
 def tokens(answers: list[Completion]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
+
+
+def cached(answers: list[Completion]) -> list[int]:
+    return [answer.cached for answer in answers]
 
 
 def completions(answer: list[dict[str, Any]]) -> list[Completion]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .daemon import DaemonProcess
-from .engine import Completion, EngineProcess, prompt, tokens, wait_connected, wait_stored
+from .engine import Completion, EngineProcess, cached, prompt, tokens, wait_connected, wait_stored
 from .models import make_tiny_llama
 from .wire import Books, books
 
@@ -74,12 +74,12 @@ def check_shape(shape: Shape, model: Path, daemon: DaemonProcess, *, restart: bo
             wait_connected(daemon.directory, shape.workers, PATIENCE_S)
             loaded.append(ask())
         after = books(daemon.directory)
-    assert [answer.cached for answer in cold] == [0] * len(cold)
-    expected = list(shape.cached or [answer.cached for answer in own])
+    assert cached(cold) == [0] * len(cold)
+    expected = list(shape.cached or cached(own))
     assert all(expected)
     assert shape.varies or tokens(own) == tokens(cold), "vLLM's own prefix cache"
     for answers in loaded:
-        assert [answer.cached for answer in answers] == expected
+        assert cached(answers) == expected
         assert tokens(answers) == tokens(own)
         assert {answer.finish for answer in answers} == {"length"}
     assert len({tuple(answer.tokens) for answer in cold}) == len(cold), "prompts should differ in their answers"

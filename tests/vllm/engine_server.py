@@ -19,9 +19,11 @@ from tests.kit.closing import Starting
 from tests.kit.engine import (
     ANSWER_DEADLINE_S,
     BLOCK_TOKENS,
+    ENGINE_ENVIRON,
     START_DEADLINE_S,
     STOP_DEADLINE_S,
     Completion,
+    connector_config,
     session_pids,
 )
 from tests.kit.ports import free_port
@@ -42,11 +44,7 @@ class EngineServer(Starting):
         self._own = Path(tempfile.mkdtemp(prefix="kvoffd-server-", dir="/tmp"))
         self.log_path = self._own / "log"
         self.port = free_port()
-        transfer = {
-            "kv_connector": "KvoffdConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"directory": str(directory), "do_no_harm": False, **(extra_config or {})},
-        }
+        transfer = connector_config(directory, {"do_no_harm": False, **(extra_config or {})})
         flags = {
             "model": str(model),
             "served-model-name": MODEL,
@@ -66,11 +64,8 @@ class EngineServer(Starting):
         self._command += [word for name, value in flags.items() for word in (f"--{name}", value)]
         self._environ = {
             **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
-            "VLLM_NO_USAGE_STATS": "1",
+            **ENGINE_ENVIRON,
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache and /collective_rpc
-            "HF_HUB_OFFLINE": "1",
             "TORCH_COMPILE_DISABLE": "1",
         }
         self._process: subprocess.Popen[bytes] | None = None

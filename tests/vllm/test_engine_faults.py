@@ -20,6 +20,7 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
     EngineProcess,
+    cached,
     completions,
     full_blocks,
     prompt,
@@ -88,7 +89,7 @@ class Harness:
         """Every full block of the prompts is loaded, and their tokens are right."""
         answers = self.engine.generate(self.prompts)
         assert tokens(answers) == self.expected
-        assert [answer.cached for answer in answers] == FULL
+        assert cached(answers) == FULL
 
     def until(self, condition: Callable[[Books], object]) -> Books:
         return wait_books(self.home.directory, condition, DEADLINE_S)
@@ -300,7 +301,7 @@ def test_blocks_outlive_a_killed_daemon(harness: Harness, supervisor: Supervisor
     harness.engine.forget()
     answers = harness.engine.generate(harness.chaos_prompts, CHAOS_TOKENS)
     assert tokens(answers) == harness.chaos_expected
-    assert [answer.cached for answer in answers] == [full_blocks(length) for length in CHAOS_LENGTHS]
+    assert cached(answers) == [full_blocks(length) for length in CHAOS_LENGTHS]
     after = books(harness.home.directory)
     assert after.pid == recovered.pid
     assert after.load.bytes > 0
@@ -309,7 +310,7 @@ def test_blocks_outlive_a_killed_daemon(harness: Harness, supervisor: Supervisor
 def one_by_one(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
     """Tokens of the prompts, and how many of each were not computed."""
     answers = [engine.generate([one])[0] for one in prompts]
-    return tokens(answers), [answer.cached for answer in answers]
+    return tokens(answers), cached(answers)
 
 
 def test_blocks_come_back_from_disk(harness: Harness, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.kit.engine import completions, prompt, tokens
+from tests.kit.engine import cached, completions, prompt, tokens
 from tests.kit.waiting import wait_until
 from tests.vllm import hostile_daemon as ways
 from tests.vllm.engine_home import EngineHome
@@ -48,7 +48,7 @@ def test_wrong_answers(
         answers = home.engine.generate(PROMPTS)
         assert tokens(answers) == expected
         assert [answer.finish for answer in answers] == ["length"] * len(LENGTHS)
-        assert [answer.cached for answer in answers] == [0] * len(LENGTHS)
+        assert cached(answers) == [0] * len(LENGTHS)
         return daemon.asked > 0
 
     wait_until(asked, 60)  # a client that gets nonsense is at times not connected

@@ -20,9 +20,12 @@ from kvoffd_client import AdminClient
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
+    PATIENCE,
     Completion,
     EngineProcess,
+    cached,
     completions,
+    connector_config,
     full_blocks,
     prompt,
     tokens,
@@ -52,14 +55,9 @@ class Pair:
 
     def __init__(self, model: Path) -> None:
         self.daemon = DaemonProcess("256MiB", faults=True)
-        self.prefill, self.decode = (
-            self._engine(model, connectors)
-            for connectors in ([self._kvoffd(), nixl("kv_producer")], [nixl("kv_consumer"), self._kvoffd()])
-        )
-
-    def _kvoffd(self) -> dict[str, Any]:
-        options = {"directory": str(self.daemon.directory), "lookup_deadline_ms": 10_000, "do_no_harm": False}
-        return {"kv_connector": "KvoffdConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+        kvoffd = connector_config(self.daemon.directory, PATIENCE)
+        self.prefill = self._engine(model, [kvoffd, nixl("kv_producer")])
+        self.decode = self._engine(model, [nixl("kv_consumer"), kvoffd])
 
     def _engine(self, model: Path, connectors: list[dict[str, Any]]) -> EngineProcess:
         return EngineProcess(
@@ -105,10 +103,6 @@ class Pair:
         self.prefill.close()
         self.decode.close()
         self.daemon.close()
-
-
-def cached(answers: list[Completion]) -> list[int]:
-    return [answer.cached for answer in answers]
 
 
 def yield_polling_threads(pids: Iterable[int]) -> None:

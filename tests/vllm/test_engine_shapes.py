@@ -11,7 +11,7 @@ import pytest
 
 from kvoffd_client import BlockClient
 from tests.kit.daemon import DaemonProcess
-from tests.kit.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected, wait_stored
+from tests.kit.engine import Completion, EngineProcess, cached, full_blocks, prompt, wait_connected, wait_stored
 from tests.kit.models import make_draft, make_tiny_llama
 from tests.kit.shapes import (
     PROMPTS,
@@ -177,13 +177,13 @@ def test_a_draft_models_blocks_do_not_depend_on_draft_tokens(method: str, layers
             accepted = counted["vllm:spec_decode_num_accepted_tokens"]
             assert 0 < accepted < counted["vllm:spec_decode_num_draft_tokens"]
             assert [answer.tokens for answer in again] == [answer.tokens for answer in found]
-            own[salt, tokens] = [answer.cached for answer in again]
+            own[salt, tokens] = cached(again)
             return found
 
         own: dict[tuple[str, int], list[int]] = {}
         first, other, shared = answers(3, "one"), answers(4, "two"), answers(4, "one")
         assert [answer.cached for answer in (*first, *other)] == [0] * 4
-        assert [answer.cached for answer in shared] == own["one", 3] == own["two", 4]
+        assert cached(shared) == own["one", 3] == own["two", 4]
         assert min(own["one", 3]) > 0
         for some in (other, shared):
             assert [answer.tokens for answer in some] == [answer.tokens for answer in first]

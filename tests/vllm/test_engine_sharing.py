@@ -15,8 +15,8 @@ from kvoffd_client import AdminClient, BlockClient, export_blocks
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
-    Completion,
     EngineProcess,
+    cached,
     full_blocks,
     prompt,
     tokens,
@@ -35,10 +35,6 @@ PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 FULL = [full_blocks(length) for length in LENGTHS]
 FULL_BLOCKS = sum(length // BLOCK_TOKENS for length in LENGTHS)
 WINDOW_BLOCKS = 256 // BLOCK_TOKENS
-
-
-def cached(answers: list[Completion]) -> list[int]:
-    return [answer.cached for answer in answers]
 
 
 def test_server_loads_what_another_engine_stored(home: EngineHome, server: EngineServer) -> None:
