@@ -7,29 +7,12 @@ import fcntl
 import mmap
 import os
 import stat
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 from uuid import UUID
 
-from kvoffd.system.native import native
-
 _MOST_BUFFERS = 1024  # IOV_MAX
-
-
-class Run(NamedTuple):
-    """What lies one after another in a file, from ``offset`` on.
-
-    Attributes:
-        parts: where it is read to: address, bytes, and of how many of these the checksum is wanted. That is 0 for fewer
-            than 241.
-    """
-
-    offset: int
-    parts: list[tuple[int, int, int]]
 
 
 class FileCalls:
@@ -61,31 +44,6 @@ class FileCalls:
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """As preadv: returns the number of bytes read, which may be fewer than asked for."""
         return os.preadv(fd, buffers, offset)
-
-    def read_runs(self, fd: int, runs: Sequence[Run]) -> list[list[int] | OSError]:
-        """Fills the parts of all runs at the same time; returns the checksums of each, or why it could not be read.
-
-        All that is one call of C: between two of them a thread would wait for the interpreter.
-        """
-        parts = [part for run in runs for part in run.parts]
-        vector = array("Q", [value for part in parts for value in part[:2]])
-        summed, sums = array("Q", [part[2] for part in parts]), array("Q", bytes(8 * len(parts)))
-        vector_at, summed_at, sums_at = (column.buffer_info()[0] for column in (vector, summed, sums))
-        at, rows = 0, array("q")
-        for run in runs:
-            rows.extend([run.offset, vector_at + 16 * at, len(run.parts), summed_at + 8 * at, sums_at + 8 * at, 0])
-            at += len(run.parts)
-        native().disk_read(fd, rows.buffer_info()[0], len(runs))
-        left, ends = iter(sums), list[list[int] | OSError]()
-        for run, found in zip(runs, rows[5::6], strict=True):
-            its = list(islice(left, len(run.parts)))
-            if found < 0:
-                ends.append(OSError(-found, os.strerror(-found)))
-            elif found < sum(part[1] for part in run.parts):
-                ends.append(ShortRead(0, f"nothing is left to read at offset {run.offset + found}"))
-            else:
-                ends.append(its)
-        return ends
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """As pwritev: returns the number of bytes written, which may be fewer than asked for."""

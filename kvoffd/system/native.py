@@ -11,7 +11,7 @@ from typing import Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 7
+VERSION = 8
 """Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
 changes: an old library would read wrong memory."""
 
@@ -53,7 +53,7 @@ class Native:
             self.host_copy = without_gil("host_copy", count, *columns, *columns, address)
             self.digests = without_gil("digests", None, *columns)
             self.gpu_copy = without_gil("gpu_copy", None, address, address)
-            self.disk_read = without_gil("disk_read", None, number, *some)
+            self.reader_work = without_gil("reader_work", ctypes.c_int, address)
             self.disk_enter = without_gil("disk_enter", count, address, *some, address)
             # These take microseconds, less than to get the GIL back from another thread: they keep it.
             self.recover_records = without_gil("recover_records", None, address, address, number, number)
@@ -85,6 +85,11 @@ class Native:
             )
             self.slots_take = with_gil("slots_take", count, address, number, number, number, address, address)
             self.slots_free = with_gil("slots_free", ctypes.c_int64, address, *some)
+            self.reader_open = with_gil("reader_open", address, number, number)
+            self.reader_stop = with_gil("reader_stop", None, address)
+            self.reader_close = with_gil("reader_close", None, address)
+            self.reader_add = with_gil("reader_add", None, address, address)
+            self.reader_ended = with_gil("reader_ended", count, address, *some)
             self.disk_open = with_gil("disk_open", ctypes.c_int, address, text)
             self.disk_close = with_gil("disk_close", None, address)
             self.disk_find = with_gil("disk_find", None, address, *keys, address)

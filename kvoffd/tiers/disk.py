@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,11 +23,13 @@ import numpy.typing as npt
 from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES, SlotAllocator, page_up
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
-from kvoffd.system.files import FileCalls, OnError, Run, ShortRead, address_of, aligned_buffer, read_all, write_all
+from kvoffd.system.files import FileCalls, OnError, ShortRead, address_of, aligned_buffer, read_all, write_all
 from kvoffd.system.native import SlotIndex, native
+from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
 from kvoffd.tiers.tier import (
     ABSENT,
+    ENDED_AT_ONCE,
     HEADER_BYTES,
     PRESENT,
     Block,
@@ -67,6 +70,8 @@ EVICTED_AT_ONCE = 16
 """Neighbours that the hand takes in one go, so that what is written into their slots is one write."""
 HEADERS_TRIED = 8
 """Blocks of a space that are looked at when a disk is opened, to learn which space it is."""
+READERS = 16
+"""Threads, where the kernel does not read several blocks for one of them."""
 HANG_TIMEOUT_S = 10.0
 """A call that takes longer hangs."""
 WRITE_PATIENCE_S = 0.5
@@ -85,11 +90,12 @@ _NO_HEADER = aligned_buffer(HEADER_BYTES)
 class DiskOptions(NamedTuple):
     """What tests and benches have otherwise."""
 
-    readers: int = 16
+    most_reads: int = 128
+    """For which the kernel is asked at the same time; MOST_READS of disk_index.c at most."""
     writers: int = 2
     """They slow reads down."""
     merge_bytes: int = 2 << 20
-    """Neighbours are read or written in one call of up to so many bytes."""
+    """Neighbours are written in one call of up to so many bytes."""
     region_bytes: int | None = None
     """Of new files; chosen by the size when None."""
     most_writes: int = 64
@@ -112,7 +118,7 @@ class Job:
     shards: Sequence[int]
     on_end: Callable[..., None]
     begun_at: float
-    deadline: float = float("inf")
+    deadline: float = inf
     block: Block | None = None
     """Of a write."""
     replaces: tuple[int, bytes] | None = None
@@ -172,6 +178,172 @@ class _Leaving:
     regions: list[int]
     removal: int
     wiped: bool
+
+
+def _failed(file: DiskFile, job: Job, verb: str, error: OSError) -> End:
+    if isinstance(error, ShortRead):
+        kind = DiskFault.SHORT_READ
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        kind = DiskFault.NO_SPACE
+    else:
+        kind = DiskFault(f"{verb}_failed")
+    what = f"{job.nbytes} bytes at offset {job.offset}"
+    why = error.strerror or str(error)
+    return End(Result.FAILED, None, kind, f"The disk tier could not {verb} {what} of {file.path}: {why}.")
+
+
+class Reads:
+    """Blocks that are being read, and those that wait for that: all that is done to a block without the interpreter is
+    done in one thread (``kvoffd_reader_work``), which asks the kernel for many at once. For the daemon's thread.
+
+    Args:
+        name: of the threads.
+        most: read at the same time.
+        on_end: called once for each.
+
+    Raises NoMoreThreads; then none runs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        file: DiskFile,
+        pool: memoryview,
+        most: int,
+        on_end: Callable[[Job, End], None],
+        post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._name, self._file, self._pool = name, file, pool
+        self._on_end, self._post, self._clock = on_end, post, clock
+        self._waiting: deque[Job] = deque()
+        self._reading: dict[int, tuple[float, Job, array[int]]] = {}
+        """By number: since when, the oldest first; what is read; and its ``struct block_read``."""
+        self._free = list(range(most))
+        """Numbers of nothing that is being read."""
+        self._headers = aligned_buffer(most * HEADER_BYTES)
+        """By number."""
+        self._pool_at, self._headers_at = address_of(pool), address_of(self._headers)
+        self.busy_seconds = 0.0
+        self._open()
+
+    def _open(self) -> None:
+        self._native, fd = native(), self._file.fd
+        self._reader = self._native.reader_open(fd, True) if self._file.direct else None
+        threads = 1 if self._reader else READERS
+        self._reader = self._reader or self._native.reader_open(fd, False)
+        if not self._reader:
+            raise MemoryError
+        with OnError(partial(self._native.reader_stop, self._reader)):
+            self._threads = DaemonThreads((f"{self._name}-{number}", self._work) for number in range(threads))
+
+    def _work(self) -> None:
+        while self._native.reader_work(self._reader):
+            self._post(self._deliver)
+
+    def put(self, job: Job) -> None:
+        self._waiting.append(job)
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._waiting and self._free:
+            job, number, parts = self._waiting.popleft(), self._free.pop(), list[int]()
+            lengths = job.space.lengths
+            for at, length in zip(job.shards, lengths, strict=True):
+                parts += self._pool_at + at, page_up(length)
+            header, count = (self._headers_at + number * HEADER_BYTES, HEADER_BYTES), 1 + len(lengths)
+            read = array("Q", [number, job.offset, 0, count, *header, *parts, 0, *lengths, *[0] * count])
+            if not self._reading:
+                self._busy_since = self._clock()
+            self._reading[number] = self._clock(), job, read
+            self._add(read)
+
+    def _add(self, read: array[int]) -> None:
+        self._native.reader_add(self._reader, read.buffer_info()[0])
+
+    def _take_ended(self) -> Sequence[int]:
+        numbers = array("Q", bytes(8 * ENDED_AT_ONCE))
+        return numbers[: self._native.reader_ended(self._reader, numbers.buffer_info()[0], ENDED_AT_ONCE)]
+
+    def _deliver(self) -> None:
+        numbers = self._take_ended() if self._reading else ()
+        if len(numbers) == ENDED_AT_ONCE:  # there may be more
+            self._post(self._deliver)
+        for number in numbers:
+            _, job, read = self._reading.pop(number)
+            end = self._compared(job, self._headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES], read)
+            self._free.append(number)
+            self._finish(job, end)
+        self._begin()
+        if numbers and not self._reading:
+            self.busy_seconds += self._clock() - self._busy_since
+
+    def _compared(self, job: Job, header: memoryview, read: array[int]) -> End:
+        """Whether what was read is the block that was asked for, and as it was written."""
+        found = ctypes.c_int64(read[2]).value
+        if found < 0:
+            return _failed(self._file, job, "read", OSError(-found, os.strerror(-found)))
+        if found < job.nbytes:
+            ends = f"nothing is left to read at offset {job.offset + found}"
+            return _failed(self._file, job, "read", ShortRead(0, ends))
+        block = decode_header(header, job.space, job.key)
+        if block is None and parse_header(header) is not None:
+            return End(Result.GONE)  # the index was of another copy of the file, or of before a power cut
+        if block is not None:
+            shards = zip(block.checksums, read[-len(job.shards) :], job.shards, job.space.lengths, strict=True)
+            if all(right == (found or digest(self._pool[at : at + length])) for right, found, at, length in shards):
+                return End(Result.DONE, block)
+        sentence = (
+            f"The block {job.key.hex()} at offset {job.offset} of {self._file.path} is not what was written there; it "
+            "is dropped and will be recomputed."
+        )
+        return End(Result.CORRUPT, None, DiskFault.CORRUPT, sentence)
+
+    def _finish(self, job: Job, end: End) -> None:
+        try:
+            self._on_end(job, end)
+        except Exception:
+            logger.exception("The end of a read of %s raised: a bug; the others go on.", self._file.path)
+
+    def end(self, result: Result, until: float = inf) -> None:
+        """End what was not begun, of those whose deadline is ``until`` at most."""
+        ended = [job for job in self._waiting if job.deadline <= until]
+        self._waiting = deque(job for job in self._waiting if job.deadline > until)
+        for job in ended:
+            self._finish(job, End(result))
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._reading)
+
+    @property
+    def longest_s(self) -> float:
+        """How long the oldest takes that is being read."""
+        now = self._clock()
+        since, *_ = next(iter(self._reading.values()), (now,))
+        return now - since
+
+    def close(self, until: float) -> bool:
+        """As ``Workers.close``."""
+        while self._reading:
+            self._deliver()
+            if time.monotonic() >= until:
+                return not self._reading
+            time.sleep(0.001)
+        return self._stop(until)
+
+    def _stop(self, until: float) -> bool:
+        if self._reader:
+            self._native.reader_stop(self._reader)
+            if not self._threads.join(until):
+                return False
+            self._native.reader_close(self._reader)
+            self._reader = None
+        return True
 
 
 class _RegionAddresses(ctypes.Structure):
@@ -248,6 +420,7 @@ class DiskTier(Tier):
         options: DiskOptions = DiskOptions(),  # noqa: B008
         calls: FileCalls | None = None,
         wall_clock: Callable[[], float] = time.time,
+        make_reads: Callable[..., Reads] = Reads,
         make_workers: Callable[..., Workers[Any, Any]] = Workers,
     ) -> None:
         file, begun = DiskFile(directory, size_bytes, options.region_bytes, calls, should_stop), clock()
@@ -258,7 +431,6 @@ class DiskTier(Tier):
         self.removed = False
         """Whether a file has no name any more: the next daemon finds nothing."""
         self._file, self._pool, self._options = file, pool, options
-        self._pool_at = address_of(pool)
         self._clock, self._wall_clock, self._post = clock, wall_clock, post
         self._physical_bytes = file.physical_bytes()
         head = file.head
@@ -299,15 +471,14 @@ class DiskTier(Tier):
         self._leaving: deque[_Leaving] = deque()
         self._failed_notes: list[Note] = []
         self._pause_s = 0.0
-        self._write_at = float("-inf")
+        self._write_at = -inf
         self._closed = False
-        name, readers, writers = f"kvoffd-disk-{directory.name}", range(options.readers), range(options.writers)
+        name = f"kvoffd-disk-{directory.name}"
         with OnError(file.close):
             self.found_generations = self._find_blocks(generation, should_stop)
             """By fingerprint, the highest generations of which blocks were found."""
-            reads = [self._works(self._read) for _ in readers], self._bug, self._read_ended, post, clock
-            writes = [self._works(self._write) for _ in writers], self._bug, self._write_ended, post, clock
-            self._reads = make_workers(name, *reads, self._next_reads)
+            self._reads = make_reads(name, file, pool, options.most_reads, self._read_ended, post, clock)
+            writes = [self._write] * options.writers, self._bug, self._write_ended, post, clock
             self._writes = make_workers(f"{name}-w", *writes, self._next_write)
             self._notes = make_workers(f"{name}-n", [self._note], self._bug, self._note_ended, post, clock)
         self.found_blocks = self._blocks
@@ -495,7 +666,7 @@ class DiskTier(Tier):
         slot: int,
         offsets: Sequence[int],
         on_end: Callable[..., None],
-        deadline: float = float("inf"),
+        deadline: float = inf,
         block: Block | None = None,
     ) -> Job:
         """A read or write of a slot, which it pins until it has ended."""
@@ -503,75 +674,6 @@ class DiskTier(Tier):
         region.pins[place] += 1
         at = slot, region, place, self._offset(slot), known.slot_bytes
         return Job(known.space, key, *at, offsets, on_end, self._clock(), deadline, block)
-
-    def _next_reads(self, waiting: deque[Job]) -> list[Job]:
-        """Half of what waits, which one call of the kernel begins; through the page cache each waits for the last."""
-        return self._some(waiting, -(-len(waiting) // 2) if self.direct else 1)
-
-    def _some(self, waiting: deque[Job], most: int) -> list[Job]:
-        """The first jobs, of so many bytes as go into one call: ``most``, and those that go on where the last ends."""
-        jobs = [waiting.popleft()]
-        end, left = jobs[0].offset + jobs[0].nbytes, self._options.merge_bytes - jobs[0].nbytes
-        while waiting and (waiting[0].offset == end or len(jobs) < most) and (left := left - waiting[0].nbytes) >= 0:
-            jobs.append(waiting.popleft())
-            end = jobs[-1].offset + jobs[-1].nbytes
-        return jobs
-
-    def _works(self, do: Callable[[list[Job], memoryview, int], list[End]]) -> Callable[[list[Job]], list[End]]:
-        """The work of one thread, which has pages of its own for headers."""
-        headers = aligned_buffer(max(1, self._options.merge_bytes // MIN_SLOT_BYTES) * HEADER_BYTES)
-        address = address_of(headers)
-        return lambda jobs: do(jobs, headers, address)
-
-    def _read(self, jobs: list[Job], headers: memoryview, address: int) -> list[End]:
-        """In a thread: read blocks, those that follow one another as one run, or each alone where that fails."""
-        runs, numbers = list[Run](), list[list[int]]()  # of the jobs of each run
-        for number, job in enumerate(jobs):
-            if not number or job.offset != jobs[number - 1].offset + jobs[number - 1].nbytes:
-                runs.append(Run(job.offset, []))
-                numbers.append([])
-            shards = zip(job.shards, job.space.lengths, strict=True)
-            runs[-1].parts.append((address + number * HEADER_BYTES, HEADER_BYTES, 0))
-            runs[-1].parts.extend((self._pool_at + offset, page_up(length), length) for offset, length in shards)
-            numbers[-1].append(number)
-        ends = list[End]()
-        for some, sums in zip(numbers, self._file.calls.read_runs(self._file.fd, runs), strict=True):
-            for number in some:
-                job, header = jobs[number], headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
-                if not isinstance(sums, OSError):
-                    ends.append(self._compared(job, header, sums[1 : 1 + len(job.shards)]))
-                    del sums[: 1 + len(job.shards)]
-                elif len(some) > 1:
-                    ends += self._read([job], headers, address)
-                else:
-                    ends.append(self._failed(job, "read", sums))
-        return ends
-
-    def _compared(self, job: Job, header: memoryview, sums: Sequence[int]) -> End:
-        """Whether what was read is the block that was asked for, and as it was written."""
-        block = decode_header(header, job.space, job.key)
-        if block is None and parse_header(header) is not None:
-            return End(Result.GONE)  # the index was of another copy of the file, or of before a power cut
-        if block is not None:
-            shards = zip(block.checksums, sums, job.shards, job.space.lengths, strict=True)
-            if all(right == (found or digest(self._pool[at : at + length])) for right, found, at, length in shards):
-                return End(Result.DONE, block)
-        sentence = (
-            f"The block {job.key.hex()} at offset {job.offset} of {self._file.path} is not what was written there; it "
-            "is dropped and will be recomputed."
-        )
-        return End(Result.CORRUPT, None, DiskFault.CORRUPT, sentence)
-
-    def _failed(self, job: Job, verb: str, error: OSError) -> End:
-        if isinstance(error, ShortRead):
-            kind = DiskFault.SHORT_READ
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            kind = DiskFault.NO_SPACE
-        else:
-            kind = DiskFault(f"{verb}_failed")
-        what = f"{job.nbytes} bytes at offset {job.offset}"
-        why = error.strerror or str(error)
-        return End(Result.FAILED, None, kind, f"The disk tier could not {verb} {what} of {self._file.path}: {why}.")
 
     def _read_ended(self, job: Job, end: End) -> None:
         region, place = job.region, job.place
@@ -705,14 +807,19 @@ class DiskTier(Tier):
         return victims
 
     def _next_write(self, waiting: deque[Job]) -> list[Job]:
-        """Reads go first, for a while."""
+        """What goes into one call. Reads go first, for a while."""
         if self._reads.waiting and self._clock() - waiting[0].begun_at < WRITE_PATIENCE_S:
             return []
-        return self._some(waiting, 1)
+        jobs = [waiting.popleft()]
+        end, left = jobs[0].offset + jobs[0].nbytes, self._options.merge_bytes - jobs[0].nbytes
+        while waiting and waiting[0].offset == end and (left := left - waiting[0].nbytes) >= 0:
+            jobs.append(waiting.popleft())
+            end = jobs[-1].offset + jobs[-1].nbytes
+        return jobs
 
-    def _write(self, jobs: list[Job], headers: memoryview, address: int) -> list[End]:
+    def _write(self, jobs: list[Job]) -> list[End]:
         """In a thread: write blocks that follow one another, each alone where that fails; then their records."""
-        buffers: list[memoryview] = []
+        buffers, headers = list[memoryview](), aligned_buffer(len(jobs) * HEADER_BYTES)
         for number, job in enumerate(jobs):
             assert job.block is not None
             header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
@@ -723,8 +830,8 @@ class DiskTier(Tier):
             write_all(self._file.calls, self._file.fd, buffers, jobs[0].offset)
         except OSError as error:
             if len(jobs) > 1:
-                return [end for job in jobs for end in self._write([job], headers, address)]
-            return [self._failed(jobs[0], "write", error)]
+                return [end for job in jobs for end in self._write([job])]
+            return [_failed(self._file, jobs[0], "write", error)]
         return list(map(self._note_written, jobs))
 
     def _note_written(self, job: Job) -> End:
@@ -973,7 +1080,7 @@ class DiskTier(Tier):
 
     def tick(self) -> None:
         now = self._clock()
-        self._reads.end(End(Result.DEADLINE), lambda job: job.deadline <= now)
+        self._reads.end(Result.DEADLINE, now)
         hangs = max(one.longest_s for one in (self._reads, self._writes, self._notes)) > HANG_TIMEOUT_S
         if hangs and not self.hangs:
             self._error(
@@ -983,7 +1090,7 @@ class DiskTier(Tier):
             )
         self.hangs = hangs
         if hangs:
-            self._reads.end(End(Result.DEADLINE))
+            self._reads.end(Result.DEADLINE)
             self._writes.end(End(Result.DEADLINE))
         elif not (self._notes.waiting or self._notes.running or self._closed):
             failed, self._failed_notes = self._failed_notes, []
@@ -1014,7 +1121,7 @@ class DiskTier(Tier):
         self._closed = True
         if self._file.fd < 0:
             return True
-        self._reads.end(End(Result.CANCELLED))
+        self._reads.end(Result.CANCELLED)
         self._writes.end(End(Result.CANCELLED))
         while self._leaving:
             self._remove_some()

@@ -4,14 +4,17 @@
 
 #include <errno.h>
 #include <linux/aio_abi.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *sum, uint64_t slots);
 
 enum { ROW = 64 }; /* bytes for a key: MAX_KEY_BYTES of pool/slot_table.py */
-enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_RUNS = 64 };
+enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_READS = 128 };
 
 /* What is known of a region's slots, by their places in it. */
 struct disk_region {
@@ -120,78 +123,176 @@ void kvoffd_disk_remove(struct disk_index *x, const uint32_t *slots, uint64_t co
     }
 }
 
-/* Parts of memory that lie one after another in a file, from `offset` on. FileCalls.read_runs has the same fields. */
-struct run {
-    int64_t offset;
-    const struct iovec *part;
-    uint64_t parts;
-    const uint64_t *summed; /* [parts] of how many of its first bytes the checksum is wanted */
-    uint64_t *sum;          /* [parts] becomes it: see kvoffd_digests */
-    int64_t found;          /* becomes how many bytes were there, or -errno */
+/* A block to be read: 64-bit numbers that disk.py owns until the read has ended. */
+struct block_read {
+    uint64_t number;
+    int64_t offset;  /* in the file */
+    int64_t found;   /* becomes how many bytes were there, or -errno */
+    uint64_t parts;  /* MOST_PARTS at most */
+    uint64_t rest[]; /* [parts] struct iovec; [parts] of how many of its bytes the checksum is wanted; [parts] which it
+                        becomes: see kvoffd_digests */
 };
 
-/* Fills a run, of which `got` bytes are there if that is all, and takes its checksums. */
-static void fill(int fd, struct run *run, int64_t got)
+struct reader {
+    pthread_mutex_t lock;
+    aio_context_t context; /* 0: each thread reads one block at a time */
+    int fd, event;         /* `event` counts blocks that were added, and with a context those that the kernel has read */
+    uint32_t waiting, ended;
+    int told, stopped; /* `told`: somebody comes for those that have ended */
+    struct block_read *wait[MOST_READS], *end[MOST_READS];
+};
+
+/* Returns NULL where there is no memory, or the kernel gives nothing for `asynchronous` reads. */
+struct reader *kvoffd_reader_open(int fd, int asynchronous)
 {
-    struct iovec vector[MOST_PARTS];
-    uint64_t at = 0, done = 0; /* bytes of part `at` that are there */
+    struct reader *r = calloc(1, sizeof *r);
+
+    if (!r)
+        return NULL;
+    pthread_mutex_init(&r->lock, NULL);
+    r->fd = fd;
+    r->event = eventfd(0, EFD_CLOEXEC | (asynchronous ? 0 : EFD_SEMAPHORE));
+    if (r->event < 0 || (asynchronous && syscall(SYS_io_setup, MOST_READS, &r->context))) {
+        if (r->event >= 0)
+            close(r->event);
+        free(r);
+        return NULL;
+    }
+    return r;
+}
+
+/* Has all threads return from kvoffd_reader_work. */
+void kvoffd_reader_stop(struct reader *r)
+{
+    pthread_mutex_lock(&r->lock);
+    r->stopped = 1;
+    pthread_mutex_unlock(&r->lock);
+    eventfd_write(r->event, UINT32_MAX);
+}
+
+/* Nothing is under way, and no thread is in it. */
+void kvoffd_reader_close(struct reader *r)
+{
+    if (r->context)
+        syscall(SYS_io_destroy, r->context);
+    close(r->event);
+    free(r);
+}
+
+/* Has a block be read. Of these and those that kvoffd_reader_ended has not given there are MOST_READS at most. */
+void kvoffd_reader_add(struct reader *r, struct block_read *one)
+{
+    pthread_mutex_lock(&r->lock);
+    r->wait[r->waiting++] = one;
+    int wakes = r->waiting == 1 || !r->context;
+    pthread_mutex_unlock(&r->lock);
+    if (wakes)
+        eventfd_write(r->event, 1);
+}
+
+/* Writes the numbers of blocks that have ended, up to `most`; returns how many. If there are more, it is to be called
+ * again. */
+uint64_t kvoffd_reader_ended(struct reader *r, uint64_t *numbers, uint64_t most)
+{
+    pthread_mutex_lock(&r->lock);
+    uint64_t count = r->ended < most ? r->ended : most;
+    for (uint64_t i = 0; i < count; i++)
+        numbers[i] = r->end[i]->number;
+    r->ended -= (uint32_t)count;
+    memmove(r->end, r->end + count, r->ended * sizeof *r->end);
+    r->told = r->ended > 0;
+    pthread_mutex_unlock(&r->lock);
+    return count;
+}
+
+/* Fills the parts of a block, of which `got` bytes are there if that is all, and takes its checksums. */
+static void fill(struct reader *r, struct block_read *one, int64_t got)
+{
+    struct iovec vector[MOST_PARTS], *part = (struct iovec *)one->rest;
+    uint64_t at = 0, *sum = one->rest + 3 * one->parts;
     int64_t wanted = 0;
 
-    for (uint64_t i = 0; i < run->parts; i++)
-        wanted += (int64_t)run->part[i].iov_len;
-    run->found = got == wanted ? got : 0; /* else from the beginning, to learn why */
-    while (run->found < wanted) {
-        uint64_t count = run->parts - at < MOST_PARTS ? run->parts - at : MOST_PARTS;
-        memcpy(vector, run->part + at, count * sizeof *vector);
-        vector[0].iov_base = (uint8_t *)vector[0].iov_base + done;
-        vector[0].iov_len -= done;
-        got = preadv(fd, vector, (int)count, run->offset + run->found);
+    for (uint64_t i = 0; i < one->parts; i++)
+        wanted += (int64_t)part[i].iov_len;
+    one->found = got == wanted ? got : 0; /* else from the beginning, to learn why */
+    if (one->found < wanted)
+        memcpy(vector, part, one->parts * sizeof *vector);
+    while (one->found < wanted) {
+        got = preadv(r->fd, vector + at, (int)(one->parts - at), one->offset + one->found);
         if (got < 0 && errno == EINTR)
             continue;
         if (got <= 0) {
-            run->found = got ? -errno : run->found;
-            return;
+            one->found = got ? -errno : one->found;
+            break;
         }
-        run->found += got;
-        for (done += (uint64_t)got; at < run->parts && done >= run->part[at].iov_len; at++)
-            done -= run->part[at].iov_len;
+        one->found += got;
+        for (; at < one->parts && (uint64_t)got >= vector[at].iov_len; at++)
+            got -= (int64_t)vector[at].iov_len;
+        if (at < one->parts) {
+            vector[at].iov_base = (uint8_t *)vector[at].iov_base + got;
+            vector[at].iov_len -= (uint64_t)got;
+        }
     }
-    for (uint64_t i = 0; i < run->parts; i++) {
-        uint64_t address = (uint64_t)run->part[i].iov_base;
-        kvoffd_digests(&address, run->summed + i, run->sum + i, 1);
+    for (uint64_t i = 0; i < one->parts && one->found == wanted; i++) {
+        uint64_t address = (uint64_t)part[i].iov_base;
+        kvoffd_digests(&address, one->rest + 2 * one->parts + i, sum + i, 1);
     }
+    pthread_mutex_lock(&r->lock);
+    r->end[r->ended++] = one;
+    pthread_mutex_unlock(&r->lock);
 }
 
-/* Of this thread; 0 where the kernel gives none. It is never destroyed: a disk is closed when the daemon ends. */
-static __thread aio_context_t context;
-
-/* Fills up to MOST_RUNS runs at the same time. */
-static void fill_some(int fd, struct run *run, uint64_t runs)
+/* Has the kernel read blocks; those that it does not take are read here. Returns whether there were any. */
+static int submit(struct reader *r, struct block_read **some, uint64_t count)
 {
-    struct iocb calls[MOST_RUNS], *call[MOST_RUNS];
-    struct io_event events[MOST_RUNS];
-    int64_t under_way = 0;
+    struct iocb calls[MOST_READS], *call[MOST_READS];
+    int64_t begun;
 
-    if (runs > 1 && !context)
-        syscall(SYS_io_setup, MOST_RUNS, &context);
-    for (uint64_t i = 0; i < runs; i++) {
-        calls[i] = (struct iocb){.aio_data = i, .aio_lio_opcode = IOCB_CMD_PREADV, .aio_fildes = (uint32_t)fd,
-                                 .aio_buf = (uint64_t)run[i].part, .aio_nbytes = run[i].parts, .aio_offset = run[i].offset};
+    for (uint64_t i = 0; i < count; i++) {
+        calls[i] = (struct iocb){.aio_data = (uint64_t)some[i], .aio_lio_opcode = IOCB_CMD_PREADV,
+                                 .aio_fildes = (uint32_t)r->fd, .aio_buf = (uint64_t)some[i]->rest,
+                                 .aio_nbytes = some[i]->parts, .aio_offset = some[i]->offset,
+                                 .aio_flags = IOCB_FLAG_RESFD, .aio_resfd = (uint32_t)r->event};
         call[i] = &calls[i];
     }
-    if (runs > 1 && context)
-        under_way = syscall(SYS_io_submit, context, runs, call);
-    for (uint64_t i = under_way > 0 ? (uint64_t)under_way : 0; i < runs; i++)
-        fill(fd, &run[i], 0);
-    while (under_way > 0) { /* until all have ended the kernel uses their memory */
-        int64_t ended = syscall(SYS_io_getevents, context, 1, under_way, events, NULL);
-        for (int64_t i = 0; i < ended; i++, under_way--)
-            fill(fd, &run[events[i].data], events[i].res);
-    }
+    begun = syscall(SYS_io_submit, r->context, count, call);
+    for (uint64_t i = begun > 0 ? (uint64_t)begun : 0; i < count; i++)
+        fill(r, some[i], 0);
+    return begun < (int64_t)count;
 }
 
-void kvoffd_disk_read(int fd, struct run *run, uint64_t runs)
+/* Reads what was added. Returns 1 when blocks have ended of which nobody was told yet, 0 when it is stopped. */
+int kvoffd_reader_work(struct reader *r)
 {
-    for (uint64_t at = 0; at < runs; at += MOST_RUNS)
-        fill_some(fd, run + at, runs - at < MOST_RUNS ? runs - at : MOST_RUNS);
+    struct block_read *some[MOST_READS];
+    struct io_event events[MOST_READS];
+    struct timespec none = {0};
+    eventfd_t ignored;
+
+    for (;;) {
+        pthread_mutex_lock(&r->lock);
+        int ends = r->ended && !r->told, stopped = r->stopped;
+        uint64_t count = ends ? 0 : r->context ? r->waiting : r->waiting > 0;
+        if (ends)
+            r->told = 1;
+        memcpy(some, r->wait, count * sizeof *some);
+        r->waiting -= (uint32_t)count;
+        memmove(r->wait, r->wait + count, r->waiting * sizeof *some);
+        pthread_mutex_unlock(&r->lock);
+        if (ends)
+            return 1;
+        if (stopped)
+            return 0;
+        if (!r->context && count) {
+            fill(r, some[0], 0);
+            continue;
+        }
+        if (count && submit(r, some, count))
+            continue;
+        int64_t got = r->context ? syscall(SYS_io_getevents, r->context, 0, MOST_READS, events, &none) : 0;
+        for (int64_t i = 0; i < got; i++)
+            fill(r, (struct block_read *)events[i].data, events[i].res);
+        if (got <= 0)
+            eventfd_read(r->event, &ignored);
+    }
 }

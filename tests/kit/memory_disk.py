@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_ubyte
 from random import Random
@@ -12,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from kvoffd.pool.checksums import digest
-from kvoffd.system.files import FileCalls, Run, read_all
+from kvoffd.system.files import FileCalls, read_all
 from kvoffd.system.threads import DaemonThreads
-from kvoffd.tiers.disk import DiskTier
+from kvoffd.tiers.disk import DiskTier, Reads
 from kvoffd.tiers.disk_file import DISK_NAME
-from kvoffd.tiers.tier import Space, Workers
+from kvoffd.tiers.tier import ENDED_AT_ONCE, Space, Workers
 
 PAGE = 4096
 
@@ -46,6 +47,51 @@ class WorkersWithoutThreads(Workers[Any, Any]):
             self._do(number, tasks)
         self.work()
         return not self._waiting
+
+
+class ReadsWithoutThreads(Reads):
+    """What the kernel and a thread would do, tests do."""
+
+    def _open(self) -> None:
+        self.added, self._ended = deque[Any](), list[int]()
+
+    def _add(self, read: array[int]) -> None:
+        self.added.append(read)
+
+    def _take_ended(self) -> list[int]:
+        taken, self._ended = self._ended[:ENDED_AT_ONCE], self._ended[ENDED_AT_ONCE:]
+        return taken
+
+    def do(self, read: array[int]) -> None:
+        number, offset, _, count, *rest = read
+        views = [memoryview((c_ubyte * size).from_address(at)).cast("B") for at, size in batched(rest[: 2 * count])]
+        try:
+            read_all(self._file.calls, self._file.fd, views, offset)
+        except OSError as error:
+            read[2] = -(error.errno or 0) % 2**64
+        else:
+            read[2] = sum(map(len, views))
+            sums = [digest(view[:wanted]) for view, wanted in zip(views, rest[2 * count :][:count], strict=True)]
+            read[4 + 3 * count :] = array("Q", sums)
+        self._ended.append(number)
+        self._post(self._deliver)
+
+    def work(self) -> None:
+        """Do all that was begun."""
+        while self.added:
+            self.do(self.added.popleft())
+
+    def _stop(self, until: float) -> bool:
+        return True
+
+    def close(self, until: float) -> bool:
+        self.work()
+        return super().close(until)
+
+
+def batched(values: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Two by two."""
+    return zip(values[::2], values[1::2], strict=True)
 
 
 def names_of(tier: DiskTier) -> Iterator[tuple[Space, bytes]]:
@@ -164,18 +210,6 @@ class MemoryDisk(FileCalls):
             if len(part) < len(buffer):
                 break
         return done
-
-    def read_runs(self, fd: int, runs: Sequence[Run]) -> list[list[int] | OSError]:
-        ends: list[list[int] | OSError] = []
-        for run in runs:
-            buffers = [memoryview((c_ubyte * size).from_address(at)).cast("B") for at, size, _ in run.parts]
-            try:
-                read_all(self, fd, buffers, run.offset)
-            except OSError as error:
-                ends.append(error)
-            else:
-                ends.append([digest(view[:summed]) for view, (_, _, summed) in zip(buffers, run.parts, strict=True)])
-        return ends
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         data, direct = b"".join(buffers), fd == 1_000_000

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import errno
 import random
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
@@ -17,9 +19,9 @@ from kvoffd.cache.block_table import READY
 from kvoffd.pool.allocator import page_up
 from kvoffd.pool.checksums import digest
 from kvoffd.server.service import Service
-from kvoffd.tiers.disk import DiskOptions, DiskTier, Job
+from kvoffd.tiers.disk import DiskOptions, DiskTier
 from kvoffd.tiers.tier import Block, Result, Space, TierListener, decode_header
-from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads, names_of
+from tests.kit.memory_disk import MemoryDisk, ReadsWithoutThreads, WorkersWithoutThreads, names_of
 from tests.sim.clock import Broken
 from tests.sim.pool import PAGE, BlockName
 
@@ -63,9 +65,26 @@ class SimWorkers(WorkersWithoutThreads):
 
     def _end(self, number: int, tasks: list[Any]) -> None:
         if self._running.get(number, (0.0, None))[1] is tasks:
-            self._tier.before_call(tasks)
             self._do(number, tasks)
             self._begin_all()
+
+
+class SimReads(ReadsWithoutThreads):
+    """Each read ends some time after it was begun."""
+
+    def __init__(self, tier: SimDisk, *given: Any) -> None:
+        self._tier = tier
+        super().__init__(*given)
+
+    def _add(self, read: array[int]) -> None:
+        super()._add(read)
+        self._tier.process.after(self._tier.seconds_of(self), partial(self._end, read))
+
+    def _end(self, read: array[int]) -> None:
+        if read in self.added:
+            self.added.remove(read)
+            self._tier.before_read(read)
+            self.do(read)
 
 
 class SimDisk:
@@ -92,13 +111,15 @@ class SimDisk:
         most = rng.choice((1, 3, 64))
         size = self._pool.pool_bytes * rng.choice((1, 4)) + 3 * file.region_bytes
         options = DiskOptions(
-            readers=rng.choice((1, 4, 16)),
+            most_reads=rng.choice((1, 4, 16)),
             merge_bytes=rng.choice((1, 1 << 20)),
             region_bytes=file.region_bytes,
             most_writes=most,
         )
         self._size = size
-        self.tier = self._open(file, options, self._daemon.post_of_tier, listener, partial(SimWorkers, self))
+        self.tier = self._open(
+            file, options, self._daemon.post_of_tier, listener, partial(SimReads, self), partial(SimWorkers, self)
+        )
         self._write, self._read = self.tier.write, self.tier.read
         self.tier.write, self.tier.read = self.write, self.read  # type: ignore[method-assign]
         file.fault = self._fault
@@ -110,6 +131,7 @@ class SimDisk:
         options: DiskOptions,
         post: Callable[[Callable[[], None]], None],
         listener: TierListener,
+        make_reads: Callable[..., ReadsWithoutThreads],
         make_workers: Callable[..., WorkersWithoutThreads],
     ) -> DiskTier:
         return DiskTier(
@@ -123,6 +145,7 @@ class SimDisk:
             options=options,
             calls=file,
             wall_clock=self._clock,
+            make_reads=make_reads,
             make_workers=make_workers,
         )
 
@@ -173,7 +196,7 @@ class SimDisk:
 
     # --- time and faults -------------------------------------------------------------------------------
 
-    def seconds_of(self, workers: SimWorkers) -> float:
+    def seconds_of(self, workers: object) -> float:
         seconds = self._rng.uniform(0.0002, self._most_s)
         if self._faults.hit("disk_slow"):
             seconds = self._rng.uniform(0.02, 0.3)
@@ -181,13 +204,14 @@ class SimDisk:
             seconds = self._rng.uniform(1.0, 4.0)
         return seconds
 
-    def before_call(self, tasks: Sequence[Any]) -> None:
-        """Before a read: flip a bit of what it is about to read."""
-        for job in tasks:
-            if isinstance(job, Job) and job.block is None and self._faults.hit("disk_corrupt"):
-                used = [(0, PAGE), *zip(_shards_at(job), job.space.lengths, strict=True)]
-                at, length = self._rng.choice([one for one in used if one[1]])
-                self.file.flip(job.offset + at + self._rng.randrange(length), self._rng.randrange(8))
+    def before_read(self, read: array[int]) -> None:
+        """Flip a bit of what is about to be read."""
+        _, offset, _, count, *rest = read
+        if self._faults.hit("disk_corrupt"):
+            lengths = [PAGE, *rest[2 * count + 1 : 3 * count]]
+            places = [0, *accumulate(map(page_up, lengths))][:count]
+            at, length = self._rng.choice([one for one in zip(places, lengths, strict=True) if one[1]])
+            self.file.flip(offset + at + self._rng.randrange(length), self._rng.randrange(8))
 
     def _fault(self, name: str, number: int) -> int | None:
         if self._fails_next:
@@ -203,8 +227,7 @@ class SimDisk:
         self.file.fault = lambda name, number: None if self._rng.random() < 0.5 else self._die()
         for workers in (self.tier._writes, self.tier._notes):
             for number, (_, tasks) in list(workers._running.items()):
-                is_read = isinstance(tasks[0], Job) and tasks[0].block is None
-                if not is_read and self._faults.hit("disk_torn"):
+                if self._faults.hit("disk_torn"):
                     workers._works[number](tasks)
         if self._faults.hit("disk_torn"):
             self.file.lose_power(self._rng)
@@ -250,7 +273,9 @@ class SimDisk:
         rest = self.file.copy()
         rest.lose_power(self._rng)
         options = DiskOptions(region_bytes=self.file.region_bytes)
-        tier = self._open(rest, options, lambda call: None, Mock(TierListener), WorkersWithoutThreads)
+        tier = self._open(
+            rest, options, lambda call: None, Mock(TierListener), ReadsWithoutThreads, WorkersWithoutThreads
+        )
         return [
             BlockName(space.fingerprint, space.group, key)
             for space, key in names_of(tier)
@@ -281,12 +306,3 @@ def _is_whole(files: MemoryDisk, tier: DiskTier, space: Space, key: bytes) -> bo
             return False
         at += page_up(length)
     return block is not None
-
-
-def _shards_at(job: Job) -> list[int]:
-    """By shard, where it begins behind the slot's."""
-    places, at = [], PAGE
-    for length in job.space.lengths:
-        places.append(at)
-        at += page_up(length)
-    return places

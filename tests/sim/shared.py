@@ -177,9 +177,7 @@ class SimShared(SharedTier):
             if self.hit("elsewhere"):
                 objects.put_by_another_node(space.fingerprint, space.group, key)
 
-    def before_call(self, tasks: Sequence[Any]) -> None: ...
-
-    def seconds_of(self, workers: SimWorkers) -> float:
+    def seconds_of(self, workers: object) -> float:
         asks = workers is self._asking
         seconds = self.rng.uniform(0.0002, 0.005 if asks else 0.003)
         for fault in filter(self.hit, ("late",) if asks else ("slow", "hang")):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from mmap import mmap
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kvoffd.pool.checksums import digest
 from kvoffd.tiers.disk import DiskOptions, DiskTier
 from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
 from tests.kit.clock import Clock
-from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads, names_of
+from tests.kit.memory_disk import MemoryDisk, ReadsWithoutThreads, WorkersWithoutThreads, names_of
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 SLOT_BYTES, SLOTS = 64 << 10, 64
@@ -67,7 +67,7 @@ class Told:
 class DiskRig:
     def __init__(self, files: MemoryDisk | None = None, size_bytes: int = SIZE_BYTES, **options: int) -> None:
         self.files, self.size_bytes = files or MemoryDisk(), size_bytes
-        self.options = DiskOptions(**{"region_bytes": REGION_BYTES, "readers": 2, "writers": 1, **options})
+        self.options = DiskOptions(**{"region_bytes": REGION_BYTES, "writers": 1, **options})
         self.clock = Clock()
         self.pool = memoryview(mmap(-1, SLOTS * SLOT_BYTES))
         self.posted: deque[Callable[[], None]] = deque()
@@ -89,6 +89,7 @@ class DiskRig:
             options=self.options,
             calls=self.files,
             wall_clock=self.clock,
+            make_reads=ReadsWithoutThreads,
             make_workers=WorkersWithoutThreads,
         )
         self.work()
@@ -109,16 +110,20 @@ class DiskRig:
         self.open()
 
     @property
-    def workers(self) -> list[WorkersWithoutThreads]:
-        found: list[Any] = [self.tier._writes, self.tier._reads, self.tier._notes]
-        return found
+    def writes(self) -> WorkersWithoutThreads:
+        return cast("WorkersWithoutThreads", self.tier._writes)
+
+    @property
+    def reads(self) -> ReadsWithoutThreads:
+        return cast("ReadsWithoutThreads", self.tier._reads)
 
     def work(self) -> None:
-        busy = True
+        notes, busy = cast("WorkersWithoutThreads", self.tier._notes), True
         while busy:
-            busy = any(one.waiting for one in self.workers) or bool(self.posted)
-            for one in self.workers:
-                one.work()
+            busy = bool(self.writes.waiting or self.reads.added or notes.waiting or self.posted)
+            self.writes.work()
+            self.reads.work()
+            notes.work()
             self.deliver()
 
     def deliver(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 from random import Random
@@ -70,7 +71,7 @@ def test_another_geometry_takes_the_place_of_the_one_before(rig: DiskRig) -> Non
     rig.check()
 
 
-def test_neighbours_are_written_and_read_in_one_call() -> None:
+def test_neighbours_are_written_in_one_call() -> None:
     rig = DiskRig(merge_bytes=1 << 20, most_writes=8)
     blocks = [block_of(number) for number in range(8)]
     calls = rig.files.counts["write"]
@@ -78,10 +79,8 @@ def test_neighbours_are_written_and_read_in_one_call() -> None:
         assert rig.begin_write(block) is not None
     rig.work()
     assert rig.files.counts["write"] == calls + 1
-    calls = rig.files.counts["read"]
     ends = [rig.begin_read(block) for block in blocks]
     rig.work()
-    assert rig.files.counts["read"] == calls + 1
     assert [end[0] for end in ends if end] == [Result.CORRUPT] * 7 + [DONE]
 
 
@@ -93,21 +92,24 @@ def test_no_more_is_taken_than_the_bounds_allow() -> None:
     rig.check()
 
 
-def test_a_read_that_is_late_is_not_done(rig: DiskRig) -> None:
+def test_a_read_that_is_late_is_not_begun() -> None:
+    rig = DiskRig(most_reads=1)
     rig.write(block_of(1))
-    ends = rig.begin_read(block_of(1), 1.0)
+    first, late = rig.begin_read(block_of(1), 1.0), rig.begin_read(block_of(1), 1.0, slot=17)
     calls = rig.files.counts["read"]
     rig.clock.now += 2.0
     rig.tier.tick()
     rig.work()
-    assert (ends, rig.files.counts["read"]) == ([Result.DEADLINE], calls)
+    assert (first, late, rig.files.counts["read"]) == ([DONE], [Result.DEADLINE], calls + 1)
     assert rig.read(block_of(1)) is DONE
 
 
-def test_reads_go_before_writes_for_a_while(rig: DiskRig) -> None:
+def test_reads_go_before_writes_for_a_while() -> None:
+    rig = DiskRig(most_reads=1)
     rig.write(block_of(1))
+    rig.begin_read(block_of(1), slot=17)
     read, written = rig.begin_read(block_of(1)), rig.begin_write(block_of(2))
-    writes = rig.workers[0]
+    writes = rig.writes
     assert writes.begin() == []
     rig.clock.now += 0.6
     tasks = writes.begin()
@@ -270,7 +272,7 @@ def test_a_removal_waits_for_what_clears_the_record_already() -> None:
         rig.work()
         rig.files.fault = fails_always("read")
         ends = rig.begin_read(block_of(1))
-        rig.tier._reads.work()  # type: ignore[attr-defined]
+        rig.reads.work()
         rig.deliver()
         rig.files.fault = no_fault
         assert ends == [Result.FAILED]
@@ -290,7 +292,7 @@ def test_a_removal_waits_for_what_clears_the_record_already() -> None:
 def test_records_of_a_region_whose_size_was_lost_are_gone(rig: DiskRig) -> None:
     for number in (1, 2):  # the thread that notes sizes is busy
         rig.begin_write(block_of(number))
-        rig.tier._writes.work()  # type: ignore[attr-defined]
+        rig.writes.work()
         rig.deliver()
     rig.kill()
     assert rig.there([1, 2]) == []
@@ -494,13 +496,17 @@ def fails_always(name: str, number: int = errno.EIO) -> Callable[[str, int], Non
     return fault
 
 
-def test_of_a_merged_call_that_fails_each_block_is_tried_alone(rig: DiskRig) -> None:
-    rig.write(*map(block_of, range(4)))
+def test_a_call_that_fails_costs_one_block(rig: DiskRig) -> None:
+    """Of a write of several blocks each is tried alone."""
+    ends = [rig.begin_write(block_of(number)) for number in range(4)]
+    rig.files.fault = fails_first("write")
+    rig.work()
+    assert ends == [[DONE]] * 4
+    assert rig.told.kinds == {}
     ends = [rig.begin_read(block_of(number)) for number in range(4)]
     rig.files.fault = fails_first("read")
     rig.work()
-    assert [end[0] for end in ends if end].count(Result.FAILED) == 0
-    assert rig.told.kinds == {}
+    assert ends == [[Result.FAILED], [Result.CORRUPT], [Result.CORRUPT], [DONE]]
 
 
 def test_a_read_that_fails_or_is_short_is_a_miss_and_reported(rig: DiskRig) -> None:
@@ -549,10 +555,10 @@ def test_a_slot_that_cannot_be_written_is_put_aside() -> None:
     rig.check()
 
 
-def test_a_device_that_hangs_has_nothing_until_it_answers(rig: DiskRig) -> None:
+def test_a_device_that_hangs_has_nothing_until_it_answers() -> None:
+    rig = DiskRig(most_reads=1)
     rig.write(block_of(1), block_of(2), block_of(3))
     first = rig.begin_read(block_of(1), 1000.0)
-    tasks = rig.workers[1].begin()
     later = rig.begin_read(block_of(3), 1000.0)
     rig.clock.now += HANG_TIMEOUT_S + 1
     rig.tier.tick()
@@ -564,7 +570,6 @@ def test_a_device_that_hangs_has_nothing_until_it_answers(rig: DiskRig) -> None:
     assert rig.there([1, 2, 3]) == []
     assert rig.begin_write(block_of(4)) is None
     assert rig.tier.wants(SPACE, [key_of(1), key_of(4)]) == [False, True]
-    rig.workers[1]._do(0, tasks)
     rig.work()
     rig.tier.tick()
     rig.work()
@@ -575,23 +580,23 @@ def test_a_device_that_hangs_has_nothing_until_it_answers(rig: DiskRig) -> None:
 def test_a_call_that_does_not_end_keeps_the_files_open(rig: DiskRig) -> None:
     rig.write(block_of(1))
     ends = rig.begin_read(block_of(1), 1000.0)
-    tasks = rig.workers[1].begin()
-    rig.workers[1]._wait_idle = lambda until: False  # type: ignore[method-assign]
+    added, rig.reads.added = rig.reads.added, deque()
     assert not rig.tier.close(0.0)
     assert rig.files.locked
-    del rig.workers[1]._wait_idle
-    rig.workers[1]._do(0, tasks)
+    rig.reads.added = added
     assert rig.tier.close(0.0)
     assert not rig.files.locked
     assert ends == [DONE]
     assert rig.tier.close(0.0), "it may be closed again"
 
 
-def test_what_waits_when_it_is_closed_is_cancelled(rig: DiskRig) -> None:
+def test_what_waits_when_it_is_closed_is_cancelled() -> None:
+    rig = DiskRig(most_reads=1)
     rig.write(block_of(1))
+    first = rig.begin_read(block_of(1), slot=17)
     read, written = rig.begin_read(block_of(1)), rig.begin_write(block_of(2))
     assert rig.tier.close(1.0)
-    assert (read, written) == ([Result.CANCELLED], [Result.CANCELLED])
+    assert (first, read, written) == ([DONE], [Result.CANCELLED], [Result.CANCELLED])
     assert rig.begin_read(block_of(1)) is None
     assert rig.begin_write(block_of(3)) is None
     rig.open()
@@ -624,7 +629,7 @@ def test_whatever_happens_bytes_are_right() -> None:
 def live(random: Random) -> None:
     """Several lives of a disk: kills in the middle of calls, power cuts, failures and flipped bits."""
     files, spaces = MemoryDisk(), [SPACE, make_space(OTHER, 0, 1, [3000, 9000])]
-    rig = DiskRig(files, most_writes=4, readers=random.choice((1, 4)))
+    rig = DiskRig(files, most_writes=4, most_reads=random.choice((1, 4)))
     written: set[tuple[int, int]] = set()
     """Space and number of blocks of which a write was begun since they were removed for good."""
     for _ in range(300):
@@ -655,10 +660,10 @@ def live(random: Random) -> None:
                 files.fault = no_fault
                 rig.begin_write(block)
                 written.add((at, number))
-                if tasks := rig.workers[0].begin():
+                if tasks := rig.writes.begin():
                     files.fault = fails_first("note") if random.random() < 0.5 else lambda name, number: PAGE
                     if random.random() < 0.5:
-                        rig.tier._works(rig.tier._write)(tasks)
+                        rig.tier._write(tasks)
                     files.fault = no_fault
                 rig.cut_power(random) if random.random() < 0.5 else rig.kill()
         there = {(spaces.index(space), int.from_bytes(key, "big")) for space, key in names_of(rig.tier)}
