@@ -54,7 +54,10 @@ class _Parser(argparse.ArgumentParser):
         unknown = message.removeprefix(_UNKNOWN).split()[0].split("=")[0] if message.startswith(_UNKNOWN) else ""
         if nearest := unknown and did_you_mean(unknown, self._option_string_actions):
             message = f"{message} ({nearest})"
-        _refuse(f"{message}; {self.prog} --help shows what can be given.", _asked_format())
+        hint = f"{self.prog} --help shows what can be given"
+        if "argument COMMAND" in message:
+            hint = "kvoffd serve runs the daemon, kvoffd-cli looks at one; each has a --help"
+        _refuse(f"{message}; {hint}.", _asked_format())
         self.exit(EXIT_REFUSED)
 
 
