@@ -24,6 +24,7 @@ from kvoffd.config import (
     Limits,
     did_you_mean,
     load_config,
+    removed_advice,
 )
 
 EXIT_REFUSED = 2
@@ -52,7 +53,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix(_UNKNOWN).split()[0].split("=")[0] if message.startswith(_UNKNOWN) else ""
-        if nearest := unknown and did_you_mean(unknown, self._option_string_actions):
+        if nearest := removed_advice(unknown):
+            message = f"{unknown} {nearest[:-1]}"
+        elif nearest := unknown and did_you_mean(unknown, self._option_string_actions):
             message = f"{message} ({nearest})"
         hint = f"{self.prog} --help shows what can be given"
         if "argument COMMAND" in message:
@@ -79,7 +82,7 @@ def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -
         config = load_config(flags, os.environ, given.config, limits)
     except ConfigError as error:
         return _refuse(str(error), flags["log_format"] or _asked_format())
-    return serve(config) if given.command == "serve" else show(config)
+    return serve(config) if given.command == "serve" else show(config, as_json=given.json)
 
 
 def open_standard_streams() -> None:
@@ -127,10 +130,10 @@ def _refuse(sentence: str, log_format: str) -> int:
     return EXIT_REFUSED
 
 
-def show(config: Config) -> int:
+def show(config: Config, *, as_json: bool) -> int:
     """Print what is in force and where it came from."""
     try:
-        print(config_as_toml(config), end="", flush=True)
+        print(config_as_json(config) if as_json else config_as_toml(config), end="", flush=True)
     except OSError as error:
         # Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -153,6 +156,19 @@ def config_as_toml(config: Config) -> str:
     width = max(len(left) for left, _ in pairs)
     lines = [f"{left:<{width}}  # {source}" for left, source in pairs]
     return "\n".join([*lines, "", *(f"# {line}" for line in wrap(memory_summary(config), 78))]) + "\n"
+
+
+def config_as_json(config: Config) -> str:
+    """One JSON object: by setting, the value (bytes and seconds as numbers), the text that gives it and its source."""
+    shown = {}
+    for setting in SETTINGS:
+        value = getattr(config, setting.field_name)
+        shown[setting.name] = {
+            "value": value if isinstance(value, (int, float, str, tuple)) else str(value),
+            "text": setting.show(value),
+            "source": config.sources.get(setting.name, "default"),
+        }
+    return json.dumps(shown, indent=2) + "\n"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -178,6 +194,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Prints the configuration that serve would use with the same flags, as TOML that --config reads. "
         "Settings of a running daemon: kvoffd-cli stats settings.",
     )
+    showing.add_argument("--json", action="store_true", help="print JSON: bytes and seconds as numbers")
     for one in (parser, serving, showing):
         one.set_defaults(parser=one)  # whose --help has the options
     for command in (serving, showing):

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import msgspec
+import zmq
 
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout, UnknownNamespace
 from kvoffd_client.session import ClientOptions, ReplyOrError, Session
 from kvoffd_client.transport import SocketTransport
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
+from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
+from kvoffd_proto.paths import SocketPaths
 from kvoffd_proto.stats import DaemonStats, Stats
 from kvoffd_proto.units import printable
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
 
 TIMEOUT_S = 2.0
 URL_TIMEOUT_S = 1.4
@@ -26,6 +32,9 @@ OPTIONS = ClientOptions(unresponsive_after_s=3600.0, handshake_timeout_s=TIMEOUT
 SILENCE_S = 0.5
 """After so long without an answer it is looked whether the daemon's process is stopped."""
 MAX_REPLY_BYTES = 1 << 28
+EVENTS_QUEUE = 10_000
+"""Messages that wait for events() to be asked for the next; beyond it they are dropped."""
+EVENTS_POLL_MS = 200
 MIN_PREFIX_DIGITS = 4
 """Fewer hex digits of a fingerprint could name a namespace by a slip of the hand."""
 
@@ -49,18 +58,24 @@ def one_namespace(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.Namespa
     )
 
 
+def open_url(url: str, timeout_s: float) -> HTTPResponse:
+    """GET an address of the operator's network, without the proxy that ``http_proxy`` names. Raises as urlopen does."""
+    from urllib.request import ProxyHandler, build_opener  # only a URL needs these: they take long
+
+    answer: HTTPResponse = build_opener(ProxyHandler({})).open(url, timeout=timeout_s)
+    return answer
+
+
 def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
     """The statistics of a daemon at its ``http_address``, such as ``http://node:9464``. Raises DaemonUnavailable."""
-    from http.client import HTTPException  # only a URL needs these: they take long
+    from http.client import HTTPException
     from urllib.error import HTTPError, URLError
-    from urllib.request import ProxyHandler, build_opener
 
     base = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
         if not base.startswith(("http://", "https://")):
             raise ValueError("give http://HOST:PORT")
-        # Without the proxy that ``http_proxy`` names: it is an address of the operator's network.
-        with build_opener(ProxyHandler({})).open(f"{base}/stats.json", timeout=timeout_s) as answer:
+        with open_url(f"{base}/stats.json", timeout_s) as answer:
             return msgspec.json.decode(answer.read(MAX_REPLY_BYTES), type=DaemonStats)
     except HTTPError as error:
         why = f"it answers {error.code}: {error.read(200).decode(errors='replace').strip()}"
@@ -85,11 +100,12 @@ class AdminClient(Session):
     Attributes:
         timeout_s: bounds every call, the connecting in it included; may be changed between two calls.
         on_silence: called when an answer takes long.
+        on_change: called by events() where the daemon has gone, and where it is back, if a call was made before.
     """
 
     def __init__(self, directory: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
-        self.on_silence: Callable[[], None] = lambda: None
+        self.on_silence = self.on_change = _nothing
         self._ended_connections = 0
         self._sockets = SocketTransport(os.fspath(directory), threaded=False)
         super().__init__(directory, m.Role.ADMIN, None, "admin", "", OPTIONS, self._sockets, None)
@@ -186,6 +202,46 @@ class AdminClient(Session):
     def scrub(self, start: bool = True) -> a.ScrubReply:
         """Have all readable blocks compared with their checksums in the background; False only asks how far that is."""
         return self.ask(a.Scrub, start)
+
+    def events(self, idle_timeout_s: float | None = None) -> Iterator[tuple[bytes, int, EventBatch]]:
+        """Yield (topic, sequence, batch) of all KV events from now on, also past restarts of the daemon.
+
+        Ends after ``idle_timeout_s`` seconds without an event. Needs no session.
+
+        Raises:
+            DaemonUnavailable: there is no events socket in the directory.
+        """
+        path = SocketPaths(Path(self.directory)).events
+        if not path.exists():
+            raise DaemonUnavailable(f"There is no kvoffd daemon in {self.directory}; start one there.")
+        # Not a context of its own: to end that would wait for ever for a socket that Ctrl-C caught half made.
+        subscription: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        with subscription:
+            subscription.setsockopt(zmq.LINGER, 0)
+            subscription.setsockopt(zmq.RCVHWM, EVENTS_QUEUE)
+            subscription.setsockopt(zmq.SUBSCRIBE, KV_TOPIC_PREFIX)
+            subscription.connect(f"ipc://{path}")
+            last_event_at, connected = time.monotonic(), self.ready
+            while True:
+                if subscription.poll(EVENTS_POLL_MS):
+                    last_event_at = time.monotonic()
+                    try:
+                        topic, sequence, payload = subscription.recv_multipart(zmq.NOBLOCK)
+                        batch = decode_event_batch(payload)
+                    except (ValueError, msgspec.MsgspecError):
+                        continue  # not an event of this protocol
+                    yield topic, int.from_bytes(sequence, "big"), batch
+                    continue
+                if self.session_id:
+                    self.poll()
+                    if self.ready != connected:
+                        connected = self.ready
+                        self.on_change()
+                if idle_timeout_s is not None and time.monotonic() - last_event_at >= idle_timeout_s:
+                    return
+
+
+def _nothing() -> None: ...
 
 
 def _is_stopped(pid: int) -> bool:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 
 from kvoffd_proto.lifeline import (
-    Attach,
     FrameBuffer,
+    FromClient,
     FromDaemon,
+    Leaving,
     MemoryReleased,
     decode_from_daemon,
     encode_frame,
@@ -72,7 +73,7 @@ class LifelineStream:
         """Of what becomes readable when there is something to do: the stream, and after its end the process."""
         return self._pidfd if self.ended else self._stream.fileno()
 
-    def send(self, message: Attach, fds: list[int]) -> None:
+    def send(self, message: FromClient, fds: list[int]) -> None:
         """Send a frame and descriptors. Raises OSError."""
         frame = encode_frame(message)
         if socket.send_fds(self._stream, [frame], fds, socket.MSG_NOSIGNAL) != len(frame):
@@ -99,8 +100,16 @@ class LifelineStream:
         """Whether the stream has been read to its end."""
         return self._ended_at != NEVER
 
+    def leave(self) -> None:
+        """Say that the end of the stream that follows is meant."""
+        try:
+            self._stream.send(encode_frame(Leaving()), socket.MSG_NOSIGNAL)
+        except OSError:
+            pass  # the daemon has closed it already, or does not read: then it counts what it sees
+
     def stop_sending(self) -> None:
         """Have the daemon see the client's end; its own can still be read."""
+        self.leave()
         try:
             self._stream.shutdown(socket.SHUT_WR)
         except OSError:

@@ -12,6 +12,7 @@ from msgspec import MsgspecError, Struct
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.jobs import split
+from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport
 from kvoffd_proto import messages as m
@@ -20,6 +21,8 @@ from kvoffd_proto.events import SEQUENCE_BYTES, AllBlocksCleared, KvEvent, decod
 _READY_BYTE = bytes([m.READY])
 MAX_BUFFERED_EVENTS = 100_000
 """KV events kept until take_events(); beyond it all are dropped and counted."""
+REPORT_PAUSE_S = 1.0
+"""How long reports of requests wait to be sent together."""
 
 
 class Lookup(Struct, eq=False):
@@ -114,6 +117,7 @@ class SchedulerClient(Session):
         """By id, oldest first: lookups whose blocks are pinned."""
         self._unanswered: dict[int, Lookup] = {}
         self.events_lost = 0
+        self._reports: deque[m.RequestReport] = deque(maxlen=m.MAX_REQUEST_REPORTS)
         self._transport.start(self)
 
     def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False) -> Lookup:
@@ -164,15 +168,24 @@ class SchedulerClient(Session):
                 for _, keys in self._split(groups):
                     self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, list(keys)))
 
-    def report(self, prefill_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0) -> None:
+    def report(
+        self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
+    ) -> None:
         """Tell operators what the engine learned: tokens a second, and what it counted since the last call.
 
         ``late_lookups``: those whose answers came too late to be used.
         """
-        fields = prefill_rate, skipped_loads, paused_stores, late_lookups
+        fields = prefill_rate, load_rate, skipped_loads, paused_stores, late_lookups
         with self._transport.lock:
             if self.ready:
                 self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))
+
+    def note_request(self, report: m.RequestReport) -> None:
+        """Tell operators what became of a request, in a second or so; where there are very many, of the last ones."""
+        with self._transport.lock:
+            self._reports.append(report)
+            self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)
+            self._transport.notify()
 
     def reset(self, timeout_s: float = 2.0) -> bool:
         """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""
@@ -280,11 +293,19 @@ class SchedulerClient(Session):
         return [] if self._events_topic is None else [self._events_topic]
 
     def _role_disconnected(self, now: float) -> None:
+        self._role_due = NEVER
         leases, self._leases = self._leases, {}
         for found in leases.values():
             found.stale_at = 0.0
         self._next_events_sequence = None
         self._lose_events(0)  # the next connection may be to another daemon, and what is published until then is missed
+
+    def _role_tick(self, now: float) -> None:
+        if now >= self._role_due:
+            self._role_due = NEVER
+            if self.ready:
+                self._send(m.ReportRequests(m.NO_REPLY, self._fingerprint, list(self._reports)))
+            self._reports.clear()
 
     # --- KV events -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import cast
 
@@ -90,6 +91,8 @@ class SocketTransport:
         self._session: Session
         self._thread: threading.Thread
         _transports.add(self)
+        # For each client anew: children of multiprocessing forget what was entered before them, and run no atexit.
+        Finalize(self, _leave, (weakref.ref(self),), exitpriority=0)
 
     def start(self, session: Session) -> None:
         self._session = session
@@ -221,6 +224,8 @@ class SocketTransport:
             if not stream.ended:
                 stream.stop_sending()
         elif stream is not None:
+            if not self._draining:
+                stream.leave()
             self._close_stream()
         # A jobs socket that is left open connects to the next daemon, and delivers old requests there.
         for fd, connected in self._sockets.items():
@@ -349,6 +354,11 @@ class SocketTransport:
         for fd in (self._wake_fd, *(fd for fd, _ in self._idle_wakers)):
             os.close(fd)
 
+    def leave(self) -> None:
+        """Have the end of the process that follows count as meant."""
+        if self._stream is not None and not isinstance(self.lock, _ParentsLock):
+            self._stream.leave()
+
     def forget_in_child(self) -> None:
         """Close the lifeline in a forked child: its EOF must mean the parent's death."""
         self.lock = _ParentsLock()
@@ -369,6 +379,12 @@ class _ParentsLock(AbstractContextManager[object]):
 
 
 _transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
+
+
+def _leave(transport: weakref.ref[SocketTransport]) -> None:
+    """A process that ends in good order without closing its clients, as vLLM's do by SIGTERM, is not one that died."""
+    if (living := transport()) is not None:
+        living.leave()
 
 
 def _forget_in_child() -> None:

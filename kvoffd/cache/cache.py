@@ -484,6 +484,11 @@ class Cache:
         """These keys are not there from now on, for this reason."""
         self.blocks.note_misses(self.group(namespace, group).number, keys, namespace.key_bytes, reason)
 
+    def reason_of(self, namespace: Namespace, group: int, key: bytes) -> MissReason:
+        """Why a key was not there when it was asked for, as far as is known; it may have been stored since."""
+        counts = self.blocks.count_misses(self.group(namespace, group).number, key, namespace.key_bytes, bytes(1))
+        return _REASONS[counts.index(1)]
+
     def note_requests(self) -> None:
         """Tell the policy and the watchers what was asked for, but by a bench. For when the replies are out."""
         while self._requested:

@@ -23,7 +23,7 @@ enum {
     PAGE = 4096,
 };
 
-/* Classes: what tells keys apart. */
+/* Classes: what tells keys apart. learned.py names them. */
 enum {
     RECOVERED = 0, /* blocks of an earlier daemon whose keys are not known */
     STORED = 1, /* what a store brought that no lookup asked for: what an engine wrote itself */

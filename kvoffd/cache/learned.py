@@ -28,6 +28,7 @@ import numpy.typing as npt
 from kvoffd.cache.block_table import BlockIds, packed
 from kvoffd.cache.policy import REJECTED, Chain, Group, InOrder
 from kvoffd.system.native import native
+from kvoffd_proto.stats import LearnedStats, PolicyClass
 
 UNIT_TOKENS = 512
 """Tokens of a block whose group does not say."""
@@ -40,8 +41,30 @@ _TIME = struct.Struct("=3Q")
 _MAX_COUNT, _MAX_SUM = 1 << 62, 1e30
 """Of a successor's bytes, keys and requests, and of its sums of bytes."""
 
-CLASSES = 77
-"""What tells keys apart: see learned.c."""
+_SEEN = "never", "once", "2 times", "3 times", "4 to 7 times", "8 times or more"
+_PAUSES = "a short pause", "about a lifetime", "2 to 8 lifetimes", "a longer pause"
+_TURNS = "turn 2 or 3", "a later turn"
+_OLD = "up to 512", "up to 1,536", "over 1,536"
+_NEW = *_OLD[:2], "up to 7,680", "over 7,680"
+_TEXT = "up to 512", "up to 1,536", "up to 3,584", "up to 7,680", "up to 15,872", "over 15,872"
+CLASSES = (
+    "of an earlier daemon",
+    "stored without a lookup",
+    "the end of a prompt",
+    *(f"shared, seen {seen} before" for seen in _SEEN),
+    *(
+        f"{kind} text of {turn}, after {pause}, {tokens}{unit} tokens"
+        for kind, unit, texts in (("old", " new", _OLD), ("new", "", _NEW))
+        for pause in _PAUSES
+        for turn in _TURNS
+        for tokens in texts
+    ),
+    *(f"new text behind a shared prefix, {tokens} tokens" for tokens in _TEXT),
+    *(f"first turn, {tokens} tokens" for tokens in _TEXT),
+)
+"""What tells the keys of each class from others, by the class's number in learned.c."""
+
+
 BINS = 17
 """Of ages, for each class."""
 
@@ -60,13 +83,13 @@ class Counts(ctypes.Structure):
     """What follows ``struct known`` in learned.c: [class][age bin]."""
 
     _fields_ = (
-        ("returned", ctypes.c_double * BINS * CLASSES),
-        ("forgotten", ctypes.c_double * BINS * CLASSES),
-        ("accessed", ctypes.c_double * CLASSES),
-        ("hazard", ctypes.c_double * BINS * CLASSES),
-        ("score", ctypes.c_double * BINS * CLASSES),
+        ("returned", ctypes.c_double * BINS * len(CLASSES)),
+        ("forgotten", ctypes.c_double * BINS * len(CLASSES)),
+        ("accessed", ctypes.c_double * len(CLASSES)),
+        ("hazard", ctypes.c_double * BINS * len(CLASSES)),
+        ("score", ctypes.c_double * BINS * len(CLASSES)),
         ("edges", ctypes.c_double * BINS),
-        ("cell_bytes", ctypes.c_uint64 * BINS * CLASSES),
+        ("cell_bytes", ctypes.c_uint64 * BINS * len(CLASSES)),
     )
 
 
@@ -149,6 +172,25 @@ class Learned(InOrder):
     @property
     def nbytes(self) -> int:
         return int(self.known.nbytes)
+
+    def describe(self) -> LearnedStats:
+        known, lifetime = self.known, float(self.known.lifetime)
+        accessed, edges = np.array(self._counts.accessed), np.array(self._counts.edges)
+        left = np.cumprod(1 - np.array(self._counts.hazard)[:, : BINS - 1], axis=1)
+        chances = 1 - left[:, -1]
+        median = np.argmax(1 - left >= chances[:, None] / 2, axis=1)
+        ages = np.where(chances > 0, edges[median + 1] / lifetime, 0.0)
+        scores = np.maximum(0, np.array(self._counts.score).max(axis=1)) * lifetime
+        kept = np.array(self._counts.cell_bytes).sum(axis=1)
+        shares = accessed / max(1.0, accessed.sum())
+        columns = (one.tolist() for one in (shares, chances, ages, kept, scores))
+        classes = [
+            PolicyClass(name, share, chance, age, nbytes, score)
+            for name, share, chance, age, nbytes, score in zip(CLASSES, *columns, strict=True)
+            if share or nbytes
+        ]
+        classes.sort(key=lambda one: one.accessed_share, reverse=True)
+        return LearnedStats(known.requests, known.known_keys, bool(known.as_lru), classes)
 
     def state(self) -> bytes:
         known = self.known

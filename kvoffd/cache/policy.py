@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.block_table import WITH_SLOTS, BlockIds
 from kvoffd.cache.namespace import Namespace
+from kvoffd_proto.stats import LearnedStats
 
 REJECTED = -1.0
 """Score of a key that is not to be stored, whatever space there is."""
@@ -97,6 +98,9 @@ class Policy(Protocol):
     @property
     def nbytes(self) -> int:
         """Memory of what is known."""
+
+    def describe(self) -> LearnedStats:
+        """What was learned."""
 
     def state(self) -> bytes:
         """The statistics, for a successor; empty where there are none."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kvoffd.cache.block_table import BlockIds, packed
 from kvoffd.cache.policy import GHOST_PART, Chain, Group, InOrder
 from kvoffd.system.native import native
+from kvoffd_proto.stats import LearnedStats
 
 ENTRY_BYTES = 50
 """Memory of a block's entry or a ghost's with its places in the index, which is three eighths full or more."""
@@ -76,6 +77,9 @@ class Queues(InOrder):
 
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         return np.ones(len(keys) // group.key_bytes)
+
+    def describe(self) -> LearnedStats:
+        return LearnedStats()
 
     def state(self) -> bytes:
         return b""

@@ -9,7 +9,7 @@ from kvoffd.observe.meters import MINUTE_S
 from kvoffd.system.limits import open_descriptors
 from kvoffd_proto import admin as a
 from kvoffd_proto.cuda import descriptor_limits
-from kvoffd_proto.stats import NO_SPACE_CAUSES, Window
+from kvoffd_proto.stats import NO_SPACE_CAUSES, Window, namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_size, plural
 
 if TYPE_CHECKING:
@@ -65,20 +65,21 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
     if usage.pinned >= PINNED_SHARE * usable_bytes:
         yield (
             "pool_pinned",
-            f"{format_size(usage.pinned)} of {format_size(usable_bytes)} of the pool are pinned: "
-            "stores find no space. `kvoffd-cli clients` says who holds what. Enlarge the "
+            f"{format_size(usage.pinned)} of {format_size(usable_bytes)} of the pool are pinned"
+            f"{_most_pinned(service)}: stores find no space. `kvoffd-cli clients` says who holds what. Enlarge the "
             "pool, or end the sessions that hold blocks and do not load them.",
         )
     if dropped := recent.no_space_keys:
         cause = max(recent.no_space_causes, key=recent.no_space_causes.__getitem__)
-        advice = {
-            "pinned": "`kvoffd-cli clients` says who holds what.",
-            "quota": "`kvoffd-cli namespaces` says which, and `kvoffd-cli namespaces quota` raises it.",
-        }
+        whose, advice = "", "Enlarge the pool."
+        if cause == "pinned":
+            whose, advice = _most_pinned(service), "`kvoffd-cli clients` says who holds what."
+        elif cause == "quota":
+            whose, advice = _full_quota(service), "`kvoffd-cli namespaces quota` raises it."
         yield (
             "stores_without_space",
             f"In the last {over} there was no space for {format_count(dropped)} block{plural(dropped)} that engines "
-            f"offered: {NO_SPACE_CAUSES[cause]}. {advice.get(cause, 'Enlarge the pool.')}",
+            f"offered: {NO_SPACE_CAUSES[cause]}{whose}. {advice}",
         )
     late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
     if late >= LEAST_LATE and late > LATE_SHARE * lookups:
@@ -107,3 +108,21 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
         )
     if service.http_problem:
         yield "http_unavailable", service.http_problem
+
+
+def _full_quota(service: Service) -> str:
+    """The namespace whose quota refused the most, as the middle of a sentence."""
+    one = max(service.cache.namespaces.values(), key=lambda one: one.counters.no_space["quota"], default=None)
+    quota_bytes = None if one is None else service.cache.quotas.get(one.fingerprint)
+    if one is None or quota_bytes is None:  # it was forgotten, or its quota was taken away
+        return ""
+    return f" ({one.label} {namespace_id(one.fingerprint)}, at most {format_size(quota_bytes)})"
+
+
+def _most_pinned(service: Service) -> str:
+    """The session that holds the most, as the middle of a sentence."""
+    found = [
+        (service.cache.leases_of(one.id).nbytes, one.id, one.name or one.role or "new") for one in service.sessions
+    ]
+    nbytes, number, name = max(found, default=(0, 0, ""))
+    return f", {format_size(nbytes)} by session {number} ({name})" if nbytes else ""

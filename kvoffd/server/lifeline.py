@@ -45,11 +45,13 @@ class Connection:
     """One accepted stream. Is its session's Lifeline.
 
     Attributes:
+        leaving: its client said that it leaves.
         session: set once the peer is admitted, before anything is read from it.
     """
 
     def __init__(self, stream: socket.socket, close_descriptor: Callable[[int], None]) -> None:
         self.stream = stream
+        self.leaving = False
         self.session: Session
         self.close_descriptor = close_descriptor
         self._buffer = lifeline.FrameBuffer()
@@ -87,7 +89,7 @@ class Connection:
         if self.stream.send(frame, socket.MSG_NOSIGNAL) != len(frame):
             raise OSError("the peer does not read its lifeline")
 
-    def receive(self) -> list[lifeline.Attach]:
+    def receive(self) -> list[lifeline.FromClient]:
         """The frames that have arrived. Raises EOFError at its end, LifelineError or OSError where it must end."""
         try:
             data, ancillary, flags, _ = self.stream.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
@@ -168,7 +170,7 @@ class LifelineServer:
             poller.register(fd, 0)
         for fd, events in poller.poll(0):
             if events & select.POLLERR:
-                self._end(self._connections[fd], Ending.CLOSED)
+                self._end(self._connections[fd], Ending.GONE)
         overdue = self._service.clock() - HELLO_DEADLINE_S
         for connection in list(self._connections.values()):
             session = connection.session
@@ -221,18 +223,21 @@ class LifelineServer:
         try:
             connection.send(lifeline.Greeting(PROTOCOL_VERSION, service.sessions.epoch, session.id, session.token))
         except OSError:
-            self._end(connection, Ending.CLOSED)
+            self._end(connection, Ending.GONE)
 
     def _readable(self, connection: Connection) -> None:
         try:
             for frame in connection.receive():
-                self._attach(connection, frame.segment_id)
+                if isinstance(frame, lifeline.Leaving):
+                    connection.leaving = True
+                else:
+                    self._attach(connection, frame.segment_id)
         except lifeline.LifelineError as error:
             self._service.count_error(ErrorCode.MALFORMED)
             self._ended.warn("A lifeline was closed: %s", error)
             self._end(connection, Ending.MALFORMED)
         except (EOFError, ConnectionError):
-            self._end(connection, Ending.CLOSED)
+            self._end(connection, Ending.CLOSED if connection.leaving else Ending.GONE)
         except OSError:
             self._end(connection, Ending.FAILED)
         except Exception:

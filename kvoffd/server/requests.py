@@ -7,16 +7,18 @@ import math
 import os
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from kvoffd import __version__
 from kvoffd.cache.namespace import MissReason, Namespace
-from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.handlers import Pending, answers, filled
 from kvoffd.server.memory import EngineMemory
 from kvoffd.server.sessions import Registration, Session
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
-from kvoffd_proto.admin import PageSpec, ShardSpec
+from kvoffd_proto.admin import LoggedRequest, PageSpec, ShardSpec
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import MAX_PAGES, Handle
 from kvoffd_proto.units import printable
@@ -53,8 +55,11 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
         message.request_id,
         session.id,
         __version__,
+        [*service.memory.kinds, "kv_events"],
         filled(m.Limits, config.limits),
         0 if message.role is m.Role.ADMIN else service.sessions.credit_bytes,
+        round(config.limits.lease_ttl_s * 1000),
+        round(config.limits.job_deadline_s * 1000),
     )
 
 
@@ -237,6 +242,22 @@ def report_engine(service: Service, session: Session, message: m.ReportEngine) -
     counters.paused_stores += message.paused_stores
     counters.late_lookups += message.late_lookups
     return m.Done(message.request_id)
+
+
+@answers(m.ReportRequests)
+def report_requests(service: Service, session: Session, message: m.ReportRequests) -> m.Done:
+    """Keep what became of requests, each with the reason why its first missing key was not there."""
+    namespace = session.namespaces[message.namespace]
+    for one in message.requests:
+        namespace.check(one.missing_group, one.missing_key)
+        if len(one.missing_key) > namespace.key_bytes:
+            raise BadKeys("A request has one first missing key at most.")
+    for one in message.requests:
+        if one.missing_key and not one.reason:
+            reason = service.cache.reason_of(namespace, one.missing_group, one.missing_key)
+            one = structs.replace(one, reason=reason.name.lower())
+        session.requests.append(LoggedRequest(session.id, message.namespace, one))
+    return m.Done(message.request_id, len(message.requests))
 
 
 @answers(m.Reset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,6 +17,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.events import CompletionLog
 from kvoffd.server.memory import EngineMemory, Host
 from kvoffd.transfer.plan import GroupLayout
+from kvoffd_proto.admin import LoggedRequest
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.lifeline import routing_id
 from kvoffd_proto.messages import TOKEN_BYTES, Role
@@ -32,6 +33,8 @@ OPERATORS_SESSIONS = 8
 """Sessions beyond max_sessions, which are those of engines: an operator can look when all of these are taken."""
 MAX_DEPARTED = 1024
 """So many routes of clients that left are known: their last messages may come after the end of their lifelines."""
+MAX_LOGGED_REQUESTS = 1000
+"""Of a session: some 300 KB."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class Peer:
 
 class Ending(StrEnum):
     CLOSED = "closed"
-    """Its client closed the lifeline, or has ended."""
+    """Its client said that it leaves."""
+    GONE = "gone"
+    """Its lifeline ended without a word: the process was killed, as vLLM kills its engine at SIGTERM by default."""
     NO_HELLO = "no_hello"
     MALFORMED = "malformed"
     """What came over the lifeline was no message of it."""
@@ -138,6 +143,8 @@ class Session:
     """Of all jobs that hold memory for what they copy."""
     stored_bytes: int = 0
     loaded_bytes: int = 0
+    requests: deque[LoggedRequest] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_REQUESTS))
+    """What became of its engine's latest requests."""
     on_released: Callable[[], None] | None = None
     """What to call once its last copy has ended, where it is over."""
 
@@ -268,7 +275,7 @@ class Sessions:
         writers = sum(bool(session.registrations) for session in self)
         self.credit_bytes = credit_bytes(self._config, self._cache) // max(1, writers)
 
-    def end(self, session: Session, on_released: Callable[[], None], why: Ending = Ending.CLOSED) -> None:
+    def end(self, session: Session, on_released: Callable[[], None], why: Ending = Ending.GONE) -> None:
         """The lifeline has ended: drop what the session held, stop its copies, unmap its memory.
 
         ``on_released`` is called once the last of its copies has ended.
@@ -276,7 +283,7 @@ class Sessions:
         if session.ended:
             return
         del self.by_route[session.route]
-        if why is Ending.CLOSED:
+        if why in (Ending.CLOSED, Ending.GONE):
             self.departed[session.route] = None
             if len(self.departed) > MAX_DEPARTED:
                 self.departed.popitem(last=False)
@@ -290,5 +297,5 @@ class Sessions:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO
             logger.log(level, "Session %d (%s %s) ended: %s.", session.id, session.role, session.name, why)
         of_engine = session.role is not None and session.role is not Role.ADMIN
-        if of_engine or (session.role is None and why not in (Ending.CLOSED, Ending.STOPPING)):
+        if of_engine or (session.role is None and why not in (Ending.CLOSED, Ending.GONE, Ending.STOPPING)):
             self.ended[why.value] += 1

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
@@ -70,6 +71,8 @@ def _replay_file(given: argparse.Namespace) -> None:
         print(f"{given.file} ends in the middle: it is replayed as far as it goes.", file=sys.stderr)
     if trace.missing:
         print(f"{given.file} lacks {trace.missing:,} lines: with them the hit ratios would be others.", file=sys.stderr)
+    if trace.others:
+        print(_unequal(trace), file=sys.stderr)
     block_bytes, uses = _block_bytes(given, trace), uses_of(trace)
     sizes = _sizes(given, trace, block_bytes, uses.distinct)
     results = []
@@ -90,6 +93,16 @@ def _show_progress(text: str) -> None:
     """On a terminal's stderr, in place of what was shown before."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _unequal(trace: Trace) -> str:
+    kinds = ", ".join(
+        f"{tokens} tokens in {format_size(nbytes)} ({100 * part:.1f} %)" for tokens, nbytes, part in trace.others
+    )
+    return (
+        f"Blocks of the trace are of several kinds: {kinds}. All are replayed as if each took their mean, "
+        f"{format_size(trace.block_bytes)}; small ones take more of the simulated pool than of a real one."
+    )
 
 
 def _policies(text: str) -> list[str]:
@@ -169,7 +182,36 @@ def _as_table(trace: Trace, sizes: dict[int, str], results: Results, block_bytes
     for one, best in results:
         percents = f"{one.hit_percent:>8.2f}{one.written_percent:>11.2f}{best:>12.2f}"
         lines.append(f"{sizes[one.blocks]:>{width}}  {one.policy:<12}{percents}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_conclusion(sizes, results)])
+
+
+def _conclusion(sizes: dict[int, str], results: Results) -> list[str]:
+    """What follows for the choice of a policy: at the daemon's own size, and where the policies differ most."""
+    of_sizes = [
+        sorted(group, key=lambda result: -result[0].hit_percent)
+        for _, group in groupby(results, lambda result: result[0].blocks)
+    ]
+
+    def points(group: Results) -> float:
+        return group[0][0].hit_percent - group[-1][0].hit_percent
+
+    found = max(of_sizes, key=points)
+    first, possible = found[0]
+    if len(found) == 1:
+        return []
+    if points(found) < 1:
+        return ["", "For this traffic the policies differ by less than a point."]
+    lines = [""]
+    for group in of_sizes:
+        size = sizes[group[0][0].blocks]
+        if size.endswith("(now)") and group is not found:
+            differ = "less than a point" if points(group) < 1 else f"{points(group):.1f} points"
+            lines.append(f"In a pool of {size} the policies differ by {differ}.")
+    each = ", ".join(f"{one.policy} {one.hit_percent:.1f} %" for one, _ in found)
+    best = [one.policy for one, _ in found if one.hit_percent > first.hit_percent - 1]  # a point less is as good
+    most = f"{' and '.join(best)} {'find' if len(best) > 1 else 'finds'} most"
+    where = f"in a pool of {sizes[first.blocks]}, where they differ most"
+    return [*lines, f"For this traffic {most} {where}: {each}; {possible:.1f} % were possible."]
 
 
 if __name__ == "__main__":

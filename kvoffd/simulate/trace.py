@@ -5,10 +5,10 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, BinaryIO, NamedTuple, cast
+from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 
 from msgspec import DecodeError, Meta, Struct
 from msgspec.json import Decoder
@@ -16,6 +16,8 @@ from msgspec.json import Decoder
 KEY_BYTES = 8
 MOONCAKE_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
+POWERS = [1 << bits for bits in range(4, 13)]
+"""Other tokens of a block that lengths of requests may tell of."""
 MOST_LINE_BYTES = 64 << 20
 """Of a request of three million blocks: no memory is taken for a file that has no lines, or unpacks to none."""
 MOST_ACCESSES = 1 << 26
@@ -33,6 +35,7 @@ class _Line(Struct):
     """What is read of a line."""
 
     hash_ids: list[int]
+    input_length: Any = None
     block_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
     block_bytes: Annotated[int, Meta(ge=0, lt=1 << 53)] = 0
     dropped: Annotated[int, Meta(ge=0)] = 0
@@ -52,6 +55,8 @@ class Trace(NamedTuple):
     """Pool bytes of a block, the mean where they differ; 0 where the trace does not say."""
     cut_off: bool = False
     """Whether the file ends in the middle."""
+    others: Sequence[tuple[int, int, float]] = ()
+    """Tokens, pool bytes and part of all accesses of each kind of blocks, where there are several."""
     missing: int = 0
     """Lines that the recording says it lacks."""
 
@@ -65,7 +70,8 @@ def read_trace(path: Path) -> Trace:
     """Read a trace in Mooncake's format: a line is a JSON object whose ``hash_ids`` are the blocks of a request.
 
     ``kvoffd-cli trace record`` writes that, with more fields, compressed by gzip: client/TRACE.md. Where no line says
-    how many tokens a block has, it has 512, as in Mooncake's. A file that was cut off is read as far as it goes.
+    how many tokens a block has, and the lengths of requests fit a power of two and not 512, it is that. A file that was
+    cut off is read as far as it goes.
 
     Source: https://github.com/kvcache-ai/Mooncake, FAST25-release. Raises BadTrace, OSError.
     """
@@ -73,10 +79,14 @@ def read_trace(path: Path) -> Trace:
     """Blocks by their tokens and bytes, where a line says them."""
     requests: list[bytes] = []
     missing = accesses = 0
+    least, most = 1, 1 << 31
+    """Tokens that a block may have, by the lengths of all requests: the last block of one need not be full."""
+    least_whole, most_whole = 1, 1 << 31
+    """The same where a request has whole blocks alone, and a rest that is in none."""
     cut_off = False
     try:
         for line in _read(_lines(path), path):
-            count = len(line.hash_ids)
+            count, length = len(line.hash_ids), line.input_length
             if (accesses := accesses + 1 + count) > MOST_ACCESSES:
                 why = f"has more than {MOST_ACCESSES:,} requests and blocks of requests, together"
                 raise BadTrace(f"{path} {why}, which are too many to replay; give a part of its lines.")
@@ -84,13 +94,21 @@ def read_trace(path: Path) -> Trace:
             if line.block_tokens is not None or line.block_bytes:
                 tokens = MOONCAKE_TOKENS if line.block_tokens is None else line.block_tokens
                 kinds[tokens, line.block_bytes] += count
+            if count > 1 and type(length) is int:
+                least, most = max(least, -(-length // count)), min(most, (length - 1) // (count - 1))
+                least_whole, most_whole = max(least_whole, length // (count + 1) + 1), min(most_whole, length // count)
             requests.append(b"".join([block.to_bytes(KEY_BYTES, "big") for block in line.hash_ids]))
     except EOFError:
         cut_off = True
-    tokens, _ = max(kinds, key=kinds.__getitem__, default=(MOONCAKE_TOKENS, 0))
+    usual = (MOONCAKE_TOKENS, *POWERS)
+    fitting = [tokens for tokens in usual if least <= tokens <= most]
+    fitting += [tokens for tokens in usual if least_whole <= tokens <= most_whole]
+    tokens, _ = max(kinds, key=kinds.__getitem__, default=((fitting or [MOONCAKE_TOKENS])[0], 0))
     sized = {kind: count for kind, count in kinds.items() if kind[1]}
-    block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, sum(sized.values()))
-    return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, missing)
+    every = sum(sized.values())
+    block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, every)
+    others = [(*kind, count / every) for kind, count in sorted(sized.items())] if len(sized) > 1 else []
+    return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, missing)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -22,6 +22,7 @@ from kvoffd_proto.messages import (
     LayerSpec,
     Reply,
     Request,
+    RequestReport,
     Role,
     Seconds,
     SessionId,
@@ -108,6 +109,26 @@ class SessionsReply(Reply, frozen=True):
 @exchange(ADMIN)
 class Sessions(Request[SessionsReply], frozen=True):
     """Asks for the open sessions."""
+
+
+class LoggedRequest(Wire, frozen=True):
+    """One request of an engine, as it reported it."""
+
+    session_id: SessionId
+    namespace: Fingerprint
+    report: Annotated[RequestReport, doc("What became of it.")]
+
+
+class RequestsReply(Reply, frozen=True):
+    requests: Annotated[list[LoggedRequest], doc("The newest last.")]
+
+
+@exchange(ADMIN)
+class Requests(Request[RequestsReply], frozen=True):
+    """Asks what became of engines' latest requests."""
+
+    name: Annotated[str, doc("Part of the engine's id of a request; empty for all.", max_length=128)] = ""
+    limit: Annotated[int, doc("Most requests in the reply: the newest.", ge=1, le=1000)] = 1000
 
 
 class NamespaceInfo(Wire, frozen=True):

@@ -34,6 +34,11 @@ ERROR_INVALID_HANDLE = 400
 ERROR_TOO_MANY_PEERS = 711
 ERROR_NOT_SUPPORTED = 801
 ERROR_SYSTEM_NOT_READY = 802
+ERROR_MPS_CONNECTION_FAILED = 805
+ERROR_MPS_RPC_FAILURE = 806
+ERROR_MPS_SERVER_NOT_READY = 807
+ERROR_MPS_MAX_CLIENTS_REACHED = 808
+ERROR_MPS_MAX_CONNECTIONS_REACHED = 809
 
 DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
 
@@ -64,6 +69,11 @@ In this order: contained, illegal address, launch timeout, hardware stack error,
 address, invalid address space, invalid pc, launch failed, tensor memory leak, MPS client terminated, external device.
 """
 
+_MPS = (
+    "This process should be a client of MPS but is none: it must run as the user of the MPS server, and see the pipes "
+    "(CUDA_MPS_PIPE_DIRECTORY) and the shared memory of nvidia-cuda-mps-control, in a container too (--ipc=host)."
+)
+_MPS_FULL = "The MPS server has as many clients as it takes; see nvidia-cuda-mps-control."
 _ADVICE = {
     ERROR_DEVICE_UNAVAILABLE: (
         "The GPU may be in a compute mode that lets one process have it (nvidia-smi -q -d COMPUTE), and daemon and "
@@ -73,6 +83,8 @@ _ADVICE = {
         "Where GPUs are joined by NVSwitch, CUDA needs nvidia-fabricmanager: see that service, and start this process "
         "again when it runs."
     ),
+    **dict.fromkeys((ERROR_MPS_CONNECTION_FAILED, ERROR_MPS_RPC_FAILURE, ERROR_MPS_SERVER_NOT_READY), _MPS),
+    **dict.fromkeys((ERROR_MPS_MAX_CLIENTS_REACHED, ERROR_MPS_MAX_CONNECTIONS_REACHED), _MPS_FULL),
 }
 
 _ADVICE_OF_CALL = {

@@ -67,8 +67,17 @@ class MemoryReleased(Wire, frozen=True, tag="memory_released"):
     """
 
 
+class Leaving(Wire, frozen=True, tag="leaving"):
+    """Client to daemon, its last frame: it ends the session of its own accord.
+
+    A lifeline that ends without it is taken for one of a process that ended; that makes a difference to what is
+    counted, and to nothing else.
+    """
+
+
 FromDaemon = Greeting | Refused | Attached | AttachRefused | MemoryReleased
-FrameT = TypeVar("FrameT", FromDaemon, Attach)
+FromClient = Attach | Leaving
+FrameT = TypeVar("FrameT", FromDaemon, FromClient)
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -82,7 +91,7 @@ def routing_id(token: bytes) -> bytes:
     return b"k" + token
 
 
-def encode_frame(message: FromDaemon | Attach) -> bytes:
+def encode_frame(message: FromDaemon | FromClient) -> bytes:
     """Return ``message`` as one length-prefixed frame."""
     body = _encoder.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
@@ -122,4 +131,4 @@ def _decode(decoder: msgspec.msgpack.Decoder[FrameT], sender: str, body: bytes) 
 
 
 decode_from_daemon = partial(_decode, msgspec.msgpack.Decoder[FromDaemon](FromDaemon), "the daemon")
-decode_from_client = partial(_decode, msgspec.msgpack.Decoder(Attach), "a client")
+decode_from_client = partial(_decode, msgspec.msgpack.Decoder[FromClient](FromClient), "a client")

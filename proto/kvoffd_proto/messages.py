@@ -15,7 +15,7 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 15
 """Raised whenever a message, a field or its meaning changes. Both ends must speak the same one; none is negotiated."""
 
 FINGERPRINT_BYTES = 32
@@ -286,6 +286,10 @@ class Limits(Wire, frozen=True):
     max_keys_per_request: Annotated[int, doc("Keys in one request, those of all jobs of a Submit together.", ge=1)]
     max_jobs_per_message: Annotated[int, doc("Stores and loads in one Submit.", ge=1)]
     max_jobs_in_flight: Annotated[int, doc("Unfinished jobs of the session.", ge=1)]
+    max_leases: Annotated[int, doc("Live leases of the session.", ge=1)]
+    max_leased_keys: Annotated[int, doc("Keys under all leases of the session; lookups tell no more ready.", ge=1)]
+    max_registrations: Annotated[int, doc("Registrations of the session.", ge=1)]
+    max_segments: Annotated[int, doc("Attached memory segments of the session.", ge=1)]
 
 
 class JobResult(Wire, frozen=True):
@@ -312,8 +316,11 @@ class Welcome(Reply, frozen=True):
 
     session_id: SessionId
     daemon_version: Annotated[str, doc("Release of the daemon.")]
+    capabilities: Annotated[list[str], doc("Handle kinds and features, e.g. ``memfd``, ``kv_events``.")]
     limits: Annotated[Limits, doc("Limits of this session.")]
     credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding.")]
+    lease_ttl_ms: Annotated[int, doc("Lifetime of a lease, in milliseconds.", ge=1)]
+    job_deadline_ms: Annotated[int, doc("Time after which an unfinished job is failed, in milliseconds.", ge=1)]
 
 
 @exchange(ANY_ROLE)
@@ -458,13 +465,62 @@ class Reset(Request[Done], frozen=True):
 
 @exchange(SCHEDULER)
 class ReportEngine(Request[Done], frozen=True):
-    """Tells how fast an engine computes, and what it left out since its last report."""
+    """Tells how fast an engine computes and loads, and what it left out since its last report."""
 
     namespace: Fingerprint
     prefill_tokens_per_second: Annotated[Speed, doc("Prompt tokens that it computes a second; 0 if not known.")]
+    load_tokens_per_second: Annotated[Speed, doc("Tokens that loads bring it a second; 0 if not known.")]
     skipped_loads: Annotated[int, doc("Loads left out, as computing is faster.", ge=0, le=MAX_REPORTED)] = 0
     paused_stores: Annotated[int, doc("Stores left out, as it had waited too often.", ge=0, le=MAX_REPORTED)] = 0
     late_lookups: Annotated[int, doc("Lookups that it did not wait for.", ge=0, le=MAX_REPORTED)] = 0
+
+
+MAX_REQUEST_REPORTS = 256
+
+
+class RequestReport(Wire, frozen=True):
+    """What became of one request of an engine: why it hit or missed."""
+
+    request: Annotated[str, doc("The engine's id of the request.", max_length=128)]
+    decided_at: Annotated[Seconds, doc("When it was known, in seconds since 1970.")]
+    tokens: Annotated[Count, doc("Tokens of its prompt.")]
+    keys: Annotated[Count, doc("Keys asked for; 0 without an answer, and for less than a block.")]
+    found_pool: Annotated[Count, doc("Of these, keys that the pool had.")]
+    found_disk: Annotated[Count, doc("Keys that a disk had.")]
+    found_shared: Annotated[Count, doc("Keys that a store had which nodes share.")]
+    outcome: Annotated[str, doc("What the engine did, one word: ``Outcome``.", max_length=32)]
+    loaded_tokens: Annotated[Count, doc("Tokens that it loaded.")] = 0
+    missing_group: GroupIndex = 0
+    missing_key: Annotated[bytes, doc("The first key that was missing; empty for none.", max_length=64)] = b""
+    reason: Annotated[str, doc("Why it was missing; empty where the daemon knows better.", max_length=32)] = ""
+    missing_number: Annotated[Count, doc("Which of the keys that it asked for this was, from 1 on; 0 for none.")] = 0
+
+
+class Outcome(StrEnum):
+    """What an engine did with a request."""
+
+    LOADED = "loaded"
+    MISSED = "missed"
+    HELD = "held"
+    """What was found it had itself."""
+    SHORT = "short"
+    """The prompt is shorter than a block."""
+    SKIPPED = "skipped"
+    """Blocks were there, and computing was faster than loading."""
+    LATE = "late"
+    """It did not wait for the answer any longer."""
+    FAILED = "failed"
+    """A load failed, and it computed."""
+    UNUSED = "unused"
+    """Nothing may be looked up for it, or the daemon could not be asked."""
+
+
+@exchange(SCHEDULER)
+class ReportRequests(Request[Done], frozen=True):
+    """Tells what became of requests, for operators: the daemon keeps the last 1,000 of a session."""
+
+    namespace: Fingerprint
+    requests: Annotated[list[RequestReport], doc("In their order.", max_length=MAX_REQUEST_REPORTS)]
 
 
 class GroupBlocks(Wire, frozen=True):

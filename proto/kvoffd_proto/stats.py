@@ -194,6 +194,7 @@ class NamespaceStats(Traffic, frozen=True):
     ready_blocks: Annotated[Count, doc("Blocks of the namespace that can be read.")] = 0
     ready_bytes: Annotated[ByteCount, gauge("Pool bytes of the namespace's readable blocks.")] = 0
     disk_bytes: Annotated[ByteCount, doc("Bytes of the namespace's blocks on this node's disks.")] = 0
+    pending_keys: Annotated[Count, doc("Keys that lookups asked for and that a tier is still reading.")] = 0
     invalidated_blocks: Annotated[Count, doc("Blocks dropped by reset, clear, engine, timeout or checksum.")] = 0
     partial_blocks: Annotated[Count, doc("Blocks dropped because a rank did not store its part within 60 seconds.")] = 0
     quota_bytes: Annotated[ByteCount | None, gauge("Pool bytes that the namespace may have at most.")] = None
@@ -235,6 +236,7 @@ class PoolStats(Part, frozen=True):
     unpinnable_bytes: Annotated[ByteCount, gauge("Bytes that CUDA refused to page-lock: GPUs copy them slowly.")] = 0
     pinning_gpu_bytes: Annotated[ByteCount, doc("Memory of the first GPU that page-locking the pool took.")] = 0
     index_bytes: Annotated[ByteCount, gauge("Memory of what is known of the slots, most of it untouched.")] = 0
+    table_bytes: Annotated[ByteCount, doc("Size of the slot table.")] = 0
     numa_remote_slots: Annotated[Count, doc("Slots so far that are on another NUMA node than their GPU.")] = 0
 
     def of(self, state: str) -> int:
@@ -346,6 +348,8 @@ class TieringStats(Part, frozen=True):
     demoted_blocks: Annotated[Count, counter("Blocks written from the pool to disk.")] = 0
     demoted_bytes: Annotated[ByteCount, doc("Bytes written from the pool to disk.")] = 0
     demotions_waiting: Annotated[Count, doc("Blocks that wait to be written to disk.")] = 0
+    writes_throttled: Annotated[Count, doc("Times that a disk write waited for the daily write budget.")] = 0
+    writes_avoided: Annotated[Count, doc("Blocks not written to a full disk: the policy expected no reuse.")] = 0
     writes_missed: Annotated[Count, counter("Blocks to be written to disk that were evicted before their turn.")] = 0
     write_budget_left_bytes: Annotated[ByteCount | None, gauge("Bytes that disk_write_per_day allows now.")] = None
     write_mode: Annotated[str, doc("Which blocks are written: the setting ``disk_write``.")] = ""
@@ -435,6 +439,32 @@ class SharedStats(Part, frozen=True):
     unshared_namespaces: Annotated[Count, doc("Namespaces that are not shared since an engine reset them.")] = 0
 
 
+# --- what the policy learned -------------------------------------------------------------------------
+
+
+class PolicyClass(Part, frozen=True):
+    """What a learning policy has learned of the keys of one class.
+
+    Ages are in pool lifetimes: the time in which as many bytes are accessed as the pool holds.
+    """
+
+    name: Annotated[str, doc("What tells its keys from others.")] = ""
+    accessed_share: Annotated[float, doc("Its part of the keys that were asked for lately, 0 to 1.")] = 0.0
+    return_chance: Annotated[float, doc("Chance that such a key is asked for again, 0 to 1.")] = 0.0
+    return_age: Annotated[float, doc("Age by which half of those that come back have done so.")] = 0.0
+    pool_bytes: Annotated[ByteCount, doc("Pool bytes of its blocks.")] = 0
+    score: Annotated[float, doc("Most hits to be expected for a block of it in a pool lifetime.")] = 0.0
+
+
+class LearnedStats(Part, frozen=True):
+    """What the policy knows of requests. All is 0 and empty for one that does not learn."""
+
+    requests: Annotated[Count, doc("Requests that it has seen.")] = 0
+    known_keys: Annotated[Count, doc("Keys that it knows, with and without a block.")] = 0
+    as_lru: Annotated[bool, doc("Whether blocks go as with lru for a while, since that had more hits.")] = False
+    classes: Annotated[list[PolicyClass], doc("By their part of what was asked for, the largest first.")] = []
+
+
 # --- the statistics --------------------------------------------------------------------------------
 
 
@@ -469,7 +499,7 @@ class DaemonStats(Part, frozen=True):
     sessions: Annotated[Count, gauge("Sessions of engines that are open.")] = 0
     ended_sessions: Annotated[
         Labelled,
-        counter("Sessions of engines that ended, by reason: closed, by the client or its end; and others.", "reason"),
+        counter("Sessions of engines that ended: closed; gone (killed, as by vLLM at SIGTERM); and others.", "reason"),
     ] = {}
     leases: Annotated[Count, gauge("Leases that engines hold on blocks.")] = 0
     pinned_blocks: Annotated[Count, doc("Blocks under a lease or a copy.")] = 0
@@ -484,6 +514,7 @@ class DaemonStats(Part, frozen=True):
     lookup_seconds: Annotated[Histogram, histogram("Seconds that the daemon spent on each lookup.")] = Histogram()
     loop_blocked_seconds: Annotated[Histogram, histogram("Seconds for which the event loop was blocked.")] = Histogram()
     loop_blocked_max_seconds: Annotated[Seconds, gauge("Longest time for which the event loop was blocked.")] = 0.0
+    shortened_lookups: Annotated[Count, doc("Lookups that found fewer keys, as their session may lease no more.")] = 0
     cancelled_stores: Annotated[Count, doc("Stores cancelled before their copy began: vLLM wanted the blocks.")] = 0
     pool: Annotated[PoolStats, part("The pool.", "pool_")] = PoolStats()
     store: Annotated[CopyStats, part("Copies from engines to the pool.", "copy_", ("direction", "store"))] = CopyStats()
@@ -502,6 +533,8 @@ class DaemonStats(Part, frozen=True):
     curve: Annotated[HitCurve | None, part("What pools of other sizes would have found.", "curve_")] = None
     curve_seen_bytes: Annotated[ByteCount, doc("Bytes of the different blocks asked for, at most ten pools.")] = 0
     ghost_entries: Annotated[Count, doc("Keys without a block that the policy remembers.")] = 0
+    policy_bytes: Annotated[ByteCount, doc("Memory of what the policy knows of keys.")] = 0
+    learned: Annotated[LearnedStats, doc("What the policy learned.")] = LearnedStats()
     settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = []
 
 

@@ -1,4 +1,4 @@
-"""``kvoffd-cli`` lists, exports and imports blocks."""
+"""``kvoffd-cli`` lists, shows, exports and imports blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from kvoffd_client import Block, BlockClient
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import BLOCK_BYTES, EXPORT, IMPORT, KEYS, LABEL, LIST_BLOCKS, Cli, Terminal
+from tests.kit.command import BLOCK_BYTES, EXPORT, IMPORT, KEYS, LABEL, LIST_BLOCKS, SHOW_BLOCK, Cli, Terminal
 from tests.kit.daemon import DaemonProcess
 from tests.kit.open_files import files_of_at_most
 from tests.kit.wire import books, keys
@@ -27,13 +27,18 @@ def module_daemon() -> Iterator[DaemonProcess]:
         yield running
 
 
-def test_blocks_are_listed(engine: FakeEngine, cli: Cli) -> None:
+def test_blocks_are_listed_and_shown(engine: FakeEngine, cli: Cli) -> None:
     status, out, err = cli(*LIST_BLOCKS, *NAMED)
     assert (status, err) == (0, "")
     assert all(key.hex() in out for key in KEYS)
     assert KEYS[0].hex() in cli(*LIST_BLOCKS, *NAMED, "--prefix", KEYS[0].hex()).out
     listed = json.loads(cli(*LIST_BLOCKS, *NAMED, "--json").out)
     assert {block["key"] for block in listed["blocks"]} == {key.hex() for key in KEYS}
+    status, out, _ = cli(*SHOW_BLOCK, KEYS[0].hex(), *NAMED)
+    assert status == 0
+    assert "match their checksums" in out
+    shown = json.loads(cli(*SHOW_BLOCK, KEYS[0].hex(), *NAMED, "--json").out)
+    assert (shown["sound"], len(shown["shards"])) == (True, 1)
 
 
 def test_a_listing_ends_at_its_limit_and_takes_several_prefixes(engine: FakeEngine, cli: Cli) -> None:
@@ -48,7 +53,7 @@ def test_a_listing_ends_at_its_limit_and_takes_several_prefixes(engine: FakeEngi
 
 
 def test_keys_that_a_terminal_cuts_are_said_to_be_cut(shared_daemon: DaemonProcess, engine: FakeEngine) -> None:
-    cut = "Keys are cut to fit here, not in a pipe."
+    cut = "Keys are cut to fit here, not in a pipe; `blocks show` takes their first digits."
     for columns, is_cut in ((80, True), (120, False)):
         command = (*LIST_BLOCKS, *NAMED, "--directory", str(shared_daemon.directory))
         with Terminal(*command, columns=columns) as terminal:
@@ -71,6 +76,11 @@ def test_what_cannot_be_done_is_one_sentence(engine: FakeEngine, cli: Cli, tmp_p
     for arguments, sentence in (
         ((*LIST_BLOCKS, "--namespace", "nobody"), "`kvoffd-cli namespaces` lists them."),
         (LIST_BLOCKS, "Missing option '--namespace'; `kvoffd-cli namespaces` lists them."),
+        ((*SHOW_BLOCK, "ffff", *NAMED), "No key in the pool begins with 'ffff'"),
+        ((*SHOW_BLOCK, "00", *NAMED), "Several keys begin"),
+        ((*SHOW_BLOCK, "zz", *NAMED), "hex digits"),
+        ((*SHOW_BLOCK, "11", *NAMED, "--group", "4"), "no group 4"),
+        ((*IMPORT, str(tmp_path), "--list", "--beside"), "leave --beside away"),
         ((*EXPORT, str(tmp_path / "none" / "file"), *NAMED), "none"),
         ((*IMPORT, str(tmp_path / "none")), "none"),
         ((*IMPORT, str(tmp_path)), str(tmp_path)),
@@ -134,8 +144,8 @@ def test_an_import_does_not_hold_the_file_in_memory(cli: Cli, tmp_path: Path) ->
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(status)"
     )
     with DaemonProcess("64MiB") as small:
-        for words, status in (((*IMPORT, str(file)), 1), ((*LIST_BLOCKS, "--namespace", "large"), 0)):
-            command = [sys.executable, "-c", program, *words, "--directory", str(small.directory)]
+        for more, status in (((), 1), (("--list",), 0)):
+            command = [sys.executable, "-c", program, *IMPORT, str(file), *more, "--directory", str(small.directory)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
             assert done.returncode == status, done.stderr
             *said, last = done.stdout.strip().splitlines()

@@ -22,9 +22,11 @@ COMMANDS = (
     *READING,
     ("health", "--live"),
     ("health", "--ready"),
+    ("top",),
     ("doctor",),
     ("clear", "--all", "--yes"),
     ("scrub",),
+    ("events",),
     ("bench", "lookup"),
     ("bench", "copy"),
     (*LIST_BLOCKS, "--namespace", LABEL),
@@ -52,7 +54,6 @@ def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
         ("top", "--interval", "soon"),
         ("top", "--interval", "1ms"),
         ("--json", "stats"),
-        ("--directory", "/tmp", "blocks", "ls"),
         ("bench",),
         ("bench", "nonsense"),
         ("clear",),
@@ -60,6 +61,8 @@ def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
         LIST_BLOCKS,
     ):
         assert Done(main(arguments), *capsys.readouterr()).sentence, arguments
+    assert main(("--directory", "/tmp", "blocks", "ls")) == 2
+    assert capsys.readouterr().err.endswith("kvoffd-cli blocks ls --directory.\n")
 
 
 # --- what is shown ---------------------------------------------------------------------------------
@@ -74,6 +77,16 @@ def test_what_is_printed_for_programs_is_json(engine: FakeEngine, cli: Cli) -> N
         assert "\x1b" not in out
 
 
+def test_namespaces_that_differ_are_compared(shared_daemon: DaemonProcess, cli: Cli) -> None:
+    with FakeEngine(shared_daemon.directory, "one"), FakeEngine(shared_daemon.directory, "two", page_bytes=4096):
+        out = cli("namespaces").out
+        assert ("one" in out, "two" in out) == (True, True)
+        status, out, _ = cli("namespaces", "diff", "one", "two")
+        assert (status, "4096" in out) == (1, True)
+        assert cli("namespaces", "diff", "one", "one").status == 0
+        assert json.loads(cli("namespaces", "diff", "one", "two", "--json").out)["differences"]
+
+
 def test_what_a_client_made_up_keeps_no_listing_away(shared_daemon: DaemonProcess, cli: Cli) -> None:
     """Descriptions too deep for a parser, and names that would move the cursor."""
     texts = ('{"\\u001b[2J": "\\u001b]0;x\\u0007", "model": "a"}', '{"model": "a", "\\u202e": "\\u009b"}', "[" * 30_000)
@@ -81,8 +94,10 @@ def test_what_a_client_made_up_keeps_no_listing_away(shared_daemon: DaemonProces
         for number, text in enumerate(texts):
             spec = replace(NamespaceSpec.named(f"made up {number}"), description=text)
             assert clients.enter_context(SchedulerClient(shared_daemon.directory, spec)).wait_ready(30.0)
-        for command in ("namespaces", "doctor"):
-            status, out, err = cli(command)
+        commands = [("namespaces", "diff", "made up 0", f"made up {other}") for other in (1, 2)]
+        commands.append(("namespaces",))
+        for command in commands:
+            status, out, err = cli(*command)
             assert (status in (0, 1), err) == (True, ""), command
             assert out.replace("\n", "").isprintable()
         assert len(json.loads(cli("namespaces", "--json").out)["namespaces"]) >= len(texts)

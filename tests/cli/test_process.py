@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import subprocess
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import CLI, DAEMON, DEADLINE_S, Terminal, run_cli, start_cli
+from tests.kit.command import CLI, CLIENTS, DAEMON, DEADLINE_S, WATCH, Terminal, run_cli, start_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 from tests.kit.wire import keys
@@ -51,9 +53,10 @@ def test_a_daemon_that_stands_still_is_one_sentence(daemon: DaemonProcess) -> No
 
 
 def test_a_reader_that_goes_is_no_error(shared_daemon: DaemonProcess) -> None:
-    with start_cli("stats", "--directory", str(shared_daemon.directory)) as process:
+    with start_cli(*WATCH, "--directory", str(shared_daemon.directory)) as process:
         assert process.stdout is not None
         assert process.stderr is not None
+        process.stdout.readline()
         process.stdout.close()
         assert process.wait(DEADLINE_S) == 0
         assert process.stderr.read() == ""
@@ -81,7 +84,7 @@ def test_any_terminal_and_locale_will_do(shared_daemon: DaemonProcess) -> None:
     where = ("--directory", str(shared_daemon.directory))
     with FakeEngine(shared_daemon.directory, "Qwen-\N{GREEK SMALL LETTER ALPHA}\x1b[2J") as engine:
         assert engine.store(keys(1), [0]).ok
-        for command in (("stats",), ("clients",), ("namespaces",)):
+        for command in (("stats",), CLIENTS, ("namespaces",)):
             with Terminal(*command, *where, columns=20, LC_ALL="C", NO_COLOR="1") as terminal:
                 assert terminal.end() == 0, terminal.seen
             assert "Traceback" not in terminal.seen
@@ -102,6 +105,74 @@ def test_a_terminal_that_tells_no_width_will_do(tmp_path: Path) -> None:
         assert terminal.seen.startswith("kvoffd-cli: "), terminal.seen
 
 
+# --- what goes on until Ctrl-C ---------------------------------------------------------------------
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def store_until_heard(engine: FakeEngine, process: subprocess.Popen[str]) -> str:
+    """Store pairs of new keys until ``process`` prints a line: a subscription takes a while to arrive."""
+    assert process.stdout is not None
+    deadline = time.monotonic() + DEADLINE_S
+    number = 0
+    while time.monotonic() < deadline:
+        if select.select([process.stdout], [], [], 0.1)[0]:
+            return process.stdout.readline()
+        number += 2
+        assert engine.store(keys(number, number + 1), [0, 1]).ok
+    raise AssertionError("no event came")
+
+
+def test_events_are_printed_as_they_happen(shared_daemon: DaemonProcess) -> None:
+    where = ("--directory", str(shared_daemon.directory))
+    with start_cli("events", *where) as human, start_cli("events", "--json", *where) as machine:
+        with FakeEngine(shared_daemon.directory, "tiny") as engine:
+            line = store_until_heard(engine, human)
+            found = json.loads(store_until_heard(engine, machine))
+        for process in (human, machine):
+            process.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE_S) == 130
+            assert process.stderr is not None
+            assert process.stderr.read() == "", "Ctrl-C is quiet"
+    assert all(word in line for word in ("tiny", "stored", "2 blocks"))
+    assert found["label"] == "tiny"
+    (event,) = found["events"]
+    assert event["type"] == "stored"
+    first, second = (int(key, 16) for key in event["block_hashes"])
+    assert second == first + 1
+
+
+def test_events_say_when_the_daemon_goes_and_is_back(daemon: DaemonProcess) -> None:
+    with start_cli("events", "--directory", str(daemon.directory)) as process:
+        with FakeEngine(daemon.directory, "tiny") as engine:
+            assert "tiny" in store_until_heard(engine, process)
+        daemon.kill()
+        assert process.stderr is not None
+        for state in ("went away.", "is back;"):
+            assert f"The kvoffd daemon in {daemon.directory} {state}" in process.stderr.readline()
+            if state == "went away.":
+                daemon.start()
+        with FakeEngine(daemon.directory, "tiny") as engine:
+            assert "tiny" in store_until_heard(engine, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 130
+
+
+def test_a_watch_waits_for_a_daemon_that_restarts(daemon: DaemonProcess) -> None:
+    """One sample a line; the daemon's own clock begins anew."""
+    with start_cli(*WATCH, "--json", "--directory", str(daemon.directory)) as process:
+        pids = {json.loads(first_line(process))["pid"] for _ in range(3)}
+        assert pids == {daemon.pid}
+        daemon.kill()
+        daemon.start()
+        wait_until(lambda: json.loads(first_line(process))["pid"] == daemon.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 130
+
+
 # --- what asks -------------------------------------------------------------------------------------
 
 
@@ -119,10 +190,6 @@ def test_clear_asks_and_takes_no_for_an_answer(shared_daemon: DaemonProcess) -> 
             assert engine.lookup(keys(1)) == left
             engine.release()
         assert engine.store(keys(1), [0]).ok
-        with Terminal("clear", "tiny", *where) as terminal:
-            terminal.read_until(lambda seen: "[y/N]" in seen)
-            assert terminal.interrupt() == 130
-            assert "Traceback" not in terminal.seen
         done = run_cli("clear", "--all", *where)
         assert_one_sentence(done)
         assert "--yes" in done.stderr, "where nobody can answer nothing is dropped"

@@ -1,4 +1,4 @@
-"""``kvoffd-cli clients`` and ``namespaces``: nothing is lost on 80 columns, and help is short."""
+"""``kvoffd-cli clients``, ``namespaces`` and ``events``: nothing is lost on 80 columns, and their help is short."""
 
 from __future__ import annotations
 
@@ -22,31 +22,41 @@ def test_nothing_is_lost_on_80_columns(shared_daemon: DaemonProcess) -> None:
     with FakeEngine(shared_daemon.directory, LONG) as first, FakeEngine(shared_daemon.directory, "tiny") as second:
         assert first.store(keys(1), [0]).ok
         found = [one.namespace.fingerprint.hex()[:12] for one in (first, second)]
-        for command in (("clients",), ("namespaces",)):
+        for command in (("clients",), ("clients", "--all"), ("namespaces",)):
             wide = run_cli(*command, *where).stdout
             with Terminal(*command, *where, NO_COLOR="1") as terminal:
                 assert terminal.end() == 0
             seen = re.sub(r"\x1b\[[0-9;]*m", "", terminal.seen)
             assert max(map(len, seen.splitlines())) <= 80, command
             assert "…" not in seen
-            assert sorted("".join(seen.split())) == sorted("".join(wide.split())), "the same, on more lines"
+            if command == ("clients",):  # with labels where there is room
+                for one in (first, second):
+                    digits = one.namespace.fingerprint.hex()[:12]
+                    assert f"{one.namespace.label} ({digits})" in wide
+                    wide = wide.replace(f"{one.namespace.label} ({digits})", digits)
+            if "--all" in command:  # each time it is idle for another time
+                assert all(title in seen.split() for title in wide.splitlines()[0].split())
+            else:
+                assert sorted("".join(seen.split())) == sorted("".join(wide.split())), "the same, on more lines"
             assert all(fingerprint in wide for fingerprint in found)
 
 
-def test_sessions_have_a_row_each_and_the_command_none(shared_daemon: DaemonProcess, cli: Cli) -> None:
+def test_engines_have_a_row_each_and_the_command_none(shared_daemon: DaemonProcess, cli: Cli) -> None:
     with FakeEngine(shared_daemon.directory, "one") as engine, FakeEngine(shared_daemon.directory, "one"):
         assert engine.store(keys(1, 2), [0, 1]).ok
         assert engine.lookup(keys(1)) == 1
         assert engine.load(keys(1), [2]).ok
-        sessions = json.loads(cli("clients", "--json").out)["sessions"]
-        assert sorted(one["role"] for one in sessions) == ["scheduler", "scheduler", "worker", "worker"]
-        workers = [one for one in sessions if one["role"] == "worker"]
-        moved = [(one["stored_bytes"], one["loaded_bytes"]) for one in workers]
+        rows = json.loads(cli("clients", "--json").out)["engines"]
+        assert [(row["schedulers"], row["workers"]) for row in rows] == [(1, 1), (1, 1)], "of one name, and two engines"
+        moved = [(row["stored_bytes"], row["loaded_bytes"]) for row in rows]
         assert sorted(moved) == [(0, 0), (2 * BLOCK_BYTES, BLOCK_BYTES)]
         assert "with 2 engines" in cli("doctor").out
-        assert engine.namespace.fingerprint.hex() in workers[0]["namespaces"]
-        assert (workers[0]["pid"], workers[0]["registered_bytes"]) == (os.getpid(), 512 * BLOCK_BYTES)
-        assert "admin" not in cli("clients").out
+        assert engine.namespace.fingerprint.hex() in rows[0]["namespaces"]
+        sessions = json.loads(cli("clients", "--all", "--json").out)["sessions"]
+        assert {one["role"] for one in sessions} == {"scheduler", "worker"}
+        worker = next(one for one in sessions if one["role"] == "worker")
+        assert (worker["pid"], worker["registered_bytes"]) == (os.getpid(), 512 * BLOCK_BYTES)
+        assert "admin" not in cli("clients", "--all").out
     assert cli("clients").out == "No engine is connected.\n"
 
 
@@ -62,9 +72,9 @@ def test_a_quota_that_limits_nothing_says_so_and_one_below_a_block_is_refused(en
     assert cli("namespaces", "quota", "tiny", "--max", "none").out.endswith(": no quota.\n")
 
 
-COMMANDS = ("", "top", "stats", "health", "doctor", "clients", "clear", "scrub")
-GROUPS = {"namespaces": ("quota",), "trace": ("record", "replay"), "bench": ("lookup", "copy")}
-GROUPS["blocks"] = ("ls", "export", "import")
+COMMANDS = ("", "top", "stats", "health", "doctor", "clients", "clear", "scrub", "events")
+GROUPS = {"namespaces": ("diff", "quota"), "trace": ("record", "replay"), "bench": ("lookup", "copy")}
+GROUPS["blocks"] = ("ls", "show", "export", "import")
 
 
 def test_help_names_every_command_and_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from tests.kit.wire import keys
 LABEL = "meta-llama/Llama-3.1-405B-Instruct"
 TOKENS = 16
 POOL_BLOCKS = 128
-SECTIONS = ((), ("--misses",), ("namespaces",), ("tiers",), ("settings",))
+SECTIONS = ((), ("--misses",), ("pool",), ("namespaces",), ("tiers",), ("policy",), ("settings",))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from kvoffd_client.testing import FakeEngine
 from tests.cli.tmux import PROMPT, Tmux
 from tests.kit.closing import Starting
-from tests.kit.command import CLI, LABEL, run_cli
+from tests.kit.command import CLI, LABEL, start_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
@@ -62,25 +62,36 @@ def row(screen: str, name: str) -> list[str]:
 def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> None:
     with Load(daemon), Tmux(80, 24) as terminal:
         terminal.run(CLI, "top", "--interval", "200ms", "--directory", str(daemon.directory))
-        terminal.wait_for("3 tiers", LABEL, "MiB")
+        terminal.wait_for("4 policy", LABEL, "MiB")
         screen = terminal.screen()
         lines = screen.rstrip("\n").splitlines()
         assert len(lines) == 24
         assert max(map(len, lines)) <= 80
         assert "OK" in lines[0]
-        assert lines[-1].startswith("1 all  2 clients  3 tiers  q quit")
+        assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy  s sort: tok/s  p pause  h help  q quit")
         wait_until(lambda: row(terminal.screen(), "now")[2].isdecimal())
         assert row(screen, LABEL)[-1] in ("-", "stored")
 
         for key, words in (
-            ("2", ("registered", "fake engine", "worker 0")),
+            ("2", ("registered", "fake engine", "workers")),
             ("3", ("There is no disk and no shared store",)),
-            ("1", ("Pool [",)),
+            ("4", ("Policy learned", "come back")),
+            ("?", ("the hash of one block",)),
+            ("h", ("Pool [",)),
         ):
             terminal.type(key)
             terminal.wait_for(*words)
+        terminal.type("s")
+        terminal.wait_for("s sort: size")
+
+        terminal.type("p")
+        paused = terminal.wait_for("PAUSED").splitlines()[0]
+        assert terminal.screen().splitlines()[0] == paused
+        terminal.type("p")
+        terminal.wait_for("4 policy", without="PAUSED")
+
         head = terminal.screen().splitlines()[0]
-        wait_until(lambda: terminal.screen().splitlines()[0] != head)  # a sample for this view: it has no sessions
+        wait_until(lambda: terminal.screen().splitlines()[0] != head)  # a sample for this view: it has no engines
         before = row(terminal.screen(), "now")
         daemon.kill()
         wait_until(lambda: "has ended; start it again." in " ".join(terminal.screen().split()), explain=terminal.screen)
@@ -102,7 +113,7 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         terminal.resize(60, 12)
         wait_until(lambda: len(terminal.screen().rstrip("\n").splitlines()) == 12)
         terminal.type("q")
-        terminal.wait_for(PROMPT.strip(), without="3 tiers")
+        terminal.wait_for(PROMPT.strip(), without="4 policy")
         terminal.run("echo", "status is here")
         terminal.wait_for("status is here")
         terminal.run("stty", "-a")
@@ -114,7 +125,7 @@ def test_signals_leave_the_terminal_as_it_was(daemon: DaemonProcess) -> None:
     with Tmux() as terminal:
 
         def assert_restored() -> None:
-            terminal.wait_for(PROMPT.strip(), without="3 tiers")
+            terminal.wait_for(PROMPT.strip(), without="4 policy")
             terminal.run("stty", "-a")
             seen = terminal.wait_for("echonl")
             assert not {"-icanon", "-echo"} & set(seen.split()), seen
@@ -123,22 +134,24 @@ def test_signals_leave_the_terminal_as_it_was(daemon: DaemonProcess) -> None:
 
         top = shlex.join((CLI, "top", "--directory", str(daemon.directory)))
         terminal.type(f"{top} & fg", "Enter")
-        terminal.wait_for("3 tiers")
+        terminal.wait_for("4 policy")
+        terminal.type("p")
+        terminal.wait_for("PAUSED")
         for _ in range(2):
             terminal.type("C-z")
             terminal.wait_for("Stopped")
             assert_restored()
             terminal.run("fg")
-            terminal.wait_for("3 tiers")
+            terminal.wait_for("4 policy", "PAUSED")
             terminal.type("2")
-            terminal.wait_for("No engine is connected.")
+            terminal.wait_for("No answer so far.")
             terminal.type("1")
             terminal.wait_for("No namespace")
         terminal.type("q")
         assert_restored()
         for name in ("TERM", "HUP"):
             terminal.run("sh", "-c", f"(sleep 2; kill -{name} $$) & exec {top}")
-            terminal.wait_for("3 tiers")
+            terminal.wait_for("4 policy")
             assert_restored()
 
 
@@ -162,16 +175,26 @@ def test_without_a_daemon_it_says_so_and_leaves_the_screen_alone(daemon: DaemonP
         terminal.wait_for("'1ms' is too short")
 
 
-def test_without_a_terminal_it_names_the_command_for_a_pipe(daemon: DaemonProcess) -> None:
-    done = run_cli("top", "--directory", str(daemon.directory))
-    assert (done.returncode, "`kvoffd-cli stats` prints one page." in done.stderr) == (2, True)
+def test_into_a_pipe_it_writes_a_page_every_interval(daemon: DaemonProcess) -> None:
+    process = start_cli("top", "--interval", "100ms", "--directory", str(daemon.directory))
+    try:
+        assert process.stdout is not None
+        pages = 0
+        while pages < 3:
+            line = process.stdout.readline()
+            assert line, "it ended"
+            assert "\x1b" not in line
+            pages += line.startswith("Pool ")
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_another_node_over_http() -> None:
     address = f"127.0.0.1:{free_port()}"
     with DaemonProcess(POOL, http_address=address) as daemon, Load(daemon), Tmux() as terminal:
         terminal.run(CLI, "top", "--interval", "200ms", "--url", f"http://{address}")
-        terminal.wait_for(LABEL, "3 tiers")
+        terminal.wait_for(LABEL, "4 policy")
         terminal.type("2")
         terminal.wait_for("HTTP has statistics alone")
         terminal.type("1")

@@ -42,14 +42,14 @@ def test_every_case_has_a_floor_of_the_same_run_and_a_bench_is_in_no_sum(run: Ru
         wait_until(lambda: not admin.stats().namespaces)
         stats = admin.stats()
         assert (stats.pool.of("free"), stats.errors) == (stats.pool.size_bytes, {})
-        assert stats.ghost_entries == 0
+        assert (stats.learned.requests, stats.learned.classes) == (0, [])
         for part in (stats.last_minute, stats.since_start):
             assert (part.asked_keys, part.stored_bytes, part.lookups) == (0, 0, 0)
         assert stats.lookup_seconds.count == 0
         assert stats.curve is None or not stats.curve.asked_tokens
         with FakeEngine(daemon.directory, "model") as engine:  # an engine's requests do
             engine.lookup([bytes(32)])
-            wait_until(lambda: admin.stats().ghost_entries == 1)
+            wait_until(lambda: admin.stats().learned.requests == 1)
 
 
 def test_a_policy_that_knows_better_blocks_does_not_evict_those_of_a_bench(run: Run) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_client.cli import main
+from kvoffd_client.cli.doctor import read_engine, swapped_bytes
 from kvoffd_client.testing import EngineResult, FakeEngine
 from kvoffd_proto.errors import ErrorCode
+from tests.kit.closing import ServerThread, ThreadsServer
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
@@ -87,7 +92,7 @@ def test_a_healthy_busy_daemon_pays_off_and_has_no_findings(doctor: Doctor) -> N
                 assert doctor(daemon) == {}
                 assert "99 lookups so far, and 100 are needed" in doctor.report["verdict"][1]
             engine.serve(chain(number % 20, 30))
-        engine.scheduler.report(2000.0, 0, 0)
+        engine.scheduler.report(2000.0, 500_000.0, 0, 0)
         wait_until(lambda: not doctor(daemon) and doctor.report["value"]["saved_seconds"] > 0)
         assert (doctor.status, doctor.report["healthy"], doctor.report["paying_off"]) == (0, True, True)
         value = doctor.report["value"]
@@ -109,7 +114,7 @@ def test_engines_that_do_not_share_and_what_a_rollout_left_behind(doctor: Doctor
             found = doctor(daemon)
             assert set(found) == {"not_shared"}
             assert found["not_shared"].endswith("differ: PYTHONHASHSEED differs.")
-            assert all(one in found["not_shared"] for one in ids)
+            assert sorted(doctor.fix("not_shared").split()[-2:]) == sorted(ids)
             seeded.serve(chain("x", 8))
         wait_until(lambda: set(doctor(daemon)) == {"left_behind"})
         assert doctor.fix("left_behind") == f"kvoffd-cli clear {ids[1]}"
@@ -143,6 +148,71 @@ def test_the_self_test_compares_bytes_and_leaves_nothing(doctor: Doctor, monkeyp
     with DaemonProcess("4MiB") as daemon:
         doctor(daemon, "--self-test")
         assert "set pool_size to 12MiB or more" in doctor.report["self_test"]["problem"]
+
+
+class Metrics(BaseHTTPRequestHandler):
+    """What vLLM's /metrics say."""
+
+    text: Mapping[str, str] = {}
+
+    def do_GET(self) -> None:
+        body = self.text.get(self.path)
+        self.send_response(200 if body is not None else 404)
+        self.end_headers()
+        self.wfile.write((body or "").encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def metrics(**values: float) -> str:
+    lines = []
+    for name, value in values.items():
+        lines += [f"# TYPE vllm:{name} {'counter' if name.endswith('_total') else 'gauge'}"]
+        lines += [f'vllm:{name}{{model_name="llama",engine="{rank}"}} {value / 2}' for rank in (0, 1)]
+    return "\n".join(lines) + "\n"
+
+
+def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DaemonProcess(POOL) as daemon, Engine(daemon) as engine, ServerThread(ThreadsServer(Metrics)) as server:
+        for number in range(40):
+            engine.serve(chain(number % 4, 8))
+        url = f"http://127.0.0.1:{server.port}"
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # an engine is asked without it
+        hits = engine.loaded * TOKENS
+
+        def checks(text: str) -> set[str]:
+            monkeypatch.setattr(Metrics, "text", {"/metrics": text})
+            return set(doctor(daemon, "--engine", url))
+
+        assert checks("") == {"engine_without"}
+        assert checks(metrics(kvoffd_connected=0, prompt_tokens_total=9)) == {"engine_away"}
+        counted = {"kvoffd_connected": 2, "external_prefix_cache_queries_total": 2 * hits, "kvoffd_lookups_total": 300}
+        assert checks(metrics(**counted, external_prefix_cache_hits_total=hits)) == set()
+        assert checks(metrics(**counted, external_prefix_cache_hits_total=0)) == {"hits_disagree"}
+        more = metrics(**counted, external_prefix_cache_hits_total=2 * hits)
+        assert checks(more) == {"hits_disagree"}
+        began = "# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "
+        assert checks(f"{more}{began}{time.time()}\n") == {"hits_disagree"}
+        assert checks(f"{more}{began}{time.time() - 3600}\n") == set(), "it may have counted them with another daemon"
+        late = metrics(**counted, external_prefix_cache_hits_total=hits, kvoffd_late_lookups_total=30)
+        assert checks(late) == {"engine_late"}
+        assert checks("this is {no metric") == {"engine_unreachable"}
+        monkeypatch.setattr(Metrics, "text", {})
+        assert "answers 404" in doctor(daemon, "--engine", f"{url}/metrics")["engine_unreachable"]
+    assert "does not answer" in read_engine(url).problem
+    monkeypatch.setattr("kvoffd_client.cli.doctor.open_admin", None)
+    assert main(["doctor", "--engine", "file:///etc/passwd"]) == 2
+
+
+def test_what_is_swapped_is_looked_at_where_anything_is(tmp_path: Path) -> None:
+    """The kernel walks all of a pool to count what of it is swapped."""
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "smaps_rollup").write_text("00400000-7ffc [rollup]\nRss: 9000 kB\nSwap: 512 kB\n")
+    for free, swapped in (("1024 kB", 512 << 10), ("2048 kB", 0)):
+        (tmp_path / "meminfo").write_text(f"MemTotal: 67108864 kB\nSwapTotal: 2048 kB\nSwapFree: {free}\n")
+        assert swapped_bytes(tmp_path / "7") == swapped
+    assert swapped_bytes(tmp_path / "8" / "8") == 0
 
 
 def test_as_a_command() -> None:

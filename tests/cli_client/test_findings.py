@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import structs
 
 from kvoffd_client.cli.doctor import report_of
-from kvoffd_client.cli.findings import KINDS, Facts, find, judge_value
+from kvoffd_client.cli.findings import KINDS, EngineMetrics, Facts, find, judge_value
 from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import GroupSpec, Role
@@ -23,6 +23,7 @@ from kvoffd_proto.stats import (
     NamespaceStats,
     PoolStats,
     Problem,
+    SettingInfo,
     TieringStats,
     Window,
 )
@@ -67,6 +68,12 @@ def session(number: int, role: Role, age_s: float = 3600.0) -> SessionInfo:
     return SessionInfo(number, role, "m", "vllm", 7, 0, age_s, 1.0, 0, 0, 0, 0, 0, [bytes([1]) * 32])
 
 
+DECLINED = Window(seconds=3600.0, **traffic(misses={"rejected": 900, "evicted": 100, "unknown": 3000}))
+ENGINE = EngineMetrics({
+    "vllm:kvoffd_connected": 1, "vllm:kvoffd_lookups_total": 1000, "vllm:external_prefix_cache_hits_total": 80_000,
+    "vllm:external_prefix_cache_queries_total": 160_000, "vllm:prompt_tokens_total": 160_000,
+})  # fmt: skip
+SETTINGS = {"pool_file": "", "pool_size": "20GiB", "disk": "", "disk_deadline": "5s"}
 STATS = DaemonStats(
     version="0.2.0",
     policy="learned",
@@ -83,9 +90,10 @@ STATS = DaemonStats(
     curve=curve(),
     curve_seen_bytes=16 * GIB,
     loop_blocked_seconds=Histogram({"0.001": 9900, "0.01": 10_000, "+Inf": 10_000}, 5.0),
+    settings=[SettingInfo(name, value) for name, value in SETTINGS.items()],
 )
 ENGINES = [session(1, Role.SCHEDULER), session(2, Role.WORKER)]
-BUSY = Facts(STATS, [info()], ENGINES)
+BUSY = Facts(STATS, [info()], ENGINES, {"http://engine:8000": ENGINE}, 0, "advise")
 DISK = DiskStats(
     "/mnt/nvme0", True, "serving", size_bytes=500 * GIB, used_bytes=100 * GIB, physical_bytes=100 * GIB, blocks=50_000,
     oldest_seconds=90_000.0, read_bytes=10 * GIB, written_bytes=20 * GIB,
@@ -108,8 +116,18 @@ def space(**changes: Any) -> Facts:
     })  # fmt: skip
 
 
-def with_disk(**changes: Any) -> Facts:
-    return facts({"disks": [structs.replace(DISK, **changes)], "tiers": TieringStats(write_mode="always")})
+def engine(**changes: float) -> Facts:
+    named = {f"vllm:{name}": value for name, value in changes.items()}
+    return facts(engines={"http://engine:8000": EngineMetrics({**ENGINE.metrics, **named})})
+
+
+def with_disk(free_bytes: int | None = None, **changes: Any) -> Facts:
+    disk = structs.replace(DISK, **changes)
+    tiers = TieringStats(write_mode="always")
+    return facts(
+        {"disks": [disk], "tiers": tiers},
+        disks_free_bytes={"/mnt/nvme0": free_bytes} if free_bytes else {},
+    )
 
 
 HALF = structs.replace(info(2, "llama"), sessions=0)
@@ -119,16 +137,24 @@ CASES: dict[str, Facts] = {
     "failed_stores": facts({"store": CopyStats(jobs=1000, failed_jobs=50)}),
     "failed_loads": facts({"load": CopyStats(jobs=1000, failed_jobs=50)}),
     "loop_blocked": facts({"loop_blocked_seconds": Histogram({"0.01": 900, "0.1": 1000, "+Inf": 1000}, 9.0)}),
-    "no_engine": facts(sessions=[], namespaces=[]),
+    "no_engine": facts(sessions=[], namespaces=[], engines={}),
     "partial_blocks": space(partial_blocks=4000),
     "workers_missing": facts(sessions=[session(1, Role.SCHEDULER)]),
     "lookups_late": space(late_lookups=200),
+    "swapped": facts(swapped_bytes=GIB),
+    "huge_pages": facts(huge_pages="never"),
     "unpinnable": facts({"pool": structs.replace(STATS.pool, unpinnable_bytes=GIB)}),
+    "numa": facts({"pool": structs.replace(STATS.pool, numa_remote_slots=4000)}),
+    "disk_space": with_disk(300 * GIB),
+    "disk_too_small": with_disk(
+        used_bytes=450 * GIB, physical_bytes=500 * GIB, evicted_blocks=9, written_bytes=1000 * GIB, read_bytes=200 * GIB
+    ),
     "tier_late": space(misses={"tier_late": 500, "unknown": 3500}, found_keys={"pool": 4000, "disk": 2000}),
     "disk_writes": with_disk(written_bytes=600 * GIB),
     "not_shared": facts(namespaces=[info(1), info(2, "llama", tokens_per_hash=64)]),
     "left_behind": facts(namespaces=[HALF, info(1, tokens_per_hash=64)]),
     "pool_too_small": facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}),
+    "lru_is_better": facts({"curve": curve(FLAT, 55), "last_hour": DECLINED}),
     "thrash": space(**EVICTED),
     "pool_too_large": facts({"curve_seen_bytes": GIB}),
     "starving": facts(
@@ -137,6 +163,11 @@ CASES: dict[str, Facts] = {
             "curve": curve(asked=2_000_000),
         }
     ),
+    "engine_unreachable": facts(engines={"http://engine:8000": EngineMetrics(problem="It does not answer.")}),
+    "engine_without": facts(engines={"http://engine:8000": EngineMetrics({"vllm:num_requests_running": 1.0})}),
+    "engine_away": engine(kvoffd_connected=0),
+    "engine_late": engine(kvoffd_late_lookups_total=120),
+    "hits_disagree": engine(external_prefix_cache_hits_total=0),
 }  # fmt: skip
 
 
@@ -152,6 +183,13 @@ def test_each_finding_is_brought_about_and_alone() -> None:
         assert one.fix
         assert "{" not in one.fix.replace('{"kv_connector"', ""), check
         assert report_of(given).status == {"error": 2, "warning": 1, "info": 0}[one.level]
+
+
+def test_of_two_findings_about_one_disk_it_is_said_which_comes_first() -> None:
+    small = with_disk(used_bytes=450 * GIB, physical_bytes=500 * GIB, evicted_blocks=9, written_bytes=1000 * GIB)
+    writes, space = find(small)
+    assert (writes.check, space.check) == ("disk_writes", "disk_too_small")
+    assert "First give it more space (see disk_too_small)" in writes.evidence
 
 
 def test_a_quota_that_is_used_is_no_reason_for_a_larger_pool() -> None:
@@ -185,6 +223,14 @@ def test_every_other_error_and_warning_comes_before_what_is_only_worth_knowing()
     )
     down = facts({"ready": False, "health_problems": [Problem("stopping", "The daemon is stopping.")]})
     assert report_of(down).status == 2
+
+
+def test_an_engine_without_a_prompt_is_not_away() -> None:
+    """Before its first one vLLM does not say that it is connected."""
+    fresh = EngineMetrics({"vllm:kvoffd_connected": 0})
+    assert find(facts(engines={"http://engine:8000": fresh})) == []
+    found = find(facts(engines={"http://engine:8000": fresh}, sessions=[]))
+    assert [one.check for one in found] == ["engine_away"]
 
 
 def test_the_verdict_on_what_it_brought() -> None:
@@ -228,18 +274,37 @@ def test_sizes() -> None:
     assert found.level == "info", "a disk has the rest"
     little = facts({"curve": curve(RISING, 34), "curve_seen_bytes": 200 * GIB})
     assert find(little)[0].level == "info", "two points are worth a sentence"
-    (worse,) = find(facts({"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB}))
-    assert worse.evidence.startswith(
+    worse = find(facts({"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB, "last_hour": DECLINED}))
+    assert [(one.check, one.weight) for one in worse] == [("pool_too_small", 0.1), ("lru_is_better", 0.07)]
+    assert worse[0].evidence.startswith(
         "With lru requests would find 26.0 % of their tokens in a pool of 20.0 GiB, and 36.0 %"
+    )
+    assert worse[1].evidence == (
+        "Requests found 19.0 % of their tokens in the pool with the policy learned. With lru it would have been 26.0 % "
+        "(estimated)."
     )
     learned_is_better = facts({"curve": curve(RISING, 40), "curve_seen_bytes": 200 * GIB})
     assert find(learned_is_better) == []
 
 
+def test_lru_is_better_is_said_only_where_the_policy_is_the_cause_and_for_long() -> None:
+    less = {"curve": curve(FLAT, 55), "last_hour": DECLINED}
+    assert [one.check for one in find(facts(less))] == ["lru_is_better"]
+    hour = Window(seconds=3600.0, **traffic(misses={"invalidated": 400, "unknown": 3500, "rejected": 100}))
+    for other in (
+        {"policy": "lru"},
+        {"uptime_seconds": 3599.0},
+        {"curve": curve(FLAT, 58.1)},
+        {"last_hour": hour},
+        {"namespaces": [counted(quota_bytes=GIB)]},
+    ):
+        assert "lru_is_better" not in {one.check for one in find(facts({**less, **other}))}, other
+
+
 def test_what_a_rollout_left_behind_is_named_with_what_differs() -> None:
     (beside,) = find(facts(namespaces=[info(1), info(2, "llama", hash_probe="7b" * 32)]))
     assert "differ: PYTHONHASHSEED differs." in beside.evidence
-    assert "010101010101 and 020202020202 differ" in beside.evidence
+    assert beside.fix == "kvoffd-cli namespaces diff 010101010101 020202020202"
     salted = facts(namespaces=[info(1, salt="a"), info(2, "llama", salt="b")])
     assert find(salted) == [], "that is what a salt is for"
     empty = facts(namespaces=[structs.replace(HALF, ready_bytes=0), info(1, tokens_per_hash=64)])

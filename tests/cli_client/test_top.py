@@ -10,17 +10,19 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from kvoffd_client.cli import PLAIN
-from kvoffd_client.cli.top import VIEWS, History, Reading, Screen
-from kvoffd_proto.admin import HealthLevel, SessionInfo
-from kvoffd_proto.messages import Role
+from kvoffd_client.cli.show import Engine
+from kvoffd_client.cli.top import SORTS, VIEWS, History, Reading, Screen
+from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.stats import (
     CopyStats,
     DaemonStats,
     DiskStats,
     Histogram,
     HitCurve,
+    LearnedStats,
     Lifetime,
     NamespaceStats,
+    PolicyClass,
     PoolStats,
     Problem,
     SharedServer,
@@ -71,11 +73,6 @@ def stats(at: int, names: tuple[str, ...] = ("llama", "qwen"), uptime_s: float |
     )
 
 
-def session(number: int, name: str, namespace: bytes) -> SessionInfo:
-    counts = {"pinned_bytes": GIB, "stored_bytes": GIB, "loaded_bytes": 2 * GIB}
-    return SessionInfo(number, Role.WORKER, name, "", 7, 0, 9.0, 1.0, 0, 0, 1, 8 * GIB, 0, [namespace], **counts)
-
-
 def drawn(screen: Screen, width: int = 80, height: int = 24) -> list[str]:
     console = Console(file=StringIO(), width=width, height=height, force_terminal=True, legacy_windows=False)
     lines = ["".join(part.text for part in line) for line in console.render_lines(screen.page(console))]
@@ -119,7 +116,7 @@ def test_the_screen(screen: Screen) -> None:
     assert [line.split()[0] for line in names] == ["qwen", "llama"], "by tokens, the most first"
     assert names[0].split()[4:] == ["1,600", "200", "50.0", "%", "40.0", "%", "evicted"]
     assert any(line.startswith("! disk_hangs: A call") for line in lines)
-    assert lines[-1].startswith("1 all  2 clients  3 tiers  q quit")
+    assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy")
 
 
 def test_quotas_leave_room_for_names_and_blocks_may_have_no_count_of_tokens(screen: Screen) -> None:
@@ -141,7 +138,7 @@ def test_quotas_leave_room_for_names_and_blocks_may_have_no_count_of_tokens(scre
     assert next(line for line in lines if line.startswith("now")).split()[1] == "-"
     assert not [line for line in lines if "copy jobs failed" in line], "doctor does not mind so few"
     screen.reading = Reading(structs.replace(stats(1), store=CopyStats(jobs=100, failed_jobs=20)))
-    assert "! 20 copy jobs failed since the start: see `kvoffd-cli doctor`" in drawn(screen, height=40)
+    assert "! 20 copy jobs failed since the start: see `kvoffd-cli doctor --all`" in drawn(screen, height=40)
 
 
 def test_now_is_of_the_last_seconds_and_the_samples_are_bounded() -> None:
@@ -163,10 +160,14 @@ def test_now_is_of_the_last_seconds_and_the_samples_are_bounded() -> None:
 
 
 def test_every_view_fits_every_screen(screen: Screen) -> None:
-    screen.away = "No answer since 14:05:23: There is no kvoffd daemon."
-    sessions = [session(number, f"vllm:7 llama worker {number}", bytes([number]) * 32) for number in range(1, 51)]
-    screen.reading = Reading(stats(10, tuple(f"model-{number}" * 9 for number in range(50))), sessions)
-    for screen.view in VIEWS:
+    screen.paused, screen.away = True, "No answer since 14:05:23: There is no kvoffd daemon."
+    classes = [PolicyClass(f"class {number}", 0.1, 0.5, 0.3, GIB, 1.5) for number in range(50)]
+    engines = [Engine(f"engine {number}", [bytes([number]) * 32], ["llama"], 1, 2, [7]) for number in range(50)]
+    shown = structs.replace(
+        stats(10, tuple(f"model-{number}" * 9 for number in range(50))), learned=LearnedStats(9, 9, classes=classes)
+    )
+    screen.reading = Reading(shown, engines)
+    for screen.view in (*VIEWS, "help"):
         for width, height in ((80, 24), (120, 40), (40, 10), (20, 4), (8, 2), (1, 1), (200, 60)):
             marks = {mark for line in drawn(screen, width, height) for mark in line if not mark.isascii()}
             assert marks <= PLAIN.keys(), "each has a plain form for a locale without it"
@@ -191,19 +192,35 @@ def test_other_views(screen: Screen) -> None:
     screen.reading = Reading(stats(1), [])
     assert "No engine is connected." in drawn(screen)
     fingerprint = bytes.fromhex("000000000001") + bytes(26)
-    screen.reading = Reading(stats(1), [session(3, "vllm 7", fingerprint)])
-    assert " ".join(drawn(screen)[3].split()) == "3 vllm 7 000000000001 7 1.00 GiB 2.00 GiB 1.00 GiB 8.00 GiB"
+    engine = Engine("vllm 7", [fingerprint], ["tiny"], 1, 4, [7], 12, GIB, 3, 8 * GIB, GIB, 2 * GIB)
+    screen.reading = Reading(stats(1), [engine])
+    assert " ".join(drawn(screen)[3].split()) == "vllm 7 000000000001 4 7 1.00 GiB 2.00 GiB 1.00 GiB 8.00 GiB"
+    assert drawn(screen, 120)[3].startswith("vllm 7  tiny (000000000001)  "), "there is room for the label"
     screen.view = "tiers"
     text = "\n".join(drawn(screen))
     assert "  corrupt 2: blocks read back were not as they were written: a bad drive" in text
     assert "  server valkey-1: cannot be used: Refused." in text
     screen.reading = Reading(structs.replace(stats(1), disks=[], shared=[], tiers=None))
     assert any(line.startswith("There is no disk and no shared store") for line in drawn(screen))
+    screen.view = "policy"
+    screen.reading = Reading(structs.replace(stats(1), policy="lru"))
+    assert "It does not learn." in drawn(screen)
+    screen.reading = Reading(stats(1))
+    assert "It has seen too little to have learned anything." in drawn(screen)
+    classes = [PolicyClass("old turn 4", 0.5, 0.8, 0.3, 2 * GIB, 1.25)]
+    learned = LearnedStats(9, 30_000, classes=classes)
+    screen.reading = Reading(structs.replace(stats(1), learned=learned))
+    lines = drawn(screen)
+    assert "That is little: what follows are first estimates, and will change." in lines
+    text = " ".join(map(str.strip, lines))
+    assert "It rests on 9 requests, about 0.0044 lifetimes. In a lifetime as much" in text
+    assert "50.0 % old turn 4 about 80.0 % come back, most later than was seen so far; 2.00 GiB in the pool" in text
 
 
 def test_an_empty_daemon_and_one_that_was_there_before() -> None:
     empty = Screen(1.0, Reading(DaemonStats()))
     empty.history.add(DaemonStats())
-    assert "No namespace: no engine has connected so far." in drawn(empty)
+    for empty.sort in SORTS:
+        assert "No namespace: no engine has connected so far." in drawn(empty)
     empty.reading = Reading(structs.replace(stats(1), lifetime=Lifetime(1.0, 10**9, 7200.0)))
     assert "Saved   prefill 3.00 s, 2,400 tokens loaded; 2 h in all" in drawn(empty)

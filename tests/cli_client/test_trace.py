@@ -117,9 +117,11 @@ def test_a_bad_path_and_a_full_disk_are_said_in_a_sentence(tmp_path: Path, capsy
             assert os.strerror(errno.ENOSPC) in refused(str(full), "--duration", "0.1s")
         assert not full.exists()
         # What failed holds up nobody.
-        words = ["trace", "record", str(tmp_path / "new"), "--duration", "0.1s", "--directory", str(daemon.directory)]
+        words = ["trace", "record", str(tmp_path / "new"), "--max-size", "1B", "--directory", str(daemon.directory)]
         assert main(words) == 0
-        assert capsys.readouterr().out.startswith("0 requests for 0 blocks in ")
+        out = capsys.readouterr().out
+        assert out.startswith("0 requests for 0 blocks in ")
+        assert out.endswith("is large enough (--max-size).\n")
 
 
 def test_a_record_of_nothing_leaves_no_file(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from kvoffd_client.testing import FakeEngine, running_daemon
 from tests.kit.daemon import DaemonProcess
 
 PAGE = Path(kvoffd_client.__file__).parents[1] / "ENGINE.md"
+pytest_plugins = ["kvoffd_client.fixtures"]
 
 
 def test_the_lines_of_the_page_run(shared_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    program, whole_engine = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    program, whole_engine, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert f"A test runs these {sum(bool(line) for line in program.splitlines())} lines." in PAGE.read_text()
     exec(compile(program, str(PAGE), "exec"), {"directory": shared_daemon.directory})  # noqa: S102 - the page is ours
     assert capsys.readouterr().out == "Job 1 copied 16384 bytes.\n"
@@ -39,6 +40,11 @@ def test_lists_become_bytes_and_bytes_are_asked_for(shared_daemon: DaemonProcess
 def test_a_result_says_how_it_ended() -> None:
     assert JobResult(3, True, 8192, 0.1).sentence == "Job 3 copied 8192 bytes."
     assert JobResult(3, False, 0, 0.1, ErrorCode.NO_ROOM).sentence.startswith("Job 3 failed: The pool has no space")
+
+
+def test_the_fixture_is_a_daemon(kvoffd_directory: Path) -> None:
+    with FakeEngine(kvoffd_directory) as engine:
+        assert engine.store([b"k" * 32], [0]).ok
 
 
 def test_a_daemon_of_a_test_ends_with_it_and_says_why_it_does_not_start() -> None:

@@ -31,7 +31,7 @@ from tests.kit.submitted import jobs_in
 
 SPEC = NamespaceSpec.named("paper")
 OPTIONS = ClientOptions()
-LIMITS = m.Limits(100_000, 5000, 1000, 10)
+LIMITS = m.Limits(100_000, 5000, 1000, 10, 100, 10_000, 4, 64)
 EPOCH, SESSION_ID = 77, 5
 KEYS = [m.GroupKeys(0, b"k" * 64)]
 TRANSFER = [GroupTransfer(0, b"k" * 64, bytes(8))]
@@ -102,7 +102,7 @@ def greet(session: SchedulerClient | WorkerClient, now: float, epoch: int = EPOC
 
 def welcome(session: SchedulerClient | WorkerClient, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
     hello = link.last(m.Hello)
-    session.on_reply(m.Welcome(hello.request_id, SESSION_ID, "1", LIMITS, 1000), now)
+    session.on_reply(m.Welcome(hello.request_id, SESSION_ID, "1", ["memfd"], LIMITS, 1000, 600_000, 30_000), now)
     session.on_reply(m.NamespaceOpened(link.last(m.OpenNamespace).request_id, True), now)
 
 
@@ -234,7 +234,7 @@ def test_a_wrong_answer_in_the_handshake_ends_it(new_scheduler: SchedulerClient,
     greet(new_scheduler, 0.0)
     if step == "namespace":
         hello = link.last(m.Hello)
-        new_scheduler.on_reply(m.Welcome(hello.request_id, SESSION_ID, "1", LIMITS, 0), 0.0)
+        new_scheduler.on_reply(m.Welcome(hello.request_id, SESSION_ID, "1", [], LIMITS, 0, 1000, 1000), 0.0)
     new_scheduler.on_reply(m.Done(link.sent[-1].request_id), 0.0)
     assert not link.is_open
     assert "Done" in (new_scheduler.problem or "")

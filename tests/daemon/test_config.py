@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,13 +36,12 @@ def refused(*arguments: str, **variables: str) -> str:
     return ended.stderr
 
 
-def shown(*arguments: str, **variables: str) -> dict[str, tuple[object, str]]:
-    """Settings by name, each with its value as the file has it, and its source."""
-    ended = kvoffd("config", *arguments, **variables)
+def shown(*arguments: str, **variables: str) -> dict[str, dict[str, object]]:
+    """Settings by name, each with value, text and source."""
+    ended = kvoffd("config", "--json", *arguments, **variables)
     assert ended.returncode == 0, ended.stderr
-    lines = [line for line in ended.stdout.splitlines() if line[:1] not in ("", "#")]
-    values, sources = tomllib.loads(ended.stdout), [line.rpartition("  # ")[2] for line in lines]
-    return {name: (value, source) for (name, value), source in zip(values.items(), sources, strict=True)}
+    found: dict[str, dict[str, object]] = json.loads(ended.stdout)
+    return found
 
 
 @pytest.fixture
@@ -55,12 +53,13 @@ def test_config_flags_go_over_variables_over_the_file(file: Path) -> None:
     file.write_text('pool_size = "1GiB"\nlog_level = "error"\ndisk_deadline = 12.5\nallowed_uids = [1000, 0, 1000]\n')
     given = {"KVOFFD_POOL_SIZE": "2GiB", "KVOFFD_LOG_LEVEL": "warning", "KVOFFD_CONFIG": "/nowhere"}
     found = shown("--config", str(file), "--pool-size", "1.5GiB", **given)
-    assert found["pool_size"] == ("1536MiB", "flag --pool-size")
-    assert found["log_level"] == ("warning", "variable KVOFFD_LOG_LEVEL")
-    assert found["disk_deadline"] == ("12500ms", f"file {file}")
-    assert found["allowed_uids"] == ("0,1000", f"file {file}")
-    assert found["verify_share"][1] == "default"
-    assert shown(KVOFFD_CONFIG=str(file))["pool_size"][1] == f"file {file}"
+    assert found["pool_size"] == {"value": 3 << 29, "text": "1536MiB", "source": "flag --pool-size"}
+    assert (found["log_level"]["value"], found["log_level"]["source"]) == ("warning", "variable KVOFFD_LOG_LEVEL")
+    assert (found["disk_deadline"]["value"], found["disk_deadline"]["source"]) == (12.5, f"file {file}")
+    assert found["allowed_uids"]["text"] == "0,1000"
+    assert found["verify_share"]["source"] == "default"
+    by_variable = shown(KVOFFD_CONFIG=str(file))
+    assert by_variable["pool_size"]["source"] == f"file {file}"
 
 
 def test_config_prints_a_file_that_gives_the_same(file: Path) -> None:
@@ -78,14 +77,14 @@ def test_config_prints_a_file_that_gives_the_same(file: Path) -> None:
     assert re.search('^pool_size = "65MiB" +# flag --pool-size$', settings, re.MULTILINE)
     file.write_text(printed)
     asked, read = shown(*arguments), shown("--config", str(file))
-    assert {name: value for name, (value, _) in read.items()} == {name: value for name, (value, _) in asked.items()}
+    assert {name: one["value"] for name, one in read.items()} == {name: one["value"] for name, one in asked.items()}
     assert set(read) == set(re.findall("^([a-z_]+) = ", settings, re.MULTILINE))
 
 
 def test_config_defaults_can_be_given_by_every_source(file: Path) -> None:
     """What ``config`` shows of each setting that has a value is read back from flags, variables and a file."""
     defaults = shown()
-    texts = {name: str(value) for name, (value, _) in defaults.items() if value != ""}
+    texts = {name: str(one["text"]) for name, one in defaults.items() if one["text"] != ""}
     file.write_text("".join(f"{name} = {json.dumps(text)}\n" for name, text in texts.items()))
     for source, found in (
         ("flag ", shown(*[f"--{name.replace('_', '-')}={text}" for name, text in texts.items()])),
@@ -93,8 +92,8 @@ def test_config_defaults_can_be_given_by_every_source(file: Path) -> None:
         ("file ", shown("--config", str(file))),
     ):
         for name in texts:
-            assert found[name][0] == defaults[name][0], name
-            assert found[name][1].startswith(source), name
+            assert found[name]["value"] == defaults[name]["value"], name
+            assert str(found[name]["source"]).startswith(source), name
 
 
 def test_config_refusals_name_setting_value_and_source(file: Path) -> None:
@@ -126,6 +125,16 @@ def test_config_refusals_name_setting_value_and_source(file: Path) -> None:
         assert str(file) in sentence
 
 
+def test_config_a_setting_of_the_release_before_is_refused_with_what_to_do(file: Path) -> None:
+    file.write_text('event_address = "127.0.0.1:5557"\n')
+    for sentence in (
+        refused("serve", "--config", str(file)),
+        refused("serve", "--event-address=127.0.0.1:5557"),
+        refused("serve", KVOFFD_EVENT_ADDRESS="127.0.0.1:5557"),
+    ):
+        assert "point routers at the engines" in sentence
+
+
 def test_config_a_file_that_is_wrong_is_refused(file: Path, tmp_path: Path) -> None:
     for content, part in (
         (b"pool_size = ", str(file)),
@@ -148,6 +157,7 @@ def test_config_what_is_unknown_is_refused_with_the_likely_one() -> None:
         (["serve", "--pool-size"], "--pool-size"),
         (["serve", "--unknown"], "--unknown"),
         (["config", "surplus"], "surplus"),
+        (["config", "--jsn"], "did you mean --json?"),
         (["--verson"], "did you mean --version?"),
         (["server"], "'server'"),
     ):
@@ -166,7 +176,7 @@ def test_config_variables_of_a_kubernetes_service_are_ignored() -> None:
         "KVOFFD_PORT_9464_TCP_ADDR": "10.0.0.1",
         "KVOFFD_METRICS_PORT_9464_TCP_PROTO": "tcp",
     }
-    assert {source for _, source in shown(**given).values()} == {"default"}
+    assert {one["source"] for one in shown(**given).values()} == {"default"}
 
 
 def test_help_shows_every_setting_and_stands_a_percent_sign() -> None:
@@ -183,8 +193,8 @@ def test_help_shows_every_setting_and_stands_a_percent_sign() -> None:
     assert re.fullmatch(r"kvoffd \d\S+\n", kvoffd("--version").stdout)
 
 
-def test_config_help_imports_nothing_heavy() -> None:
-    imported = re.findall(r"\| +([a-z_]+)", process("serve", "--help", options=("-X", "importtime")).stderr)
+def test_config_imports_nothing_heavy() -> None:
+    imported = re.findall(r"\| +([a-z_]+)", process("config", "--json", options=("-X", "importtime")).stderr)
     assert "kvoffd" in imported
     heavy = {"asyncio", "msgspec", "numpy", "prometheus_client", "rich", "torch", "typer", "uvloop", "zmq"}
     assert heavy & set(imported) == set()

@@ -5,12 +5,35 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 from tests.kit.wire import WireClient, attach_frame, books
+
+ENGINE = """
+import sys, time
+from kvoffd_client.testing import FakeEngine
+with FakeEngine(sys.argv[1]):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+UNCLOSED = """
+import multiprocessing, sys
+from kvoffd_client.testing import FakeEngine
+def make(name):
+    global engine
+    engine = FakeEngine(sys.argv[1], name)
+make("parent")
+child = multiprocessing.get_context("fork").Process(target=make, args=["child"])
+child.start()
+child.join()
+"""
+"""Two engines that are never closed, and whose processes end in good order."""
 
 
 def test_ended_sessions_are_counted_by_reason() -> None:
@@ -20,13 +43,19 @@ def test_ended_sessions_are_counted_by_reason() -> None:
             return books(daemon.directory).ended_sessions
 
         assert ended() == {}
-        with FakeEngine(daemon.directory):
-            pass
-        wait_until(lambda: ended() == {"closed": 2}, explain=ended)
+        subprocess.run([sys.executable, "-c", UNCLOSED, str(daemon.directory)], check=True)
+        wait_until(lambda: ended() == {"closed": 4}, explain=ended)
+        engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(daemon.directory)], stdout=subprocess.PIPE)
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == b"ready\n"
+        engine.send_signal(signal.SIGKILL)
+        engine.wait()
+        engine.stdout.close()
+        wait_until(lambda: ended() == {"closed": 4, "gone": 2}, explain=ended)
         with WireClient(daemon.directory, None) as client:
             client.send_lifeline(bytes(100))
-            wait_until(lambda: ended() == {"closed": 2, "malformed": 1}, explain=ended)
-        assert "ended: closed." in daemon.log
+            wait_until(lambda: ended() == {"closed": 4, "gone": 2, "malformed": 1}, explain=ended)
+        assert "ended: gone." in daemon.log
 
 
 def test_ended_sessions_with_much_unread_at_both_ends() -> None:
@@ -36,7 +65,7 @@ def test_ended_sessions_with_much_unread_at_both_ends() -> None:
         assert select.select([client.stream], [], [], 30.0)[0]  # the answer, which stays unread
         daemon.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, daemon.pid, os.WSTOPPED | os.WNOWAIT)
-        client.send_lifeline(attach_frame(2)[:3])
+        client.leave(200)
         client.close_lifeline()
         daemon.process.send_signal(signal.SIGCONT)
         wait_until(lambda: not books(daemon.directory).sessions)

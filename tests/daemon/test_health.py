@@ -56,11 +56,12 @@ def test_health_a_pool_that_one_lease_pins_is_degraded() -> None:
         wait_until(lambda: admin.health().level == "degraded")
         (cause,) = admin.health().causes
         assert cause.reason == "pool_pinned"
-        assert "12.0 MiB of " in cause.sentence
+        assert "12.0 MiB by session" in cause.sentence
+        assert "(fake engine scheduler)" in cause.sentence
         assert engine.store(keys(1000), [0]).error is ErrorCode.NO_ROOM
         assert reasons() == ["pool_pinned", "stores_without_space"]
         assert (
-            "no space for 1 block that engines offered: leases and copies pinned the pool."
+            "no space for 1 block that engines offered: leases and copies pinned the pool, "
             in (admin.health().problems[1])
         )
         assert books(daemon.directory).problems == {"pool_pinned": 1, "stores_without_space": 1}
@@ -101,7 +102,7 @@ def test_health_many_late_lookups_are_degraded_until_they_are_few() -> None:
             before = admin.stats().since_start.late_lookups
             for _ in range(lookups):
                 engine.lookup(keys(1))
-            engine.scheduler.report(0.0, 0, 0, late)
+            engine.scheduler.report(0.0, 0.0, 0, 0, late)
             wait_until(lambda: admin.stats().since_start.late_lookups == before + late)
             return [cause.reason for cause in admin.health().causes]
 

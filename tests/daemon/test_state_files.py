@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from pathlib import Path
 
+from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from tests.kit.command import command
 from tests.kit.daemon import DaemonProcess
@@ -36,10 +36,10 @@ def use(daemon: DaemonProcess) -> None:
         assert engine.lookup(keys(1, 4, 5, 6)) == 1
 
 
-def learned_requests(file: Path) -> int:
-    """Requests that what the policy knew is made of: after the policy's name, two words and two numbers."""
-    (requests,) = struct.unpack_from("=Q", file.read_bytes(), len(b"learned\n") + 2 * 4 + 2 * 8)
-    return int(requests)
+def learned_requests(daemon: DaemonProcess) -> int:
+    """Requests that what the policy knows is made of."""
+    with AdminClient(daemon.directory) as admin:
+        return admin.stats().learned.requests
 
 
 # --- quotas of namespaces --------------------------------------------------------------------------
@@ -68,20 +68,21 @@ def test_policy_of_the_next_daemon_knows_what_was_learned(pool_file: Path, tmp_p
     Path(f"{file}.new").symlink_to(other)
     with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="learned") as daemon:
         use(daemon)
-        assert daemon.stop() == 0
-        known = learned_requests(file)
+        known = learned_requests(daemon)
         assert known
+        assert daemon.stop() == 0
         assert file.read_bytes().startswith(b"learned\n")
         assert file.stat().st_mode & 0o777 == 0o600
         assert not file.is_symlink()
         assert other.read_bytes() == b"mine"
         daemon.start()
+        assert learned_requests(daemon) == known
         assert "is of no use" not in daemon.log
         daemon.stop()
-        assert learned_requests(file) == known
         file.unlink()
         file.symlink_to(other)
         daemon.start()
+        assert learned_requests(daemon) == 0
         assert "is of no use" in daemon.log
         assert other.read_bytes() == b"mine"
 
@@ -108,6 +109,7 @@ def test_state_files_of_no_use_are_logged_and_left_out(pool_file: Path) -> None:
                 else:
                     os.mkfifo(file)
             daemon.start()
+            assert learned_requests(daemon) == 0
             assert namespace(daemon, "demo").quota_bytes is None
             for file in (policy, state):
                 pattern = f"{re.escape(str(file))}[ ,].*of no use"

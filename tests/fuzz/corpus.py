@@ -44,6 +44,6 @@ def made_up(structs: Iterable[type[Struct]], encode: Callable[[typing.Any], byte
 
 
 def _frames() -> list[bytes]:
-    frames = [*typing.get_args(lifeline.FromDaemon), lifeline.Attach]
+    frames = [*typing.get_args(lifeline.FromDaemon), *typing.get_args(lifeline.FromClient)]
     encoded = made_up(frames, lifeline.encode_frame)
     return [*encoded, b"".join(encoded)]

@@ -30,13 +30,15 @@ BIN = Path(sys.executable).parent
 CLI, DAEMON = str(BIN / "kvoffd-cli"), str(BIN / "kvoffd")
 DEADLINE_S = 60.0
 
-LIST_BLOCKS = ("blocks", "ls")
+CLIENTS = ("clients", "--all")
+LIST_BLOCKS, SHOW_BLOCK = ("blocks", "ls"), ("blocks", "show")
 EXPORT, IMPORT = ("blocks", "export"), ("blocks", "import")
+WATCH = ("top", "--interval", "100ms")
 LABEL = "tiny"
 KEYS = keys(*range(1, 9))
 BLOCK_BYTES = 4 * 16384
 """What the engine of the command line's tests has stored."""
-READING = (("stats",), ("health",), ("clients",), ("namespaces",))
+READING = (("stats",), ("health",), CLIENTS, ("namespaces",))
 """Commands that show something and change nothing."""
 
 

@@ -26,7 +26,7 @@ from tests.kit.submitted import jobs_in
 from .closing import Starting
 from .waiting import DEADLINE_S
 
-LIMITS = m.Limits(1 << 20, 65536, 1024, 1000)
+LIMITS = m.Limits(1 << 20, 65536, 1024, 1000, 1000, 1 << 20, 4, 64)
 Answer = m.AnyReply | bytes | None
 """A reply, raw bytes to send instead of one, or silence."""
 
@@ -272,7 +272,8 @@ class FakeDaemon(Starting):
         match request:
             case m.Hello():
                 peer.role = request.role
-                return m.Welcome(*head, peer.session_id, "fake", LIMITS, 1 << 20)
+                said = "fake", ["memfd", "kv_events"], LIMITS, 1 << 20, 600_000, 30_000
+                return m.Welcome(*head, peer.session_id, *said)
             case m.OpenNamespace():
                 return m.NamespaceOpened(*head, True)
             case m.Register():

@@ -306,6 +306,10 @@ class WireClient(Closing):
         """Send bytes over the lifeline as they are."""
         socket.send_fds(self.stream, [data], list(fds)) if fds else self.stream.sendall(data)
 
+    def leave(self, times: int = 1) -> None:
+        """Say that the session ends."""
+        self.send_lifeline(lifeline.encode_frame(lifeline.Leaving()) * times)
+
     def close_lifeline(self) -> None:
         """End the session; its request socket stays connected."""
         self.stream.close()
@@ -425,7 +429,7 @@ class WireClient(Closing):
 
     def report(self, skipped_loads: int, namespace: bytes = NAMESPACE) -> None:
         """Report what an engine counted."""
-        self.ask(m.ReportEngine, namespace, 1.0, skipped_loads)
+        self.ask(m.ReportEngine, namespace, 1.0, 1.0, skipped_loads)
 
     def reset(self, namespace: bytes = NAMESPACE) -> int:
         """Drop every block of a namespace; how many there were."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -97,7 +98,17 @@ def test_it_prints_a_table_with_the_sizes_as_given_(tmp_path: Path, capsys: pyte
     assert lines[0] == "small: 4 requests, 12 blocks of 512 tokens and 2.00 MiB"
     assert [line.split()[:2] for line in lines[2:6]] == [[s, p] for s in ("4MiB", "6MiB") for p in ("lru", "learned")]
     assert lines[4].split() == ["6MiB", "lru", "75.00", "25.00", "75.00"]
-    assert len(lines) == 6
+    assert lines[6:] == ["", "For this traffic the policies differ by less than a point."]
+    assert main([str(file), "--policy", "lru", "--blocks", "2"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3, "one policy needs no choice"
+    cycle = write(tmp_path / "cycle.jsonl", [[1], [2], [3]] * 50)
+    assert main([str(cycle), "--policy", "lru,learned", "--blocks", "2"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    found = r"learned [\d.]+ %, lru 0.0 %; [\d.]+ % were possible"
+    most = "For this traffic learned finds most in a pool of 2 blocks, where they differ most"
+    assert re.fullmatch(rf"{most}: {found}.", last)
+    assert main([str(cycle), "--policy", "lru,learned", "--block-size", "1MiB", "--pool", str(3 << 20)]) == 0
+    assert "In a pool of 3.00 MiB (now) the policies differ by less than a point.\n" in capsys.readouterr().out
 
 
 def test_without_sizes_it_takes_parts_of_all_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +156,27 @@ def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path: Path, capsys: pytes
             said = capsys.readouterr().err.replace(str(tmp_path), "")
             assert len(said) < 160
             assert ("zstd -d" in said) == content.startswith(b"\x28")
+
+
+def test_tokens_of_a_block_are_computed_from_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    cases: tuple[tuple[list[tuple[object, int]], int], ...] = (
+        ([(640, 10), (65, 2), (1, 1)], 64),
+        ([(5120, 10), (513, 2)], 512),
+        ([(9, 1)], 512),  # any would do
+        ([(640, 10), (6400, 10)], 512),  # none fits
+        ([("x", 3)], 512),  # no length
+        ([(4100, 4), (3071, 2), (7000, 6)], 1024),
+        ([(40, 2), (63, 3)], 16),
+    )
+    for lengths, tokens in cases:
+        lines = [json.dumps({"input_length": length, "hash_ids": [*range(count)]}) + "\n" for length, count in lengths]
+        file.write_text("".join(lines))
+        with case(lengths):
+            assert read_trace(file).tokens_per_block == tokens
+            with file.open("a") as more:
+                more.write('{"hash_ids": [1], "block_tokens": 32}\n')
+            assert read_trace(file).tokens_per_block == 32
 
 
 def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path) -> None:
@@ -203,6 +235,8 @@ def test_a_trace_with_bytes_of_blocks_needs_no_block_size(tmp_path: Path, capsys
     assert main([str(file), "--policy", "lru", "--size", "18KiB"]) == 0
     found = capsys.readouterr()
     told = found.out.splitlines()
+    assert "16 tokens in 4.00 KiB (50.0 %), 16 tokens in 8.00 KiB (50.0 %)" in found.err
+    assert "as if each took their mean, 6.00 KiB" in found.err
     assert told[0] == "asked: 3 requests, 9 blocks of 16 tokens and 6.00 KiB"
     assert told[2].split()[:3] == ["18KiB", "lru", "66.67"]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.server.traffic import pending_keys
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.tiering import ANSWER_S, MOST_KEYS, READ_AGAIN_S, Level, last_window
 from kvoffd.tiers.tier import Block, Result, TierStats
@@ -17,13 +18,6 @@ from tests.kit.tiering_harness import TieringHarness
 
 QUIET = TieringSettings(mode=WriteMode.NEVER)
 ALWAYS = TieringSettings(mode=WriteMode.ALWAYS)
-
-
-def pending_keys(namespace: Namespace) -> int:
-    """Keys that lookups asked for and that a tier is still reading, or being asked for."""
-    counters, misses = namespace.counters, namespace.counters.misses
-    known = counters.keys_ready + counters.found_disk + counters.found_shared + misses.total()
-    return counters.keys_asked - known + misses[MissReason.LATE] + misses[MissReason.SKIPPED]
 
 
 @pytest.fixture

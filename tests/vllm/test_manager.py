@@ -24,7 +24,7 @@ from kvoffd_client.vllm.metrics import (
     PREFILL_RATE,
 )
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupKeys
+from kvoffd_proto.messages import GroupKeys, Outcome, RequestReport
 from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
 from tests.vllm.vllm_fakes import block_hash, key
 
@@ -378,6 +378,62 @@ def test_requests_of_an_adapter_of_old_weights_use_nothing(harness: ManagerHarne
     for context, stored in ((before, []), (plain, KEYS), (after, KEYS)):
         assert harness.offer(context) == stored
         harness.manager.complete_store(KEYS, context)
+
+
+# --- why a request hit or missed -------------------------------------------------------------------
+
+
+def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> RequestReport:
+    """What is reported of a request that is scheduled now."""
+    before = len(harness.client.noted)
+    harness.manager.scheduled(harness.requests[name], tokens)
+    (report,) = harness.client.noted[before:]
+    assert report.request == name
+    return report
+
+
+def test_outcomes_and_what_was_found_are_reported() -> None:
+    def found(report: RequestReport) -> tuple[object, ...]:
+        return report.outcome, report.keys, report.found_pool, report.found_disk, report.found_shared
+
+    harness = ManagerHarness(disk_wait_s=0.0)
+    harness.request("gap", {block_hash(2)})
+    report = report_of(harness, name="gap")
+    assert found(report) == (Outcome.MISSED, 3, 1, 0, 0)
+    assert report.missing_key == block_hash(1), "the first one, whatever is behind it"
+
+    harness.request("late")
+    harness.client.answer({block_hash(1)}, coming={block_hash(2)}, shared={block_hash(3)})
+    harness.scan("late")
+    report = report_of(harness, CHUNK_TOKENS, "late")
+    assert found(report) == (Outcome.LOADED, 3, 1, 1, 1)
+    assert (report.missing_key, report.reason) == (block_hash(2), "tier_late")
+
+    harness.new("short", hashes=0)
+    report = report_of(harness, name="short")
+    assert (*found(report), report.tokens) == (Outcome.SHORT, 0, 0, 0, 0, 1)
+
+    harness.request("held")
+    harness.manager.prepare_scan(harness.requests["held"], 3 * CHUNK_TOKENS, has_all=True)
+    assert found(report_of(harness, name="held"))[:2] == (Outcome.HELD, 0), (
+        "nobody waits for its answer: it is not late"
+    )
+
+    harness.new("disabled")
+    harness.manager._requests["disabled"].disabled = True
+    assert report_of(harness, name="disabled").outcome is Outcome.UNUSED
+    harness.client.ready = False
+    harness.request("away")
+    assert report_of(harness, name="away").outcome is Outcome.UNUSED
+
+
+def test_a_load_that_fails_is_reported_too_and_a_preemption_is_not(harness: ManagerHarness) -> None:
+    harness.request(ready=HASHES)
+    assert report_of(harness, 3000).outcome is Outcome.LOADED
+    harness.manager._job_failed(FailedJob(None, request_id="r"))
+    assert [one.outcome for one in harness.client.noted] == [Outcome.LOADED, Outcome.FAILED]
+    harness.manager.scheduled(harness.requests["r"], 0)
+    assert len(harness.client.noted) == 2
 
 
 # --- what is measured ------------------------------------------------------------------------------

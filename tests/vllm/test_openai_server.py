@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from urllib.request import urlopen
+import json
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
+from tests.kit.command import run_cli
 from tests.kit.engine import BLOCK_TOKENS, prompt, wait_books
 from tests.kit.wire import NamespaceStats, books
 from tests.vllm.engine_home import EngineHome
@@ -67,16 +67,12 @@ def test_server_follows_what_requests_say_of_their_cache(requests: Requests) -> 
     assert requests.loaded(kvoffd={"priority": "high"}) == BLOCKS, "a parameter that nobody reads"
 
 
-def test_engine_and_daemon_count_the_same(requests: Requests, server: EngineServer) -> None:
-    """vLLM's counter of tokens that were brought, and the daemon's."""
-
-    def hits() -> float:
-        with urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-            name = "vllm:external_prefix_cache_hits_total"
-            return sum(one.value for family in families for one in family.samples if one.name == name)
-
-    before = requests.books.loaded_tokens, hits()
+def test_engine_and_daemon_count_the_same(requests: Requests, home: EngineHome, server: EngineServer) -> None:
+    """``kvoffd-cli doctor --engine`` compares them: tokens that were brought, and who is connected."""
     assert requests.loaded() == BLOCKS
-    after = requests.books.loaded_tokens, hits()
-    assert after[0] - before[0] == after[1] - before[1] == BLOCKS * BLOCK_TOKENS
+    url = f"http://127.0.0.1:{server.port}"
+    done = run_cli("doctor", "--json", "--engine", url, "--directory", str(home.directory))
+    report = json.loads(done.stdout)
+    assert report["value"]["loaded_tokens"] >= BLOCKS * BLOCK_TOKENS
+    checks = {one["check"] for one in report["findings"]}
+    assert not {one for one in checks if one.startswith(("engine_", "hits_", "workers_", "no_", "broken_"))}

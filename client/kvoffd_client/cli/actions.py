@@ -1,4 +1,4 @@
-"""``kvoffd-cli clear`` and ``scrub``."""
+"""``kvoffd-cli clear``, ``scrub`` and ``events``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,26 @@ from typing import Annotated
 
 import typer
 
-from kvoffd_client.cli.format import count_blocks, namespace_name, percent, print_json, print_status, say
+from kvoffd_client.cli.format import (
+    WIDE_CELLS,
+    count_blocks,
+    make_console,
+    namespace_name,
+    percent,
+    print_json,
+    print_line,
+    print_status,
+    say,
+)
+from kvoffd_client.cli.show import labels_of
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, open_admin
-from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
+from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
+from kvoffd_proto.stats import namespace_id
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
 
 FIRST_SCRUB_PAUSE_S, SCRUB_PAUSE_S = 0.02, 0.5
 """Between two questions for a scrub's progress: at first short, since a small pool is done at once."""
+HASH_DIGITS = 12
 
 
 def clear(
@@ -91,3 +105,70 @@ def scrub(directory: Directory = None, json: Json = False) -> int:
             f"checksums in {format_duration(reply.seconds)}{speed}; {result}"
         )
     return int(reply.mismatches > 0)
+
+
+# --- KV events -------------------------------------------------------------------------------------
+
+
+def events(directory: Directory = None, json: Json = False) -> int:
+    """Print KV cache events as they happen, until Ctrl-C.
+
+    Blocks are stored in the pool and removed from it, written to a disk and dropped from it. With --json, one object
+    per line. Messages that did not arrive are reported on stderr, and a daemon that goes and comes back.
+    """
+    labels: dict[bytes, str] = {}
+    last: dict[bytes, int] = {}
+    wide = make_console().width >= WIDE_CELLS
+    with open_admin(directory) as admin:
+        admin.health()  # An absent daemon is an error here, not something to wait for.
+        if sys.stderr.isatty():
+            print("Waiting for events; Ctrl-C ends.", file=sys.stderr)
+
+        def say_change() -> None:
+            state = "is back; its events of the meantime did not arrive here." if admin.ready else "went away."
+            print(f"kvoffd-cli: The kvoffd daemon in {admin.directory} {state}", file=sys.stderr, flush=True)
+
+        admin.on_change = say_change
+        for topic, sequence, batch in admin.events():
+            missing = sequence - last.get(topic, sequence - 1) - 1
+            if missing:
+                gap = f"{missing} event message{plural(missing)} before number {sequence} did not arrive here."
+                if missing < 0:
+                    gap = "The daemon was restarted, or the namespace opened anew: its events count from 1 again."
+                print(f"kvoffd-cli: {gap}", file=sys.stderr, flush=True)
+            last[topic] = sequence
+            fingerprint = bytes.fromhex(topic.removeprefix(KV_TOPIC_PREFIX).decode())
+            if fingerprint not in labels:
+                labels |= labels_of(admin)
+            if json:
+                where = {"namespace": fingerprint, "label": labels.get(fingerprint)}
+                objects = [_event_object(one) for one in batch.events]
+                print_json({"sequence": sequence, "time": batch.ts, **where, "events": objects})
+                continue
+            label = f" {printable(labels.get(fingerprint, ''))}" if wide else ""
+            clock = f"{time.strftime('%H:%M:%S', time.localtime(batch.ts))}.{int(batch.ts % 1 * 1000):03}"
+            for one in batch.events:
+                text = _event_text(one, span=wide)
+                print_line(f"{clock} {sequence:>8} {namespace_id(fingerprint)}{label} {text}")
+    return 0
+
+
+def _event_text(event: KvEvent, *, span: bool) -> str:
+    if isinstance(event, AllBlocksCleared):
+        return "cleared  all blocks"
+    here, below = ("stored ", "written") if isinstance(event, BlockStored) else ("removed", "dropped")
+    word = below if event.medium == MEDIUM_STORAGE else here
+    hashes = event.block_hashes
+    first, last = (block_hash.hex()[:HASH_DIGITS] for block_hash in (hashes[0], hashes[-1])) if hashes else ("", "")
+    shown = f"{first} to {last}" if span and first != last else first
+    return f"{word} group {event.group_idx} {len(hashes):>5} block{plural(len(hashes)) or ' '} {shown}".rstrip()
+
+
+def _event_object(event: KvEvent) -> dict[str, object]:
+    """For programs."""
+    if isinstance(event, AllBlocksCleared):
+        return {"type": "cleared"}
+    kind: dict[str, object] = {"type": "removed"}
+    if isinstance(event, BlockStored):
+        kind = {"type": "stored", "tokens_per_block": event.block_size}
+    return {**kind, "group": event.group_idx, "medium": event.medium, "block_hashes": event.block_hashes}

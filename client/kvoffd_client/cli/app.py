@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable
 from importlib import import_module
+from itertools import takewhile
 from typing import Annotated
 
 import typer
@@ -21,20 +22,21 @@ COMPLETION = "_KVOFFD_CLI_COMPLETE"
 """The variable by which a shell asks for completions."""
 
 COMMANDS = {
-    "top": ("top", "top", "top", "top --interval 5s", "top --url http://node:9464"),
+    "top": ("top", "top", "top", "top --interval 5s", "top | tee stats.txt"),
     "stats": ("stats", "stats", "stats", "stats --misses", "stats tiers --url http://node:9464"),
     "health": ("show", "health", "health", "health --ready", "health --json"),
     "doctor": (
         "doctor", "doctor",
-        "doctor", "doctor --self-test", "doctor --json | jq .findings",
+        "doctor", "doctor --engine http://localhost:8000 --self-test", "doctor --json | jq .findings",
     ),
-    "clients": ("show", "clients", "clients", "clients --json"),
+    "clients": ("show", "clients", "clients", "clients --requests", "clients --requests cmpl-7f2a"),
     "namespaces": (
         "show", "namespaces_app",
-        "namespaces", "namespaces --json | jq .namespaces[].description", "namespaces quota llama-70b --max 100GiB",
+        "namespaces", "namespaces diff 106ed1a3 9c1d02aa", "namespaces quota llama-70b --max 100GiB",
     ),
     "clear": ("actions", "clear", "clear llama-70b", "clear --all --yes", "clear 106ed1a3 --all-nodes"),
     "scrub": ("actions", "scrub", "scrub", "scrub --json"),
+    "events": ("actions", "events", "events", "events --json"),
     "trace": (
         "trace", "trace_app",
         "trace record trace.jsonl.gz --duration 1h", "trace replay trace.jsonl.gz",
@@ -106,6 +108,11 @@ def run(given: list[str]) -> int:
         # Typer has its own copy of click or uses the installed one, depending on its release: known by what it can do.
         if (words := getattr(error, "format_message", None)) is None:
             raise
+        option = getattr(error, "option_name", None)
+        name = next((word for word in given if word in COMMANDS), None)
+        if option in given and name is not None and given.index(option) < given.index(name):
+            behind = " ".join(takewhile(lambda word: not word.startswith("-"), given[given.index(name) :]))
+            return _refuse(f"{option} is no option of all commands; write it behind one: kvoffd-cli {behind} {option}.")
         said = str(words()).replace("Value error, ", "").rstrip(".")
         hint = "`kvoffd-cli namespaces` lists them" if "'--namespace'" in said else "--help shows what can be given"
         return _refuse(f"{said}{'' if said.endswith('?') else ';'} {hint}.")

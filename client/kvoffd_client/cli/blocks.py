@@ -14,17 +14,18 @@ from kvoffd_client.cli.format import (
     make_console,
     namespace_name,
     print_json,
+    print_line,
     print_progress,
     print_status,
     print_table,
     say,
 )
-from kvoffd_client.cli.target import NAMESPACE_HELP, Directory, Json, local_directory
-from kvoffd_proto.units import format_count, format_size, printable
+from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, local_directory
+from kvoffd_proto.units import format_count, format_size, plural, printable
 
 if TYPE_CHECKING:
     # The commands that need them import them: they would make every other command start more slowly.
-    from kvoffd_client import BlockClient
+    from kvoffd_client import Block, BlockClient, BlockFile, Layer
 
 Namespace = Annotated[str, typer.Option("--namespace", metavar="NAME", help=NAMESPACE_HELP)]
 Group = Annotated[int, typer.Option("--group", metavar="N", min=0, max=65535, help="KV cache group.")]
@@ -33,7 +34,7 @@ Prefixes = Annotated[
     typer.Option("--prefix", metavar="HEX", help="Only keys that begin so; may be given several times."),
 ]
 
-blocks_app = typer.Typer(help="List, export and import single blocks.", rich_markup_mode=None)
+blocks_app = typer.Typer(help="Show, export and import single blocks.", rich_markup_mode=None)
 
 
 @blocks_app.command()
@@ -69,10 +70,87 @@ def ls(
         ]
         print_table(("key", "state", ">size", ">pins"), rows)
         if len(rows[0][0]) < len(found[0].key.hex()):
-            say("Keys are cut to fit here, not in a pipe.")
+            say("Keys are cut to fit here, not in a pipe; `blocks show` takes their first digits.")
         if more:
             say(f"There are more blocks; --limit {10 * limit} shows more of them.")
     return int(bool(prefix) and not found)
+
+
+@blocks_app.command()
+def show(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The block's key in hex, or enough of its first digits.")],
+    namespace: Namespace,
+    group: Group = 0,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Show the layers of a block.
+
+    That is dtype, shape, layout and the range of values. Bytes that do not match their checksum are an error.
+    """
+    from kvoffd_client import checksum_of
+
+    with _open(directory) as client:
+        fingerprint = client.find_namespace(namespace)
+        found = [info.key for info in islice(client.list_blocks(fingerprint, group, key.lower()), 2)]
+        if len(found) != 1:
+            begins = "Several keys begin" if found else "No key in the pool begins"
+            raise CliError(f"{begins} with {printable(key)!r} in group {group}; `kvoffd-cli blocks ls` lists them.")
+        block = client.get_block(fingerprint, found[0], group)
+    if json:
+        shards = [
+            {
+                "rank": shard.rank,
+                "bytes": int(shard.data.nbytes),
+                "checksum": None if block.first_block else f"{checksum_of(shard.data):016x}",
+                "layers": [
+                    {"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "layout": one.layout}
+                    for one in shard.layers
+                ],
+            }
+            for shard in block.shards
+        ]
+        facts = {"namespace": fingerprint, "group": group, "key": block.key, "first_block": block.first_block}
+        print_json({**facts, "sound": None if block.first_block else True, "shards": shards})
+    else:
+        _print_block(block)
+    return 0
+
+
+def _print_block(block: Block) -> None:
+    geometry = block.geometry
+    print_line(f"block {block.key.hex()}")
+    kind = printable(geometry.groups[block.group].kind)
+    say(f"of {namespace_name(geometry.label, geometry.fingerprint)}, group {block.group} ({kind})")
+    size, count = format_size(sum(shard.data.nbytes for shard in block.shards)), len(block.shards)
+    sound = "" if block.first_block else "; the bytes match their checksums"  # a hole's bytes are in the sums
+    say(f"{size} in {count} shard{plural(count)}{sound}", "")
+    rows = [
+        (
+            str(shard.rank),
+            printable(layer.name or str(number)),
+            layer.dtype,
+            " x ".join(map(str, layer.shape)),
+            printable(layer.layout or "-"),
+            *_value_range(layer),
+        )
+        for shard in block.shards
+        for number, layer in enumerate(shard.layers)
+    ]
+    print_table((">rank", "layer", "dtype", "shape", "layout", ">min", ">mean", ">max"), rows)
+
+
+def _value_range(layer: Layer) -> tuple[str, str, str]:
+    """The least, mean and largest value; dashes for dtypes that only torch can read."""
+    import numpy as np
+
+    values = layer.array
+    if layer.dtype == "bfloat16":  # the upper half of a float32
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    elif layer.dtype != str(values.dtype):
+        return "-", "-", "-"
+    with np.errstate(invalid="ignore", over="ignore"):
+        return f"{values.min():.4g}", f"{values.mean(dtype=np.float64):.4g}", f"{values.max():.4g}"
 
 
 @blocks_app.command()
@@ -110,6 +188,7 @@ def import_(
         bool,
         typer.Option("--beside", help="Import although a namespace of that label and another fingerprint is open."),
     ] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="Show what is in the file, and import nothing.")] = False,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
@@ -123,6 +202,12 @@ def import_(
     """
     from kvoffd_client import BlockFile, import_blocks
 
+    if show_list:
+        if beside:
+            raise CliError("--list imports nothing; leave --beside away.")
+        with BlockFile(file) as source:
+            _print_file(file, source, as_json=json)
+        return 0
     with _open(directory) as client, BlockFile(file) as source:
         done = import_blocks(client, source, beside=beside, progress=print_progress)
     print_status()
@@ -139,6 +224,30 @@ def import_(
         if done.evicted:
             say(f"{count_blocks(done.evicted)} of the file were evicted: the pool is too small for all.")
     return int(done.no_space + done.evicted > 0)
+
+
+def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:
+    geometry, entries = source.geometry, source.entries
+    if as_json:
+        facts = {"namespace": geometry.fingerprint, "label": geometry.label, "world_size": geometry.world_size}
+        blocks = [{"group": entry.group, "key": entry.key} for entry in entries]
+        about = {"description": geometry.description, "bytes": source.data_bytes, "blocks": blocks}
+        print_json({"file": str(file), **facts, **about})
+        return
+    say(f"{count_blocks(len(entries))} ({format_size(source.data_bytes)})")
+    say(f"of {namespace_name(geometry.label, geometry.fingerprint)}")
+    say(f"{geometry.world_size} rank{plural(geometry.world_size)}, keys of {geometry.key_bytes} bytes", "")
+    rows = [
+        (
+            str(group),
+            printable(spec.kind),
+            format_count(sum(entry.group == group for entry in entries)),
+            format_size(geometry.block_bytes(group)),
+            format_count(max(len(shards[group].pages) for shards in geometry.shards)),
+        )
+        for group, spec in enumerate(geometry.groups)
+    ]
+    print_table(("group", "kind", ">blocks", ">block size", ">layers"), rows)
 
 
 def _open(directory: Path | None) -> BlockClient:

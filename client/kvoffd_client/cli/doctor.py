@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import http.client
 import os
-from collections.abc import Sequence
+import shutil
+import time
+import urllib.error
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
+from prometheus_client.parser import text_string_to_metric_families
 
-from kvoffd_client.admin_client import AdminClient, read_stats
-from kvoffd_client.cli.findings import FEWEST_LOOKUPS, Facts, Finding, Value, find, judge_value
-from kvoffd_client.cli.format import Line, percent, print_json, print_line, say
+from kvoffd_client.admin_client import AdminClient, open_url, read_stats
+from kvoffd_client.cli.findings import FEWEST_LOOKUPS, EngineMetrics, Facts, Finding, Value, find, judge_value
+from kvoffd_client.cli.format import Line, percent, print_json, print_line, print_status, say
 from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, local_directory, open_admin
 from kvoffd_client.errors import KvoffdClientError
@@ -21,6 +27,9 @@ from kvoffd_proto.messages import BENCH_LABEL
 from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
 
+MOST_SHOWN = 5
+ENGINE_TIMEOUT_S = 2.0
+MOST_METRICS_BYTES = 16 << 20
 TEST_BLOCKS, TEST_LAYERS, TEST_PAGE_BYTES = 8, 4, 1 << 18
 """Eight blocks of 1 MiB."""
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
@@ -54,34 +63,112 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def doctor(
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", metavar="URL", help="Read vLLM's /metrics too; may be given again.")
+    ] = None,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Store and load eight blocks, and compare them.")
     ] = False,
+    every: Annotated[bool, typer.Option("--all", help=f"All findings, not {MOST_SHOWN} at most.")] = False,
     directory: Directory = None,
     url: Url = "",
     json: Json = False,
 ) -> int:
     """Say whether it is healthy, and pays off.
 
-    Then what would help most. It looks at the daemon and, without --url, at its clients.
+    Then what would help most. It looks at the daemon, at the engines that you name, and without --url at its clients
+    and its machine.
 
     Exit status: 0 no warning; 1 a warning: it works, and could work better; 2 an error, or no answer.
     """
     check_names_one(directory, url)
     if url and self_test:
         raise CliError("--self-test stores blocks over the sockets of this node; leave --url away.")
+    engines = {}
+    for where in [metrics_url(one) for one in engine or ()]:
+        print_status(f"Asking {where} ...")
+        engines[where] = read_engine(where)
+    print_status()
     if url:
-        facts = Facts(read_stats(url))
+        facts = Facts(read_stats(url), engines=engines)
     else:
         with open_admin(directory) as admin:
-            sessions = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
-            facts = Facts(admin.stats(), admin.namespaces().namespaces, sessions)
+            facts = look_at(admin, engines)
     report = report_of(facts, run_self_test(local_directory(directory)) if self_test else None)
     if json:
         print_json(msgspec.to_builtins(report))
     else:
-        show(report)
+        show(report, len(report.findings) if every else MOST_SHOWN)
     return report.status
+
+
+def look_at(admin: AdminClient, engines: Mapping[str, EngineMetrics]) -> Facts:
+    """The daemon, its clients and its machine. Raises KvoffdClientError."""
+    stats = admin.stats()
+    sessions = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
+    return Facts(
+        stats,
+        admin.namespaces().namespaces,
+        sessions,
+        engines,
+        swapped_bytes(Path(f"/proc/{admin.pid}")) if admin.pid else 0,
+        # The word in brackets is chosen.
+        _text(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")).partition("[")[2].partition("]")[0],
+        {one.directory: free for one in stats.disks if (free := _free_bytes(one.directory)) is not None},
+    )
+
+
+def swapped_bytes(process: Path) -> int:
+    """To count a pool's swapped pages the kernel walks all of it, so it is asked only where anything is swapped."""
+    memory = dict(line.split(":") for line in _text(process.parent / "meminfo").splitlines())
+    if memory.get("SwapTotal", "").split() == memory.get("SwapFree", "").split():
+        return 0
+    swapped = _text(process / "smaps_rollup").partition("\nSwap:")[2].split()
+    return int(swapped[0]) * 1024 if swapped else 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _free_bytes(directory: str) -> int | None:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return None
+
+
+def metrics_url(given: str) -> str:
+    """Where an engine's metrics are: ``given`` is its address, or theirs. Raises CliError."""
+    where = (given if "://" in given else f"http://{given}").rstrip("/")
+    if not where.startswith(("http://", "https://")):
+        raise CliError(f"--engine {given!r} is not an address, such as http://localhost:8000.")
+    return where if where.endswith("/metrics") else f"{where}/metrics"
+
+
+def read_engine(where: str) -> EngineMetrics:
+    """vLLM's counters. What is wrong is in ``problem``."""
+    try:
+        with open_url(where, ENGINE_TIMEOUT_S) as answer:
+            text = answer.read(MOST_METRICS_BYTES).decode(errors="replace")
+        metrics: dict[str, float] = defaultdict(float)
+        age_seconds = None
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == "process_start_time_seconds":
+                    age_seconds = time.time() - sample.value
+                if sample.name.startswith("vllm:") and not sample.name.endswith(("_bucket", "_created")):
+                    metrics[sample.name] += sample.value
+    except urllib.error.HTTPError as error:
+        return EngineMetrics(problem=f"answers {error.code} {error.reason}")
+    except urllib.error.URLError as error:
+        return EngineMetrics(problem=f"does not answer: {getattr(error.reason, 'strerror', None) or error.reason}")
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return EngineMetrics(problem=f"does not answer with metrics: {error}")
+    return EngineMetrics(metrics, age_seconds=age_seconds)
 
 
 def run_self_test(place: Path) -> SelfTest:
@@ -128,7 +215,7 @@ def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool
     first = f"{state}. kvoffd {printable(facts.stats.version)}, up for {up}{engines}."
     lines = [first, _payoff(facts.stats, value)]
     if count is None:
-        lines.append("Its clients were not looked at; for these run doctor there, without --url.")
+        lines.append("Its clients and its machine were not looked at; for these run doctor there, without --url.")
     if test is not None:
         if test.problem:
             lines.append(f"Self-test failed: {printable(test.problem)}")
@@ -164,12 +251,14 @@ def _payoff(stats: DaemonStats, value: Value) -> str:
     return f"{text} {value.why_not}".rstrip()
 
 
-def show(report: Report) -> None:
+def show(report: Report, most: int) -> None:
     say(*((line, "bold") for line in report.verdict))
-    for number, one in enumerate(report.findings, 1):
+    for number, one in enumerate(report.findings[:most], 1):
         head: Line = f"{number}. {one.level} {one.check}", STYLES[one.level]
         say("", head, f"{one.evidence} {one.meaning}".rstrip())
         if one.fix:
             print_line(f"   > {one.fix}")
-    if not report.findings:
+    if (more := len(report.findings) - most) > 0:
+        say("", f"{more} more finding{plural(more)}: kvoffd-cli doctor --all")
+    elif not report.findings:
         say("No findings.")

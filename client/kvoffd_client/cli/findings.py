@@ -5,14 +5,17 @@ KINDS has what each finding means and what mends it; a check adds its evidence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
+from math import inf
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 
 from kvoffd_client.cli.format import count_blocks, namespace_name, percent
+from kvoffd_client.cli.show import engines_of
 from kvoffd_client.namespace_differences import explain, fields_of_description
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import BENCH_LABEL, Role
@@ -21,6 +24,7 @@ from kvoffd_proto.stats import (
     NO_SPACE_CAUSES,
     CopyStats,
     DaemonStats,
+    DiskStats,
     HitCurve,
     NamespaceStats,
     Window,
@@ -33,6 +37,8 @@ FEWEST_LOOKUPS = 100
 FEWEST_ERRORS = 20
 POINTS, MANY_POINTS = 1.0, 10.0
 """Percentage points of hits that make a finding, and a warning."""
+LRU_POINTS = 2.0
+"""By so much more an estimate of lru's hits is more than the estimate's error."""
 PAYS_PERCENT = 1.0
 """Of the keys that engines needed, the part from which on loading them pays off."""
 OWN_SHARE = 0.9
@@ -46,11 +52,17 @@ THRASH_SHARE = 0.2
 LOOP_BLOCKED_S = 0.05
 """What one of a hundred beats of the daemon's loop may be late."""
 FULL_POOL, AT_QUOTA = 0.8, 0.9
+SHORT_LIFE_S = 3600.0
+"""A full disk that is written over in less is too small."""
 LONG_ENOUGH_S, ROOMY = 3600.0, 2.0
 """From then on the pool should not be so many times what was asked for."""
 DAY_S = 86_400.0
 CONNECTING_S = 60.0
 """What the workers of an engine may be later than its scheduler."""
+HUGE_PAGES_FROM_BYTES = 8 << 30
+REMOTE_SHARE = 0.1
+AGREE = 1.1
+"""Counters of engine and daemon may differ by so much, since they are read one after the other."""
 
 
 class Kind(NamedTuple):
@@ -77,14 +89,24 @@ KINDS = {
     "loop_blocked": Kind("warning", "Lookups take that long, and engines do not wait.", _LOG),
     "lookups_late": Kind("warning", "Engines computed these: they or the daemon have too little CPU.", _CPU),
     "no_engine": Kind("info", "Nobody uses this cache now.", _CONNECTOR),
-    "workers_missing": Kind("warning", "No block becomes ready without all ranks.", "kvoffd-cli clients"),
+    "workers_missing": Kind("warning", "No block becomes ready without all ranks.", "kvoffd-cli clients --all"),
     "partial_blocks": Kind("warning", "A worker does not store, or they are on several machines.", _LOG),
+    # The machine.
+    "swapped": Kind("warning", "Loads wait for the swap device, longer than computing takes.", "swapoff -a"),
     "unpinnable": Kind("warning", "GPUs copy these slowly.", "LimitMEMLOCK=infinity or ulimit -l unlimited" + _RESTART),
+    "numa": Kind("info", "Copies of these are slower: one node's part of the pool is full.", "numactl --hardware"),
+    "huge_pages": Kind(
+        "info",
+        "The daemon starts slower, and page tables are larger.",
+        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" + _RESTART,
+    ),
     # Tiers.
+    "disk_space": Kind("warning", "Writes will fail when the file system is full.", "df -h"),
+    "disk_too_small": Kind("info", "Blocks leave it before they come back.", "{}" + _RESTART),
     "tier_late": Kind("warning", "Engines computed these: tiers are slow, or have too much to do.", "{}" + _RESTART),
     "disk_writes": Kind("warning", "The drives wear out for little.", "{}" + _RESTART),
     # Namespaces.
-    "not_shared": Kind("warning", "Each computes what the other has.", "the same options for both engines"),
+    "not_shared": Kind("warning", "Each computes what the other has.", "kvoffd-cli namespaces diff {}"),
     "left_behind": Kind(
         "warning",
         "Engines do not find these blocks. If the change was meant, drop them; else undo it.",
@@ -92,9 +114,20 @@ KINDS = {
     ),
     # Value.
     "pool_too_small": Kind("info", "More memory would save more prefill.", "{}" + _RESTART),
+    "lru_is_better": Kind("info", "What it learned does not fit this traffic.", 'eviction_policy = "lru"' + _RESTART),
     "thrash": Kind("warning", "Blocks leave before they come back.", "{}"),
     "pool_too_large": Kind("info", "The rest of the memory brings nothing now.", "a smaller pool_size" + _RESTART),
     "starving": Kind("warning", "Others take the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
+    # Engines.
+    "engine_unreachable": Kind("warning", "What it counts cannot be compared.", "curl {}"),
+    "engine_without": Kind(
+        "warning",
+        "It runs without KvoffdConnector, or had no request yet.",
+        _CONNECTOR,
+    ),
+    "engine_away": Kind("warning", "It computes all prompts. Its log says why.", "KVOFFD_DIRECTORY of the engine"),
+    "engine_late": Kind("warning", "The daemon or this engine has too little CPU.", _CPU),
+    "hits_disagree": Kind("info", "One was restarted, or the engine uses another daemon.", "kvoffd-cli clients"),
 }  # fmt: skip
 LEVELS = ("error", "warning", "info")
 
@@ -119,13 +152,35 @@ def finding(check: str, evidence: str, weight: float = 0.1, fix: str = "", level
     return Finding(level or kind.level, check, evidence, kind.meaning, kind.fix.format(fix), min(1.0, weight))
 
 
+class EngineMetrics(NamedTuple):
+    """What an engine's /metrics say, summed over its data-parallel ranks; ``problem``: why they cannot be read."""
+
+    metrics: Mapping[str, float] = MappingProxyType({})
+    problem: str = ""
+    age_seconds: float | None = None
+    """Since its process began; None where it does not say."""
+
+    def of(self, name: str) -> float:
+        return self.metrics.get(f"vllm:{name}", 0.0)
+
+
 @dataclass(frozen=True)
 class Facts:
-    """All that checks know. Over HTTP nothing is known of sessions."""
+    """All that checks know. Over HTTP nothing is known of sessions and the machine."""
 
     stats: DaemonStats
     namespaces: Sequence[NamespaceInfo] = ()
     sessions: Sequence[SessionInfo] | None = None
+    engines: Mapping[str, EngineMetrics] = field(default_factory=dict)
+    swapped_bytes: int = 0
+    """Of the daemon's memory, the pool included."""
+    huge_pages: str = ""
+    """What ``shmem_enabled`` says: ``never``, ``advise``, ..."""
+    disks_free_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By directory; those that can be seen."""
+
+    def setting(self, name: str) -> str:
+        return next((one.value for one in self.stats.settings if one.name == name), "")
 
     def has(self, reason: str) -> bool:
         """Whether the daemon's own health says it already."""
@@ -134,7 +189,7 @@ class Facts:
     @property
     def engine_count(self) -> int | None:
         """Engines that are connected; None where nothing is known of sessions."""
-        return None if self.sessions is None else sum(one.role == Role.SCHEDULER for one in self.sessions)
+        return None if self.sessions is None else len(engines_of(self.sessions))
 
     @property
     def counted(self) -> list[NamespaceStats]:
@@ -202,7 +257,7 @@ def connected_clients(facts: Facts) -> Iterator[Finding]:
     if facts.sessions is None:
         return
     engines = [one for one in facts.sessions if one.role in (Role.SCHEDULER, Role.WORKER)]
-    if not engines:
+    if not engines and not facts.engines:
         yield finding("no_engine", "No engine is connected.", 0.9)
     for info in facts.known:
         own = [one for one in engines if info.namespace in one.namespaces]
@@ -222,14 +277,46 @@ def partial_blocks(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def unpinnable(facts: Facts) -> Iterator[Finding]:
-    pool = facts.stats.pool
+# --- the machine ------------------------------------------------------------------------------------
+
+
+def memory(facts: Facts) -> Iterator[Finding]:
+    if facts.swapped_bytes:
+        yield finding("swapped", f"{format_size(facts.swapped_bytes)} of the daemon's memory are swapped out.", 0.8)
+    large = facts.stats.pool.size_bytes >= HUGE_PAGES_FROM_BYTES and not facts.setting("pool_file")
+    if large and facts.huge_pages in ("never", "deny"):
+        evidence = f"The kernel gives shared memory no huge pages (shmem_enabled is {facts.huge_pages})."
+        yield finding("huge_pages", evidence)
+    pool, stored = facts.stats.pool, facts.stats.since_start.stored_blocks
     if pool.unpinnable_bytes:
         evidence = f"CUDA refused to page-lock {format_size(pool.unpinnable_bytes)} of {format_size(pool.size_bytes)}."
         yield finding("unpinnable", evidence, 0.6)
+    if pool.numa_remote_slots > REMOTE_SHARE * stored > 0:
+        share = percent(pool.numa_remote_slots, max(stored, pool.numa_remote_slots))
+        yield finding("numa", f"{share} of the blocks lie on another NUMA node than their GPU.", 0.2)
 
 
 # --- tiers ------------------------------------------------------------------------------------------
+
+
+def _disk_life_s(facts: Facts, disk: DiskStats) -> float:
+    """Seconds in which as much as a full disk holds is written to it; infinite where it evicts nothing.
+
+    It evicts once no slot is free: how much of it blocks fill then depends on their sizes. What is used stays.
+    """
+    return facts.stats.uptime_seconds * _share(disk.used_bytes, disk.written_bytes) if disk.evicted_blocks else inf
+
+
+def disks(facts: Facts) -> Iterator[Finding]:
+    for disk in facts.stats.disks:
+        free, name = facts.disks_free_bytes.get(disk.directory), printable(disk.directory)
+        missing = disk.size_bytes - disk.physical_bytes
+        if disk.up and free is not None and free < missing:
+            evidence = f"{name} may take {format_size(missing)} more, and {format_size(free)} are free."
+            yield finding("disk_space", evidence, _share(missing, disk.size_bytes))
+        if (life_s := _disk_life_s(facts, disk)) < SHORT_LIFE_S:
+            evidence = f"{name} is full, and as much as it holds is written to it every {format_duration(life_s)}."
+            yield finding("disk_too_small", evidence, 0.3, f'disk = ["{name}={exact_size(2 * disk.size_bytes)}"]')
 
 
 def late_tiers(facts: Facts) -> Iterator[Finding]:
@@ -254,6 +341,8 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
         less = f'disk_write_per_day = "{exact_size(round(min(size, day_bytes / 2)) >> 20 << 20)}"'
         fix = 'disk_write = "reuse"' if mode in ("always", "evict") else less
         evidence = f"The disks wrote {times} that was read from them. That is {format_size(day_bytes)} a day."
+        if any(_disk_life_s(facts, one) < SHORT_LIFE_S for one in stats.disks):
+            evidence += " First give it more space (see disk_too_small): then more of it is read."
         yield finding("disk_writes", evidence, 0.3, fix)
 
 
@@ -282,10 +371,10 @@ def _apart(used: Sequence[NamespaceInfo]) -> Iterator[Finding]:
     if [each.field for each in differences] == ["salt"]:
         return  # that is what a salt is for
     words = "; ".join(map(str, differences)) or "their descriptions do not say in what"
-    ids = " and ".join(namespace_id(each.namespace) for each in (one, other))
+    ids = [namespace_id(each.namespace) for each in (one, other)]
     more = f" {len(used) - 2} more are in use." if len(used) > 2 else ""
-    evidence = f"Engines of {printable(one.label)} do not share blocks. {ids} differ: {words}.{more}"
-    yield finding("not_shared", evidence, 0.5)
+    evidence = f"Engines of {printable(one.label)} do not share blocks. {' and '.join(ids)} differ: {words}.{more}"
+    yield finding("not_shared", evidence, 0.5, " ".join(ids))
 
 
 def _left_behind(left: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: int) -> Finding:
@@ -400,6 +489,26 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         yield finding("pool_too_large", evidence)
 
 
+def lru_is_better(facts: Facts) -> Iterator[Finding]:
+    """Where the same pool would find more with the policy lru, for long, and not for want of something else."""
+    stats, curve, hour = facts.stats, facts.stats.curve, facts.stats.last_hour
+    limited = any(one.quota_bytes for one in stats.namespaces)
+    if stats.policy == "lru" or curve is None or not curve.asked_tokens or limited:
+        return
+    if stats.uptime_seconds < LONG_ENOUGH_S or stats.since_start.lookups < FEWEST_LOOKUPS:
+        return
+    found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
+    # What was never stored, or was lost for another reason, is not the policy's doing: lru is credited with all of it.
+    by_policy = sum(hour.misses.get(reason, 0) for reason in ("evicted", "rejected"))
+    lost = min(lru - found, 100 * _share(by_policy, hour.asked_keys))
+    if lost >= LRU_POINTS:
+        evidence = (
+            f"Requests found {found:.1f} % of their tokens in the pool with the policy {printable(stats.policy)}. With "
+            f"lru it would have been {lru:.1f} % (estimated)."
+        )
+        yield finding("lru_is_better", evidence, lost / 100, "", "warning" if lost >= MANY_POINTS else "info")
+
+
 def at_quota(one: NamespaceStats) -> bool:
     return one.quota_bytes is not None and one.ready_bytes >= AT_QUOTA * one.quota_bytes
 
@@ -427,9 +536,46 @@ def starving(facts: Facts) -> Iterator[Finding]:
         yield finding("starving", evidence, asks * (could - own) / 100, f"{limited.id} --max {exact_size(most_bytes)}")
 
 
+# --- engines ----------------------------------------------------------------------------------------
+
+
+def engines(facts: Facts) -> Iterator[Finding]:
+    """What vLLM's own counters say. Theirs begin with the engine, the daemon's with the daemon."""
+    for url, engine in facts.engines.items():
+        at = f"The engine at {printable(url)}"
+        if engine.problem:
+            yield finding("engine_unreachable", f"{at} {printable(engine.problem)}.", 0.4, url)
+        elif "vllm:kvoffd_connected" not in engine.metrics:
+            yield finding("engine_without", f"{at} has no metrics of kvoffd.", 0.9)
+        elif not engine.of("kvoffd_connected"):
+            # Before its first prompt vLLM asks its connector for no metrics.
+            if engine.of("prompt_tokens_total") or not facts.engine_count:
+                yield finding("engine_away", f"{at} is not connected to a daemon.", 1.0)
+        else:
+            yield from _engine_counts(facts, at, engine)
+
+
+def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Finding]:
+    late, lookups = engine.of("kvoffd_late_lookups_total"), engine.of("kvoffd_lookups_total")
+    if late >= FEWEST_ERRORS and late > LATE_SHARE * lookups:
+        evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
+        yield finding("engine_late", evidence, _share(late, lookups))
+    # Tokens that vLLM counts as external hits, and those that the daemon loaded for all engines. What an engine that is
+    # older than the daemon has counted may be of the one before.
+    hits, asked = (engine.of(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
+    loaded = facts.stats.since_start.loaded_tokens
+    alone = facts.engine_count == 1
+    is_older = engine.age_seconds is not None and engine.age_seconds > facts.stats.uptime_seconds
+    more_there = not is_older and hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
+    none_there = alone and loaded >= FEWEST_LOOKUPS and asked and not hits
+    if more_there or none_there:
+        evidence = f"{at} counts {format_count(round(hits))} tokens as loaded, and this daemon {format_count(loaded)}."
+        yield finding("hits_disagree", evidence, 0.3)
+
+
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    daemon_health, late_lookups, failures, blocked_loop, connected_clients, partial_blocks, unpinnable,
-    late_tiers, disk_writes, namespaces_apart, pool_size, starving,
+    daemon_health, late_lookups, failures, blocked_loop, connected_clients, partial_blocks, memory,
+    disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, starving, engines,
 )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ from kvoffd_client.namespace_differences import fields_of_description
 from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_count, format_size, plural, printable
 
+WIDE_CELLS = 120
+"""From so many columns on there is room for labels beside ids."""
 PIPE_CELLS = 1000
 """In a pipe sentences and tables are whole: who filters them wants whole names."""
 

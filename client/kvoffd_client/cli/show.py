@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import (
     NO_NAMESPACE,
+    WIDE_CELLS,
+    make_console,
     namespace_name,
     print_json,
     print_page,
@@ -28,9 +36,11 @@ from kvoffd_client.cli.target import (
     open_admin,
     parse_option,
 )
-from kvoffd_proto.admin import NamespaceInfo, SessionInfo, SetQuota
-from kvoffd_proto.stats import namespace_id
-from kvoffd_proto.units import exact_size, format_count, format_size, parse_size, printable
+from kvoffd_client.namespace_differences import differences, explain
+from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo, SetQuota
+from kvoffd_proto.messages import Outcome, RequestReport, Role
+from kvoffd_proto.stats import MISS_REASONS, namespace_id
+from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, parse_size, printable
 
 
 def health(
@@ -55,38 +65,190 @@ def health(
 # --- who is connected ------------------------------------------------------------------------------
 
 
-def clients(directory: Directory = None, json: Json = False) -> int:
-    """List the open sessions, oldest first.
+@dataclass
+class Engine:
+    """The sessions of one engine: those of one namespace whose names differ in the role alone."""
 
-    An engine has one for its scheduler and one for each worker. stored, loaded: copied since it connected. pinned: pool
-    memory that its leases keep from being evicted. registered: the engine's own memory, to and from which the daemon
-    copies.
+    name: str
+    namespaces: list[bytes]
+    labels: list[str]
+    schedulers: int = 0
+    workers: int = 0
+    pids: list[int] = field(default_factory=list)
+    leases: int = 0
+    pinned_bytes: int = 0
+    jobs: int = 0
+    registered_bytes: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+
+
+SUMMED = ("leases", "pinned_bytes", "jobs", "registered_bytes", "stored_bytes", "loaded_bytes")
+
+
+def clients(
+    request: Annotated[str, typer.Argument(metavar="ID", help="With --requests: part of a request's id.")] = "",
+    every: Annotated[bool, typer.Option("--all", help="One row for each session.")] = False,
+    requests: Annotated[
+        bool, typer.Option("--requests", help="What became of the engines' last requests: why each hit or missed.")
+    ] = False,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """List the engines that are connected, oldest first.
+
+    stored, loaded: copied since it connected. pinned: pool memory that its leases keep from being evicted.
+    registered: the engine's own memory, to and from which the daemon copies.
     """
+    if request and not requests:
+        raise CliError(f"{request!r} is taken for the id of a request; add --requests.")
+    if requests:
+        return _show_requests(directory, request, as_json=json)
     with open_admin(directory) as admin:
         found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
+        rows = engines_of(found, labels_of(admin))
     if json:
-        print_json({"sessions": found})
-    elif found:
-        print_page(session_table(found))
+        print_json({"sessions": found} if every else {"engines": list(map(vars, rows))})
+    elif every:
+        _show_sessions(found)
+    elif rows:
+        print_page(engine_table(rows, make_console().width))
+        if without := sum(not row.workers for row in rows):
+            say(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
     else:
         say("No engine is connected.")
     return 0
 
 
-def session_table(found: Sequence[SessionInfo]) -> Table:
+def labels_of(admin: AdminClient) -> dict[bytes, str]:
+    """Of the open namespaces, by fingerprint."""
+    return {one.namespace: one.label for one in admin.namespaces().namespaces}
+
+
+def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = MappingProxyType({})) -> list[Engine]:
+    """The engines among the sessions: each scheduler is one. Its workers have its name and its process, or are the
+    next ones of that name."""
+    rows: list[Engine] = []
+    for one in sorted(found, key=lambda one: one.role != Role.SCHEDULER):
+        if one.role not in (Role.SCHEDULER, Role.WORKER):
+            continue
+        row = Engine(_engine_name(one), one.namespaces, [labels.get(each, "") for each in one.namespaces])
+        alike = [each for each in rows if (each.name, each.namespaces) == (row.name, row.namespaces)]
+        if one.role == Role.WORKER and alike:
+            row = min(alike, key=lambda each: (one.pid not in each.pids, each.workers))
+        else:
+            rows.append(row)
+        row.schedulers += one.role == Role.SCHEDULER
+        row.workers += one.role == Role.WORKER
+        if one.pid and one.pid not in row.pids:
+            row.pids.append(one.pid)
+        for name in SUMMED:
+            setattr(row, name, getattr(row, name) + getattr(one, name))
+    return rows
+
+
+def _engine_name(session: SessionInfo) -> str:
+    return re.sub(rf" {session.role}( \d+)?$", "", session.name)
+
+
+def engine_table(rows: Sequence[Engine], width: int) -> Table:
+    """A row for each engine; on a wide screen with the labels of its namespaces."""
+    wide = width >= WIDE_CELLS
     return table_of(
-        (">id", "client", "<namespace", ">pid", ">stored", ">loaded", ">pinned", ">registered"),
+        ("engine", "<namespace", ">workers", "pids", ">stored", ">loaded", ">pinned", ">registered"),
+        [
+            (
+                printable(row.name) or "-",
+                ", ".join(map(namespace_name, row.labels if wide else [""] * len(row.labels), row.namespaces)) or "-",
+                format_count(row.workers),
+                ", ".join(map(str, row.pids)) or "-",
+                *map(format_size, (row.stored_bytes, row.loaded_bytes, row.pinned_bytes, row.registered_bytes)),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _show_sessions(found: Sequence[SessionInfo]) -> None:
+    if not found:
+        say("No session is open.")
+        return
+    print_table(
+        (">id", "<role", "name", "<namespace", ">pid", ">idle", ">pinned", ">registered"),
         [
             (
                 str(one.session_id),
-                printable(one.name) or one.role or "new",
-                ", ".join(map(namespace_id, one.namespaces)) or "-",
+                one.role or "new",
+                " ".join(map(printable, filter(None, (one.name, one.software)))) or "-",
+                _ids(one.namespaces),
                 str(one.pid or "-"),
-                *map(format_size, (one.stored_bytes, one.loaded_bytes, one.pinned_bytes, one.registered_bytes)),
+                format_duration(one.idle_seconds),
+                format_size(one.pinned_bytes),
+                format_size(one.registered_bytes),
             )
             for one in found
         ],
     )
+
+
+def _ids(namespaces: Sequence[bytes]) -> str:
+    return ", ".join(map(namespace_id, namespaces)) or "-"
+
+
+# --- why a miss ------------------------------------------------------------------------------------
+
+OUTCOMES = {
+    Outcome.LOADED: "loaded {loaded} of {tokens} tokens",
+    Outcome.MISSED: "loaded nothing of {tokens} tokens",
+    Outcome.HELD: "loaded nothing of {tokens} tokens: the engine had already what was found",
+    Outcome.SHORT: "asked for nothing: its {tokens} tokens are less than a block",
+    Outcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
+    Outcome.LATE: "loaded nothing of {tokens} tokens: no answer of the daemon came in time, or it was gone",
+    Outcome.FAILED: "computed {tokens} tokens: a load failed, see the engine's log",
+    Outcome.UNUSED: "asked for nothing: the engine was not connected, or its request may not use the cache",
+}
+
+
+def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
+    with open_admin(directory) as admin:
+        found = admin.ask(Requests, name).requests
+        names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
+        labels = labels_of(admin)
+    if as_json:
+        print_json({"requests": found})
+        return 0
+    before = None
+    for one in found:
+        if before != (before := (one.session_id, one.namespace)):
+            namespace = namespace_name(labels.get(one.namespace, ""), one.namespace)
+            say(f"Engine {printable(names.get(one.session_id, '')) or 'without a name'}, namespace {namespace}:")
+        say(request_sentence(one.report))
+    if not found:
+        say(
+            f"No engine has reported a request {printable(name)!r}."
+            if name
+            else "No engine that is connected has reported a request. Reports come once a second, and go with it."
+        )
+    return int(bool(name) and not found)
+
+
+def request_sentence(report: RequestReport) -> str:
+    """What became of a request, and why: ``14:05:22 cmpl-7 loaded 64 of 128 tokens. Of 8 keys ...``."""
+    known = report.outcome in set(Outcome)
+    what = OUTCOMES[Outcome(report.outcome)] if known else f"{printable(report.outcome)}: {{tokens}} tokens"
+    clock = time.strftime("%H:%M:%S", time.localtime(report.decided_at))
+    counts = {"loaded": format_count(report.loaded_tokens), "tokens": format_count(report.tokens)}
+    sentence = f"{clock} {printable(report.request)} {what.format(**counts)}."
+    if not report.keys:
+        return sentence
+    places = {"in the pool": report.found_pool, "on a disk": report.found_disk, "in a store": report.found_shared}
+    there = ", ".join(f"{format_count(count)} {place}" for place, count in places.items() if count)
+    sentence += f" Of {format_count(report.keys)} keys {there or 'none was there'}."
+    if report.missing_key:
+        meaning = MISS_REASONS.get(report.reason, printable(report.reason))
+        number = f" number {format_count(report.missing_number)}," * bool(report.missing_number)
+        sentence += f" The first that was missing,{number} {report.missing_key.hex()[:12]}: {meaning}."
+    return sentence
 
 
 # --- namespaces ------------------------------------------------------------------------------------
@@ -96,7 +258,7 @@ namespaces_app = typer.Typer(rich_markup_mode=None)
 
 @namespaces_app.callback(invoke_without_command=True)
 def namespaces(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
-    """List and limit namespaces.
+    """List, compare and limit namespaces.
 
     Engines share blocks within a namespace: same model, same settings that matter.
     """
@@ -137,6 +299,38 @@ def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
 def _block_tokens(info: NamespaceInfo) -> str:
     known = sorted({group.tokens_per_block for group in info.groups if group.tokens_per_block})
     return " to ".join(dict.fromkeys(map(format_count, (known[0], known[-1])))) if known else "-"
+
+
+@namespaces_app.command()
+def diff(
+    one: Annotated[str, typer.Argument(metavar="A", help=NAMESPACE_HELP)],
+    other: Annotated[str, typer.Argument(metavar="B", help="Another one's.")],
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Say why two namespaces do not share blocks.
+
+    One line for each difference that causes it, with the option that sets it.
+
+    Exit status: 0 they are one namespace, 1 they differ, 2 an error.
+    """
+    with open_admin(directory) as admin:
+        first, second = admin.namespace(one), admin.namespace(other)
+    causes = explain(first.description, second.description)
+    names = [namespace_name(info.label, info.namespace) for info in (first, second)]
+    if json:
+        fields = differences(first.description, second.description)
+        found_in = [{"field": name, "a": here, "b": there} for name, here, there in fields]
+        print_json({"causes": list(map(str, causes)), "differences": found_in})
+    elif first.namespace == second.namespace:
+        say(f"{names[0]} is one namespace.")
+    elif not causes:
+        say(f"{names[0]} and {names[1]} differ, and their descriptions do not say in what.")
+    else:
+        say(f"{names[0]} and {names[1]} share no blocks:")
+        for cause in causes:
+            say(f"  {cause}")
+    return int(first.namespace != second.namespace)
 
 
 @namespaces_app.command()

@@ -44,6 +44,10 @@ from kvoffd_proto.units import format_count, format_duration, format_rate, forma
 BAR_CELLS = 80
 MOST_NAMESPACES = 5
 """On the page; ``stats namespaces`` has all."""
+RARE_CLASS = 0.03
+"""Of what is asked for; classes of less have no line."""
+FEW_REQUESTS, FEW_LIFETIMES = 1000, 10.0
+"""Of fewer requests, and in fewer pool lifetimes, a policy has learned little."""
 
 UNTIMED = "an engine knows how fast it computes after 512 prompt tokens in a row, twice"
 """Why it is not known what loads have saved; see LEAST_TOKENS of ``vllm/do_no_harm.py``."""
@@ -62,8 +66,10 @@ RARE = {
 class Section(StrEnum):
     """Parts of the statistics that have a page of their own."""
 
+    POOL = "pool"
     NAMESPACES = "namespaces"
     TIERS = "tiers"
+    POLICY = "policy"
     SETTINGS = "settings"
 
 
@@ -93,10 +99,14 @@ def stats(
         print_json({name: one.misses for name, one in _windows(now).items()} if misses else now)
     elif misses:
         _misses(now)
+    elif section is Section.POOL:
+        _pool(now.pool)
     elif section is Section.NAMESPACES:
         _namespaces(now, len(now.namespaces))
     elif section is Section.TIERS:
         say(*tier_details(now))
+    elif section is Section.POLICY:
+        say(*policy_lines(now))
     elif section is Section.SETTINGS:
         settings = [(one.name, printable(one.value) or "-", printable(one.source)) for one in now.settings]
         print_table(("setting", "value", "from"), settings)
@@ -259,6 +269,14 @@ def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
         yield f"starting: {percent(touched, pool.size_bytes)} of the pool's memory is touched", "yellow"
 
 
+def _pool(pool: PoolStats) -> None:
+    _pool_bar(pool)
+    names = [name for name in pool.__struct_fields__ if name.endswith("_bytes")]
+    rows = [(name.removesuffix("_bytes").replace("_", " "), format_size(getattr(pool, name))) for name in names]
+    say("")
+    print_table(("", ">size"), rows)
+
+
 def _namespaces(now: DaemonStats, most: int) -> None:
     found = sorted(now.namespaces, key=lambda one: (one.ready_bytes, one.asked_keys), reverse=True)
     if not found:
@@ -387,3 +405,44 @@ def _faults(counts: Mapping[str, int], meanings: Mapping[str, str]) -> Iterator[
 
 def _failed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(counts.items())) or "none"
+
+
+# --- the policy ------------------------------------------------------------------------------------
+
+
+def policy_lines(now: DaemonStats) -> Iterator[Line]:
+    """What the policy has learned, and of how much."""
+    found = now.learned
+    yield (
+        f"Policy {printable(now.policy)}: {format_count(found.known_keys)} keys known, "
+        f"{format_count(now.ghost_entries)} of them without a block, in {format_size(now.policy_bytes)}."
+    )
+    if not found.classes:
+        yield "It has seen too little to have learned anything." if now.policy == "learned" else "It does not learn."
+        return
+    total, requests = now.since_start, found.requests
+    block_bytes = total.stored_bytes / max(1, total.stored_blocks)
+    lifetimes = requests * total.asked_keys / max(1, total.lookups) * block_bytes / max(1, now.pool.size_bytes)
+    yield (
+        f"It rests on {format_count(requests)} request{plural(requests)}, about {_few(lifetimes)} lifetimes. In a "
+        "lifetime as much is asked for as the pool holds."
+    )
+    if requests < FEW_REQUESTS or lifetimes < FEW_LIFETIMES:
+        yield "That is little: what follows are first estimates, and will change.", "yellow"
+    if found.as_lru:
+        yield "Blocks are evicted as with lru for now, since that would have had more hits.", "yellow"
+    yield "Of the keys asked for:"
+    for one in found.classes:
+        if one.accessed_share >= RARE_CLASS:
+            age = _few(one.return_age)
+            half = f"half within {age} lifetime{'s' * (age != '1')}"
+            yield f"{percent(one.accessed_share, 1.0):>6} {printable(one.name)}"
+            yield (
+                f"       about {percent(one.return_chance, 1.0)} come back, "
+                f"{half if one.return_age <= lifetimes else 'most later than was seen so far'}; "
+                f"{format_size(one.pool_bytes)} in the pool"
+            )
+
+
+def _few(number: float) -> str:
+    return f"{number:.2g}" if number < 10 else format_count(round(number))

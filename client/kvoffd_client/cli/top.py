@@ -25,12 +25,12 @@ from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.findings import failing_copies
-from kvoffd_client.cli.format import Line, make_console, percent, reason_name, table_of, wrapped
-from kvoffd_client.cli.show import session_table
-from kvoffd_client.cli.stats import pool_bar, saved_time, tier_details, token_count
+from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, table_of, wrapped
+from kvoffd_client.cli.show import Engine, engine_table, engines_of, labels_of
+from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_details, token_count
 from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin, parse_option
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.admin import HealthLevel, SessionInfo
+from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window
 from kvoffd_proto.units import (
     exact_duration,
@@ -54,16 +54,36 @@ LATER_ANSWER_S = 10.0
 LOOK_S = 0.25
 """How soon another size of the terminal is seen."""
 SHOWN_SIZES = ("0.5", "1", "2", "10")
-VIEWS = ("all", "clients", "tiers")
+VIEWS = ("all", "clients", "tiers", "policy")
+HELP = (
+    "1 all, 2 clients, 3 tiers, 4 policy, h or ? this page",
+    "s  sort the namespaces by another column; p  pause; q  quit",
+    "",
+    "key         the hash of one block; percentages are of the keys asked for",
+    "loaded      what an engine got from kvoffd and did not compute",
+    "not needed  what was found and the engine had already",
+    "missed      what it did not get; `kvoffd-cli stats --misses` has the reasons",
+    "tokens/s    tokens loaded",
+    "now         the last 3 seconds",
+    "In pool     each prompt's tokens up to the first that the pool lacked, disks and",
+    "            stores left out; lru: in pools of other sizes, empty at the start",
+    "pinned      under a lease or a copy: it cannot be evicted",
+)
+SORTS: dict[str, Callable[[Window], float]] = {
+    "TOK/S": lambda now: now.loaded_tokens,
+    "SIZE": lambda now: 0,
+    "MISSED": lambda now: sum(now.misses.values()),
+}
+"""By what comes before the size."""
 SPARKS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one look at the daemon brought; ``sessions`` for the view that shows them."""
+    """What one look at the daemon brought; ``engines`` for the view that shows them."""
 
     stats: DaemonStats
-    sessions: Sequence[SessionInfo] | None = None
+    engines: Sequence[Engine] | None = None
     far: bool = False
     """It came over HTTP, which has statistics alone."""
 
@@ -126,12 +146,14 @@ class History:
 
 @dataclass
 class Screen:
-    """What is shown: the latest reading and its history, and the view that was chosen."""
+    """What is shown: the latest reading and its history, and what the keys have chosen."""
 
     interval_s: float
     reading: Reading | None = None
     history: History = field(default_factory=History)
     view: str = VIEWS[0]
+    sort: str = "TOK/S"
+    paused: bool = False
     away: str = ""
     """Since when the daemon does not answer, and why; empty while it does."""
     clock: str = ""
@@ -144,9 +166,13 @@ class Screen:
         if self.reading.far and self.view == "clients":
             body = [Text(), line("This is shown on the daemon's own machine: HTTP has statistics alone.", "dim")]
         elif self.view == "clients":
-            body = _clients(self.reading.sessions)
+            body = _clients(self.reading.engines, width)
         elif self.view == "tiers":
             body = _lines(tier_details(stats), width)
+        elif self.view == "policy":
+            body = _lines(policy_lines(stats), width)
+        elif self.view == "help":
+            body = _lines(HELP, width)
         else:
             body = self._all(stats, width)
         away = [Text(printable(self.away), "bold red")] if self.away else []
@@ -163,11 +189,11 @@ class Screen:
         words, style = ("NO ANSWER", "bold red") if self.away else (words, style)
         up = format_duration(stats.uptime_seconds)
         left = line(f"kvoffd {stats.version}  {gethostname()}  up {up}  {stats.policy}   ", "bold")
-        return _ends(left.append(words, style), Text(self.clock))
+        return _ends(left.append(words, style), Text(f"{'PAUSED ' * self.paused}{self.clock}", "reverse" * self.paused))
 
     def _keys(self) -> RenderableType:
         names = "  ".join(f"{number} {name}" for number, name in enumerate(VIEWS, 1))
-        keys = line(f"{names}  q quit")
+        keys = line(f"{names}  s sort: {self.sort.lower()}  p pause  h help  q quit")
         return _ends(keys, Text(exact_duration(self.interval_s)), "reverse")
 
     def _all(self, stats: DaemonStats, width: int) -> list[RenderableType]:
@@ -195,12 +221,15 @@ class Screen:
         ]
 
     def _namespaces(self, stats: DaemonStats) -> list[RenderableType]:
-        """By tokens a second, then by size."""
+        """In the order that was chosen; those of the same rank by size."""
         if not stats.namespaces:
             return [Text(), line("No namespace: no engine has connected so far.", "dim")]
         now_of = {one.id: self.history.now_of(one) for one in stats.namespaces}
-        order = sorted(stats.namespaces, key=lambda one: (-now_of[one.id].loaded_tokens, -one.ready_bytes))
-        rows = [_namespace_row(one, now_of[one.id]) for one in order]
+        rank = SORTS[self.sort]
+        rows = [
+            _namespace_row(one, now_of[one.id])
+            for one in sorted(stats.namespaces, key=lambda one: (-rank(now_of[one.id]), -one.ready_bytes))
+        ]
         table = table_of(COLUMNS, rows, gap=1)
         table.expand, table.header_style = True, "bold reverse"
         name = table.columns[0]
@@ -293,7 +322,7 @@ def _lookups(stats: DaemonStats, now: Window) -> list[Text]:
     queued = stats.store.queued_jobs + stats.load.queued_jobs
     failed = sum(copies.failed_jobs for _, copies in failing_copies(stats))
     words = f"Lookups {_rate(now.lookups, now)}/s  queued copies {format_count(queued)}  since start:"
-    failures = f"! {format_count(failed)} copy jobs failed since the start: see `kvoffd-cli doctor`"
+    failures = f"! {format_count(failed)} copy jobs failed since the start: see `kvoffd-cli doctor --all`"
     return [line(f"{words} p50 {times[0]}  p99 {times[1]}"), *([line(failures, "yellow")] if failed else [])]
 
 
@@ -336,11 +365,11 @@ def _tier_summary(stats: DaemonStats) -> list[Text]:
     return [Text(), *lines] if lines else []
 
 
-def _clients(sessions: Sequence[SessionInfo] | None) -> list[RenderableType]:
-    if not sessions:
-        return [Text(), Text("No answer so far." if sessions is None else "No engine is connected.")]
+def _clients(engines: Sequence[Engine] | None, width: int) -> list[RenderableType]:
+    if not engines:
+        return [Text(), Text("No answer so far." if engines is None else "No engine is connected.")]
     note = line("pinned: pool memory under its leases. registered: memory of its own, for copies.", "dim")
-    return [Text(), session_table(sessions), Text(), note]
+    return [Text(), engine_table(engines, width), Text(), note]
 
 
 def _lines(lines: Iterable[Line], width: int) -> list[RenderableType]:
@@ -354,22 +383,17 @@ def top(
     interval: Annotated[str, typer.Option("--interval", metavar="DURATION", help="Time between two looks.")] = "1s",
     directory: Directory = None,
     url: Url = "",
+    json: Annotated[bool, typer.Option("--json", help="One line of JSON for each look.")] = False,
 ) -> int:
     """Show what the daemon does, live.
 
-    1 to 3 choose what is shown, q ends.
-
-    A key is the hash of one block; percentages are of the keys asked for. loaded: brought, and not computed. not
-    needed: found, and the engine had it already. In pool: each prompt's tokens up to the first that the pool lacked;
-    lru: in pools of other sizes. now: the last 3 seconds.
+    1 to 4 choose what is shown, h shows the keys and what the words mean, q ends. Into a pipe it writes the page of
+    stats every interval.
     """
     interval_s = parse_option("--interval", interval, parse_duration)
     if interval_s < MIN_INTERVAL_S:
         raise CliError(f"--interval {interval!r} is too short; the least is {format_duration(MIN_INTERVAL_S)}.")
     check_names_one(directory, url)
-    console = make_console()
-    if not console.is_terminal or console.is_dumb_terminal:
-        raise CliError("top draws on a terminal; `kvoffd-cli stats` prints one page.")
     with open_admin(directory) as admin:
         admin.on_silence = lambda: None  # the screen says it
 
@@ -379,10 +403,34 @@ def top(
             admin.timeout_s = timeout_s
             if view != "clients":
                 return Reading(admin.stats())
-            found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
-            return Reading(admin.stats(), found)
+            return Reading(admin.stats(), engines_of(admin.sessions().sessions, labels_of(admin)))
 
-        return run(read, interval_s, console)
+        console = make_console()
+        if console.is_terminal and not console.is_dumb_terminal and not json:
+            return run(read, interval_s, console)
+        _print_pages(read, interval_s, as_json=json)
+    return 0
+
+
+def _print_pages(read: Read, interval_s: float, *, as_json: bool) -> NoReturn:
+    """A page, or a line, every interval. Only the first answer must come; where a later one does not, that is said."""
+    answered = False
+    while True:
+        began = time.monotonic()
+        try:
+            stats = read(VIEWS[0], LATER_ANSWER_S if answered else ANSWER_S).stats
+        except KvoffdClientError as error:
+            if not answered:
+                raise
+            print(f"{time.strftime('%H:%M:%S')} {error}", file=sys.stderr, flush=True)
+        else:
+            answered = True
+            if as_json:
+                print_json(stats)
+            else:
+                print_stats(stats)
+                print_line("")
+        time.sleep(max(0.0, began + interval_s - time.monotonic()))
 
 
 def run(read: Read, interval_s: float, console: Console) -> int:
@@ -394,15 +442,14 @@ def run(read: Read, interval_s: float, console: Console) -> int:
         while True:
             live.update(screen.page(console), refresh=True)
             size, keys = console.size, ""
-            while not keys and console.size == size and next_at > time.monotonic():
-                keys = pressed(min(LOOK_S, max(0.0, next_at - time.monotonic())))
+            while not keys and console.size == size and (screen.paused or next_at > time.monotonic()):
+                keys = pressed(min(LOOK_S, LOOK_S if screen.paused else max(0.0, next_at - time.monotonic())))
             for key in keys:
                 if key in ("q", "\x04"):
                     return 0
-                if key in "123":
-                    screen.view = VIEWS[int(key) - 1]
-            wants_sessions = bool(keys) and screen.view == "clients"
-            if wants_sessions or next_at <= time.monotonic():
+                _obey(screen, key)
+            wants_engines = bool(keys) and screen.view == "clients"
+            if not screen.paused and (wants_engines or next_at <= time.monotonic()):
                 next_at = time.monotonic() + interval_s
                 try:
                     _look(screen, read, LATER_ANSWER_S if screen.away else ANSWER_S)
@@ -415,6 +462,18 @@ def _look(screen: Screen, read: Read, timeout_s: float) -> None:
     screen.reading = read(screen.view, timeout_s)
     screen.history.add(screen.reading.stats)
     screen.away, screen.clock = "", time.strftime("%H:%M:%S")
+
+
+def _obey(screen: Screen, key: str) -> None:
+    if key in "1234":
+        screen.view = VIEWS[int(key) - 1]
+    elif key in "h?":
+        screen.view = VIEWS[0] if screen.view == "help" else "help"
+    elif key == "s":
+        names = [*SORTS]
+        screen.sort = names[(names.index(screen.sort) + 1) % len(names)]
+    elif key == "p":
+        screen.paused = not screen.paused
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from kvoffd_client.cli.format import count_blocks, print_json, print_status, say
 from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, local_directory, parse_option
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
 from kvoffd_proto.admin import TraceChain
-from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, plural
+from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
 
 FETCH_S = 0.5
 """Between two questions for what was asked for."""
@@ -48,6 +48,7 @@ def record(
     duration: Annotated[
         str, typer.Option("--duration", metavar="TIME", help="End after so long, as in 90s or 2h. [default: at Ctrl-C]")
     ] = "",
+    max_size: Annotated[str, typer.Option("--max-size", metavar="SIZE", help="End when FILE is so large.")] = "1GiB",
     directory: Directory = None,
     json: Json = False,
 ) -> int:
@@ -59,6 +60,7 @@ def record(
     Exit status: 0 done, 1 the daemon went away and the file has what came before, 2 an error.
     """
     seconds = parse_option("--duration", duration, parse_duration) if duration else float("inf")
+    most_bytes = parse_option("--max-size", max_size, parse_size)
     if not seconds:
         raise CliError(f"--duration {duration} records nothing; give a longer one, or none and end with Ctrl-C.")
     with AdminClient(local_directory(directory), OPERATOR_WAIT_S) as admin:
@@ -70,7 +72,7 @@ def record(
         try:
             with opened:
                 writer = TraceWriter(opened)
-                took_s, ended = _write(admin, writer, seconds)
+                took_s, ended = _write(admin, writer, seconds, most_bytes)
                 nbytes = opened.tell()
         except OSError as error:
             recorded = file.exists() and file.stat().st_size
@@ -83,9 +85,10 @@ def record(
         print_json({"file": str(file), "seconds": took_s, **counts, "bytes": nbytes, "ended": ended})
     else:
         lost = f" {format_count(writer.dropped)} more came too fast and are missing." if writer.dropped else ""
+        full = f" It ended since {file} is large enough (--max-size)." if ended == "size" else ""
         say(
             f"{format_count(writer.chains)} request{plural(writer.chains)} for {count_blocks(writer.keys)} in "
-            f"{format_duration(took_s)}, in {format_size(nbytes)} of {file}.{lost}"
+            f"{format_duration(took_s)}, in {format_size(nbytes)} of {file}.{lost}{full}"
         )
     return int(ended == "daemon")
 
@@ -95,8 +98,8 @@ def _removed(file: Path) -> str:
     return f"Nothing was recorded, and {file} is removed."
 
 
-def _write(admin: AdminClient, writer: TraceWriter, seconds: float) -> tuple[float, str]:
-    """Returns how long it took, and why it ended: duration, interrupt, or daemon, which went away."""
+def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: int) -> tuple[float, str]:
+    """Returns how long it took, and why it ended: duration, size, interrupt, or daemon, which went away."""
     began, session = time.monotonic(), admin.session_id
     until, ended, more = began + seconds, "", False
     with _ended_by_signal() as signalled:
@@ -114,6 +117,9 @@ def _write(admin: AdminClient, writer: TraceWriter, seconds: float) -> tuple[flo
                 print(f"kvoffd-cli: {error}", file=sys.stderr)
                 break
             writer.write(fetched.chains, fetched.dropped)
+            if writer.file.tell() >= most_bytes:
+                ended = "size"
+                break
             passed = format_duration(time.monotonic() - began)
             print_status(f"{passed}: {format_count(writer.chains)} requests; Ctrl-C ends the trace.")
             more = sum(len(chain.keys) for chain in fetched.chains) >= MUCH_BYTES
@@ -207,8 +213,8 @@ def replay(
 ) -> int:
     """Replay a trace with several policies and sizes of the pool.
 
-    Needs no daemon; one that answers is asked for the size of its pool. Prints the hits, what was written, and the most
-    hits that were possible.
+    Needs no daemon; one that answers is asked for the size of its pool. Prints the hits, what was written, the most
+    hits that were possible, and what follows for the choice of a policy.
     """
     if find_spec("kvoffd") is None:
         raise CliError("A trace is replayed through the daemon's cache, and the package kvoffd is not installed here.")

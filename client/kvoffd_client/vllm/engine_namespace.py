@@ -14,6 +14,7 @@ from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
+from kvoffd_proto.messages import RequestReport
 
 PATIENCE_S = 10.0
 """How long an engine waits in steps for its workers' reports, and then for the daemon to have their memory."""
@@ -52,6 +53,8 @@ class Unconnected:
     """As much of a SchedulerClient as is used before the namespace is known."""
 
     ready = False
+
+    def note_request(self, report: RequestReport) -> None: ...
 
     def take_events(self) -> list[KvEvent]:
         return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +46,8 @@ from kvoffd_proto.messages import (
     SHARED,
     WRITING,
     GroupKeys,
+    Outcome,
+    RequestReport,
 )
 
 if TYPE_CHECKING:
@@ -130,6 +132,7 @@ class RequestState:
         disk_wait_until: how long the request waits for tiers below the pool; None before something is on its way.
         waits_for_disk: the request waits for what the answer says is on its way.
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
+        logged: its report is made.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
     """
 
@@ -147,6 +150,7 @@ class RequestState:
     disk_wait_until: float | None = None
     waits_for_disk: bool = False
     skip_counted: bool = False
+    logged: bool = False
     failed_at: float = NEVER
 
 
@@ -391,9 +395,8 @@ class KvoffdManager(OffloadingManager):
             self._reported = Counter(self._counters)
             counts = [min(news[name], MAX_REPORTED) for name in metrics.REPORTED]
             # What is not new is reported too: the daemon may have been restarted.
-            rate = self.harm.prefill.tokens_per_second
-            if any((rate, *counts)):
-                self.namespace.client.report(rate, *counts)
+            if any((*self.harm.rates, *counts)):
+                self.namespace.client.report(*self.harm.rates, *counts)
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """The daemon's blocks, for the engine's own stream. The output of the first of the steps that run has come."""
@@ -455,13 +458,9 @@ class KvoffdManager(OffloadingManager):
             for index in self.events.groups:
                 keys = self._groups[index].keys(request.block_hashes)
                 self.events.found(request, index, keys, answer.leading_ready(index))
-        if (last := state.last) is not None and logger.isEnabledFor(logging.DEBUG):
-            states = b"".join(last.ticket.states)
-            logger.debug(
-                "kvoffd: request %s loads %d of %d tokens; of %d keys %d are in the pool, %d on disks or in stores.",
-                *(request.request_id, loaded_tokens, request.num_prompt_tokens, len(states)),
-                *(states.count(READY), len(last.coming)),
-            )
+        if not state.logged:
+            state.logged = True
+            self.namespace.client.note_request(_report_of(state, self._groups, loaded_tokens))
         if not loaded_tokens:
             self._end_leases(state)
 
@@ -476,6 +475,7 @@ class KvoffdManager(OffloadingManager):
         if state := self._requests.get(failed.request_id):
             self._end_leases(state)
             state.load_failed = True
+            self.namespace.client.note_request(_report_of(state, self._groups, 0))
             state.last = None
         if failed.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate(failed.keys)
@@ -628,3 +628,48 @@ class KvoffdManager(OffloadingManager):
         """End a lookup's lease, if there is one, or may be one since no answer came. ``unused``: as of the client."""
         if lookup is not None and (unused or lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done):
             self.namespace.client.release(lookup.ticket.lease_id, unused)
+
+
+def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int) -> RequestReport:
+    """Report a request that was scheduled, and loads so many tokens."""
+    request, last, below = state.request, state.last, state.from_tiers
+    states = b"".join(last.ticket.states) if last is not None else b""
+    from_store = list(below.values()).count(SHARED)
+    risen = sum(last.found.get(key) is _HIT for key in below) if last is not None else 0
+    group, missing, reason = 0, b"", ""
+    leading = len(states) - len(states.lstrip(_READY_BYTE))
+    if last is not None and leading < len(states):
+        group, chunk = [(index, chunk) for index, chunks in last.chunks.items() for chunk in chunks][leading]
+        missing = of_adapter([chunk], state.adapter)[0] if state.adapter else chunk
+        reason = "" if states[leading] == ABSENT else "partial" if states[leading] == WRITING else "tier_late"
+    if loaded_tokens:
+        outcome = Outcome.LOADED
+    elif state.load_failed:
+        outcome = Outcome.FAILED
+    elif request.num_prompt_tokens < min(one.tokens_per_chunk for one in groups):
+        outcome = Outcome.SHORT
+    elif state.disabled or last is None or last.ticket.failed:
+        outcome = Outcome.UNUSED
+    elif last.given_up:
+        outcome = Outcome.LATE
+    elif not last.ticket.done:  # nobody waited for the answer
+        outcome = Outcome.HELD
+    elif state.skip_counted:
+        outcome = Outcome.SKIPPED
+    else:
+        outcome = Outcome.HELD if leading else Outcome.MISSED
+    return RequestReport(
+        request.request_id[:128],
+        time.time(),
+        request.num_prompt_tokens,
+        len(states),
+        states.count(READY) - risen,
+        len(below) - from_store,
+        from_store,
+        outcome,
+        loaded_tokens,
+        group,
+        missing,
+        reason,
+        leading + 1 if missing else 0,
+    )

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvoffd.cache import POLICY_NAMES
-from kvoffd.cache.learned import Learned
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import REJECTED, Chain, Group, make_policy
 from kvoffd_proto.messages import BENCH_LABEL, GroupSpec
+from kvoffd_proto.stats import LearnedStats
 from tests.kit.slot_cache import CacheRig, keys_of
 
 SLOTS, BLOCK_BYTES, POOL_BYTES = 4096, 4096, 1 << 20
@@ -102,6 +102,7 @@ def test_what_else_is_asked_of_it_has_an_answer(order: Order) -> None:
         policy.rejected(order.group, absent)
     chances = policy.chance(order.group, keys_of(0, 1), POOL_BYTES)
     assert ((chances >= 0) & (chances <= 1)).all()
+    assert isinstance(policy.describe(), LearnedStats)
     assert policy.nbytes > 0
     assert policy.ghosts <= 3
     make_policy(order.group.namespace.label, POOL_BYTES, 1).restore(policy.state())
@@ -147,6 +148,5 @@ def test_requests_of_benches_teach_nothing_and_leave_nothing() -> None:
     for first in range(0, 400, 4):
         rig.ask(bench, keys_of(*range(first, first + 4)))
     assert bench.counters.rejected_keys == 0
-    assert isinstance(rig.policy, Learned)
-    assert rig.policy.known.requests == 0
+    assert rig.policy.describe().requests == 0
     assert rig.policy.ghosts == 0

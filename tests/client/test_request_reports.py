@@ -1,0 +1,50 @@
+"""What became of engines' requests, from the scheduler's client to an operator's terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from kvoffd_client.cli import main
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.messages import Outcome, RequestReport
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+
+
+def report(name: str, outcome: str, missing: bytes = b"", reason: str = "") -> RequestReport:
+    return RequestReport(name, time.time(), 128, 8, 2, 1, 0, outcome, 48, 0, missing, reason, 4)
+
+
+def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    def cli(*words: str, status: int = 0) -> str:
+        assert main(["clients", "--requests", *words, "--directory", str(daemon.directory)]) == status
+        return capsys.readouterr().out
+
+    with FakeEngine(daemon.directory, "tiny") as engine:
+        assert "No engine that is connected has reported a request." in cli()
+        for name, outcome in (("cmpl-1", Outcome.LOADED), ("cmpl-2", Outcome.MISSED), ("\x1b[2J", "of the future")):
+            engine.scheduler.note_request(report(name, outcome, b"\xab" * 32))
+        engine.scheduler.note_request(report("cmpl-3", Outcome.SHORT))
+        wait_until(lambda: cli().count("\n") == 5)
+        head, first, second, third, _ = cli().splitlines()
+        fingerprint = engine.namespace.fingerprint.hex()
+        assert head == f"Engine fake engine, namespace tiny ({fingerprint[:12]}):"
+        assert "cmpl-1 loaded 48 of 128 tokens. Of 8 keys 2 in the pool, 1 on a disk." in first
+        assert "The first that was missing, number 4, abababababab: never stored" in first
+        assert "cmpl-2 loaded nothing of 128 tokens." in second
+        assert "of the future" in third
+        assert third.isprintable()
+        assert cli("cmpl-2") == f"{head}\n{second}\n"
+        assert "No engine has reported a request 'nobody'" in cli("nobody", status=1)
+        (found,) = json.loads(cli("cmpl-3", "--json"))["requests"]
+        assert found["report"]["request"] == "cmpl-3"
+        assert found["namespace"] == engine.namespace.fingerprint.hex()
+        for number in range(300):
+            engine.scheduler.note_request(report(f"many-{number}", Outcome.MISSED))
+        wait_until(lambda: cli().count(" many-") == 256)
+        assert "many-299" in cli("many").splitlines()[-1], "the last ones"
+    assert "No engine that is connected has reported a request." in cli()
+    assert main(["clients", "cmpl-1", "--directory", str(daemon.directory)]) == 2
