@@ -78,7 +78,8 @@ def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
         with open_url(f"{base}/stats.json", timeout_s) as answer:
             return msgspec.json.decode(answer.read(MAX_REPLY_BYTES), type=DaemonStats)
     except HTTPError as error:
-        why = f"it answers {error.code}: {error.read(200).decode(errors='replace').strip()}"
+        with error:
+            why = f"it answers {error.code}: {error.read(200).decode(errors='replace').strip()}"
     except (URLError, OSError) as error:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or str(reason)

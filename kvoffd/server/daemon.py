@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import uvloop
 
@@ -48,6 +49,8 @@ TICK_S = 0.25
 SCRUB_REST = 3.0
 ABANDON_S = 1.0
 LINGER_MS = 500
+SLOW_CALLS = 2
+"""Threads beside the loop: one maps pages for long, one takes checksums."""
 ENGINE_CLOSE_S = 2.0
 DISKS_CLOSE_S = 5.0
 GPUS_CLOSE_S = 5.0
@@ -120,6 +123,8 @@ class Daemon:
     async def serve(self) -> None:
         """Start, serve until told to stop, stop. Raises KvoffdError when it cannot start."""
         loop = asyncio.get_running_loop()
+        # Without a number asyncio asks for the CPUs of the process, which a seccomp filter may refuse.
+        loop.set_default_executor(ThreadPoolExecutor(SLOW_CALLS, "kvoffd-slow"))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup(1) has it
                 loop.add_signal_handler(number, self._stop.set)

@@ -163,6 +163,7 @@ def read_engine(where: str) -> EngineMetrics:
                 if sample.name.startswith("vllm:") and not sample.name.endswith(("_bucket", "_created")):
                     metrics[sample.name] += sample.value
     except urllib.error.HTTPError as error:
+        error.close()
         return EngineMetrics(problem=f"answers {error.code} {error.reason}")
     except urllib.error.URLError as error:
         return EngineMetrics(problem=f"does not answer: {getattr(error.reason, 'strerror', None) or error.reason}")

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,10 +70,9 @@ def record(
         except FileExistsError:
             raise CliError(f"{file} exists already; name another file, or remove it.") from None
         try:
-            with opened:
-                writer = TraceWriter(opened)
+            with opened, closing(TraceWriter(opened)) as writer:
                 took_s, ended = _write(admin, writer, seconds, most_bytes)
-                nbytes = opened.tell()
+            nbytes = file.stat().st_size
         except OSError as error:
             recorded = file.exists() and file.stat().st_size
             left = "What is in it can be replayed." if recorded else _removed(file)
@@ -126,9 +125,7 @@ def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: 
             if not more and not ended:
                 signalled.wait(max(0.0, min(FETCH_S, until - time.monotonic())))
         print_status()
-        took = time.monotonic() - began
-        writer.close()
-    return took, ended
+    return time.monotonic() - began, ended
 
 
 @contextmanager
