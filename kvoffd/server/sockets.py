@@ -14,6 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -115,12 +116,10 @@ class Sockets:
     def post(self, call: Callable[[], None]) -> None:
         """Have ``call`` made in the loop's thread, and what it leaves to send sent. For any thread."""
         self._posted.append(call)
-        if not self._post_woke:  # asked after the append: _on_post has seen the call, or has taken this back before
+        if not self._post_woke:  # asked after the append: _make_calls finds the call, or has taken this back before
             self._post_woke = True
-            try:
-                self._loop.call_soon_threadsafe(self._on_post)
-            except RuntimeError:
-                pass  # the loop has ended; so have all sessions
+            with suppress(RuntimeError):  # the loop has ended; so have all sessions
+                self._loop.call_soon_threadsafe(self._drain, True)
 
     def wake(self) -> None:
         """Read and send soon: something other than a message changed what is to be sent."""
@@ -142,14 +141,8 @@ class Sockets:
         self._rest_due = False
         return self._drain(due=True)
 
-    # Each takes back only that it is queued itself. Else every drain would let two more be queued: the loop would do
-    # nothing else, for longer and longer.
-
-    def _on_post(self) -> None:
-        self._post_woke = False
-        self._drain(due=True)
-
     def _on_wake(self) -> None:
+        # Only here: were it taken back by every drain, each would let one more be queued, and the loop do nothing else.
         self._woken = False
         self._drain(due=True)
 
@@ -192,6 +185,7 @@ class Sockets:
 
     def _make_calls(self, until: float) -> bool:
         """Make the calls that have arrived; True when some are left."""
+        self._post_woke = False
         for _ in range(len(self._posted)):
             call = self._posted.popleft()
             try:

@@ -40,6 +40,7 @@ MAX_UNREAD_STORES = 4
 READ_BYTES = 4 << 20
 
 _STRIPE_BYTES = 64
+RAISED = "The owner of a transfer raised: a bug; the engine goes on."
 
 
 @dataclass(eq=False)
@@ -200,7 +201,7 @@ class CopyQueue:
                 self._waiting[transfer] = None
                 self._wake.notify_all()
                 return
-        _call(transfer.on_done, transfer, Outcome.CANCELLED)
+        self._end(transfer, Outcome.CANCELLED)
 
     def cancel(self, transfer: Transfer) -> bool:
         """End a transfer that has not started as CANCELLED; False, and nothing changes, when it runs or has ended."""
@@ -208,7 +209,7 @@ class CopyQueue:
             if transfer not in self._waiting:
                 return False
             del self._waiting[transfer]
-        _call(transfer.on_done, transfer, Outcome.CANCELLED)
+        self._end(transfer, Outcome.CANCELLED)
         return True
 
     def tick(self) -> None:
@@ -228,10 +229,13 @@ class CopyQueue:
                         continue
                     self._overdue[transfer] = now
         for transfer in waiting:
-            _call(transfer.on_done, transfer, Outcome.DEADLINE)
+            self._end(transfer, Outcome.DEADLINE)
         for transfer in late:
             if transfer.on_overdue is not None:
-                _call(transfer.on_overdue, transfer)
+                try:
+                    transfer.on_overdue(transfer)
+                except Exception:
+                    _log.exception(RAISED)
 
     def stats(self) -> CopyStats:
         with self._wake:
@@ -247,7 +251,7 @@ class CopyQueue:
             self._wake.notify_all()
             self._to_read.notify_all()
         for transfer in waiting:
-            _call(transfer.on_done, transfer, Outcome.CANCELLED)
+            self._end(transfer, Outcome.CANCELLED)
 
     def join(self, deadline: float) -> bool:
         """Wait for the threads until ``deadline`` (of ``time.monotonic``); False when one still runs."""
@@ -291,7 +295,7 @@ class CopyQueue:
                     self._read(transfer.read_slots)
                 except Exception:
                     _failed(transfer)
-            self._end(transfer)
+            self._end(transfer, transfer.ending or Outcome.DONE)
 
     def _read_all(self) -> None:
         self._on_start()
@@ -315,7 +319,7 @@ class CopyQueue:
                 reading.open -= 1
                 ended = not reading.open
             if ended:
-                self._end(transfer)
+                self._end(transfer, transfer.ending or Outcome.DONE)
 
     def _read(self, read: Callable[[], None]) -> None:
         began = time.thread_time()
@@ -325,25 +329,20 @@ class CopyQueue:
             with self._wake:
                 self._checksum_seconds += time.thread_time() - began
 
-    def _end(self, transfer: Transfer) -> None:
+    def _end(self, transfer: Transfer, outcome: Outcome) -> None:
         with self._wake:
-            del self._running[transfer]
+            self._running.pop(transfer, None)
             self._overdue.pop(transfer, None)
-        _call(transfer.on_done, transfer, transfer.ending or Outcome.DONE)
+        try:
+            transfer.on_done(transfer, outcome)
+        except Exception:
+            _log.exception(RAISED)
 
 
 def _failed(transfer: Transfer) -> None:
     """Have the transfer fail, whose copy raised."""
     _log.exception("A copy of %d bytes failed; its job fails, the thread goes on.", transfer.plan.nbytes)
     transfer.must_end(Outcome.FAILED)
-
-
-def _call(owner: Callable[..., None], *end: object) -> None:
-    """Call what must not raise."""
-    try:
-        owner(*end)
-    except Exception:
-        _log.exception("The owner of a transfer raised: a bug; the engine goes on.")
 
 
 def _wants_cpu(thread_id: int) -> bool:
