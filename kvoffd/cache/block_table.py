@@ -12,19 +12,22 @@ import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.pool.allocator import PAGE_BYTES, SlotIds
-from kvoffd.system.native import SlotIndex, native
+from kvoffd.pool.allocator import SlotAllocator, SlotIds
+from kvoffd.system.native import SlotIndex, Structure, address_of, native
 from kvoffd_proto import messages
+
+if TYPE_CHECKING:
+    from kvoffd.cache.policy import Group
 
 BlockIds: TypeAlias = npt.NDArray[np.uint32]
 """Numbers of blocks: of their first slots."""
-
-_NOTHING: BlockIds = np.empty(0, np.uint32)
+Offsets: TypeAlias = npt.NDArray[np.uint64]
+"""Of slots, in bytes of the pool."""
 NO_BLOCK = 2**32 - 1
 FREE, WRITING, READY = int(messages.ABSENT), int(messages.WRITING), int(messages.READY)
 """States of a block, as lookups answer with them: FREE has no block; of a WRITING one a shard is missing."""
@@ -39,20 +42,6 @@ SHARD_STATE, UNVERIFIED, CORRUPT = 3, 4, 8
 """Bits of ``shard``: its state; its bytes are not compared yet, or have no checksum yet; they are wrong."""
 KNOWN_MISSES = 2**19
 """Keys of which it is known why they left, 8 bytes each. A key replaces one at random."""
-
-
-class _Blocks(ctypes.Structure):
-    """``struct blocks`` of blocks.h."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("records", "state", "shard", "pins", "missing", "group", "next", "pages", "misses")
-        ),
-        *((name, ctypes.c_void_p) for name in ("bytes", "numbers", "counts")),
-        ("index", SlotIndex),
-        ("crc", ctypes.c_uint32 * 256 * 8),
-    )
 
 
 class Verdict(IntEnum):
@@ -85,8 +74,8 @@ class Found(NamedTuple):
     """By ``MissReason``, keys that are not READY."""
 
 
-class BlockTable:
-    """Arrays by slot number, and the index. For one thread.
+class BlockTable(Structure):
+    """Arrays by slot number, and the index. For one thread. It is the ``struct blocks`` of blocks.h.
 
     An array that C reads is copied into a ``bytes`` object first (``packed``), and what C finds out of the buffers: for
     a few blocks that takes less than to ask an array for its address.
@@ -95,16 +84,27 @@ class BlockTable:
         records: of the slot table, by slot.
     """
 
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("generation", "pinned_blocks", "pinned_bytes")),
+        *((f"{name}_at", ctypes.c_void_p) for name in ("records", "state", "shard", "pins", "missing", "group")),
+        *((f"{name}_at", ctypes.c_void_p) for name in ("next", "pages", "misses")),
+        *((f"{name}_at", ctypes.c_void_p) for name in ("bytes", "numbers", "offsets", "counts")),
+        ("index", SlotIndex),
+        ("crc", ctypes.c_uint32 * 256 * 8),
+    )
+    generation: int
+    """The highest that a record has."""
+    pinned_blocks: int
+    pinned_bytes: int
+    index: SlotIndex
+
     def __init__(self, records: npt.NDArray[np.void]) -> None:
         slots = len(records)
         self.records = records
-        self.generation = 0
-        """The highest that a record has."""
         self.state = np.zeros(slots, np.uint8)
         self.shard = np.zeros(slots, np.uint8)
         self.pins = np.zeros(slots, np.uint32)
         """Of a block: leases, running loads and writes to a tier that need its bytes."""
-        self.pinned_bytes = self.pinned_blocks = 0
         self.missing = np.zeros(slots, np.uint8)
         """Of a block: shards that are not written."""
         self.group = np.zeros(slots, np.uint32)
@@ -117,46 +117,49 @@ class BlockTable:
         arrays = self.state, self.shard, self.pins, self.missing, self.group, self.next, self.pages, self._misses
         self._native = native()
         self._counts = array("Q", bytes(8 * 20))
-        self._blocks = _Blocks(records.ctypes.data, *(one.ctypes.data for one in arrays))
+        self.records_at = records.ctypes.data
+        self.state_at, self.shard_at, self.pins_at, self.missing_at, self.group_at, self.next_at, *others = (
+            one.ctypes.data for one in arrays
+        )
+        self.pages_at, self.misses_at = others
         self._arrays_bytes = sum(one.nbytes for one in arrays)
-        self.address = ctypes.addressof(self._blocks)
-        """Of the ``struct blocks``."""
+        self.address = address_of(self)
         if not self._native.blocks_open(self.address, os.urandom(16)):
             raise MemoryError
-        self._close = weakref.finalize(self, self._native.blocks_close, ctypes.pointer(self._blocks))
-        self._blocks.counts, _ = self._counts.buffer_info()
-        self._numbers = _NOTHING
+        self._close = weakref.finalize(self, self._native.blocks_close, self.address)
+        self.counts_at, _ = self._counts.buffer_info()
         self._fit(512)
 
     def _fit(self, count: int) -> None:
-        """Have the buffers hold so many numbers, and as many keys."""
-        if count > len(self._numbers):
-            count *= 2  # the next are likely to be as many
-            self._numbers, self._bytes = np.empty(count, np.uint32), np.empty(64 * count, np.uint8)
-            self._blocks.numbers, self._blocks.bytes = self._numbers.ctypes.data, self._bytes.ctypes.data
+        """Have the buffers hold twice as many numbers, and as many keys: the next are likely to be as many."""
+        self._room = 2 * count
+        self._numbers, self._bytes = np.empty(2 * self._room, np.uint32), np.empty(64 * self._room, np.uint8)
+        self._offsets = np.empty(self._room, np.uint64)
+        self.numbers_at, self.bytes_at = self._numbers.ctypes.data, self._bytes.ctypes.data
+        self.offsets_at = self._offsets.ctypes.data
 
     @property
     def nbytes(self) -> int:
         """Memory of the index and the arrays, untouched pages among it."""
-        return int(8 << self._blocks.index.bits) + self._arrays_bytes
+        return int(8 << self.index.bits) + self._arrays_bytes
 
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
         """By key: the state of its block and the number; FREE and NO_BLOCK where there is none."""
         count = len(keys) // key_bytes
-        self._fit(count)
+        if count > self._room:
+            self._fit(count)
         self._native.blocks_find(self.address, group, keys, count, key_bytes)
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
     def lookup(self, group: int, keys: bytes, key_bytes: int, *, pin: bool) -> Found:
         """Find keys, and pin the blocks of those that are READY."""
-        count = len(keys) // key_bytes
-        self._fit(count)
+        count, pinned_bytes = len(keys) // key_bytes, self.pinned_bytes
+        if count > self._room:
+            self._fit(count)
         self._native.blocks_lookup(self.address, group, keys, count, key_bytes, pin)
-        changed, loose_pages, ready, run, *misses = self._counts
-        loose_bytes = loose_pages * PAGE_BYTES
-        self.pinned_blocks += changed
-        self.pinned_bytes += loose_bytes
-        return Found(self._bytes[:count].tobytes(), self._numbers[:ready].copy(), loose_bytes, run, misses)
+        ready, run, *misses = self._counts
+        states, blocks = self._bytes[:count].tobytes(), self._numbers[:ready].copy()
+        return Found(states, blocks, self.pinned_bytes - pinned_bytes, run, misses)
 
     def plan(
         self, group: int, keys: bytes, key_bytes: int, rank: int, first_blocks: Mapping[int, int]
@@ -172,53 +175,59 @@ class BlockTable:
                 if number < count:
                     firsts[number] = first
             offered = firsts.tobytes()
-        self._fit(count)
+        if count > self._room:
+            self._fit(count)
         if not self._native.blocks_plan(self.address, group, keys, count, key_bytes, rank, offered):
             raise MemoryError
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
-    def enter(
-        self,
-        slots: npt.NDArray[np.uint32],
-        group: int,
-        keys: bytes,
-        key_bytes: int,
-        namespace: int,
-        group_in_it: int,
-        nbytes: int,
-    ) -> None:
-        """Make blocks of free slots, [blocks, ranks], for keys none of which is there.
-
-        The records name the namespace and its group; all shards are still to be written. ``nbytes``: of the slots of
-        one block.
-        """
-        count, ranks = slots.shape
-        assert len(keys) >= count * key_bytes
-        entered = self._native.blocks_enter(
-            *(self.address, packed(slots), count, ranks, nbytes // PAGE_BYTES),
-            *(group, keys, key_bytes, namespace, group_in_it),
-        )
-        assert entered == count, "a key is there, a slot is not free, or there is no memory"
+    def take(self, slots: SlotAllocator, group: Group, keys: bytes, count: int) -> npt.NDArray[np.uint32]:
+        """Make WRITING blocks of a group for the first ``count`` keys, none of which is there, or as many as there are
+        free slots for. Returns their slots, [blocks, ranks]. All shards are still to be written."""
+        assert 0 <= count * group.key_bytes <= len(keys)
+        ranks = len(group.sizes)
+        if count * ranks > self._room:
+            self._fit(count * ranks)
+        taken = self._native.blocks_take(self.address, slots.address, group.packed, keys, count)
+        assert taken != NO_BLOCK, "a key is there, or there is no memory"
+        return self._numbers[: taken * ranks].reshape(taken, ranks).copy()
 
     def replace(
-        self, blocks: BlockIds, ranks: int, group: int, keys: bytes, key_bytes: int, reason: int
+        self, group: Group, blocks: BlockIds, keys: bytes, reason: int
     ) -> tuple[npt.NDArray[np.uint32], bytes, int]:
-        """``drop`` blocks of a group that nothing holds, and ``enter`` others of it in their slots, for the first keys.
+        """``drop`` blocks of a group that nothing holds, and make others of it in their slots, for the first keys.
 
         Returns the slots, [blocks, ranks], the keys of those that are gone, and how many slots were UNVERIFIED.
         """
-        count = len(blocks)
-        self._fit(count * ranks)
-        replaced = self._native.blocks_replace(
-            self.address, packed(blocks), count, ranks, group, keys, key_bytes, reason
-        )
+        count, ranks, size = len(blocks), len(group.sizes), group.key_bytes
+        if count * ranks > self._room:
+            self._fit(count * ranks)
+        replaced = self._native.blocks_replace(self.address, group.packed, packed(blocks), count, keys, reason)
         assert replaced == count, "a block is held, or a key is there"
-        names, slots = self._bytes[: count * key_bytes].tobytes(), self._numbers[: count * ranks].copy()
-        return slots.reshape(count, ranks), names, self._counts[1]
+        slots = self._numbers[: count * ranks].reshape(count, ranks).copy()
+        return slots, self._bytes[: count * size].tobytes(), self._counts[1]
 
-    def begin_writes(self, slots: SlotIds) -> None:
-        """Shards of WRITING blocks are written from now on."""
-        self._native.blocks_begin_writes(self.address, packed(slots), slots.size)
+    def begin_writes(self, slots: SlotAllocator, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
+        """A rank's shards of WRITING blocks are written from now on. Returns their slots, and where these are."""
+        count = len(blocks)
+        if count > self._room:
+            self._fit(count)
+        self._native.blocks_begin_writes(self.address, slots.address, packed(blocks), count, rank)
+        return self._numbers[:count].copy(), self._offsets[:count].copy()
+
+    def begin_load(
+        self, slots: SlotAllocator, group: int, keys: bytes, key_bytes: int, rank: int, first_block: int
+    ) -> tuple[BlockIds, SlotIds, Offsets] | list[int]:
+        """Pin blocks of which a rank can read its shards whole, the first from ``first_block`` on. Returns them, the
+        rank's slots and where these are; or nothing is pinned, and returns the numbers of the keys that it cannot."""
+        count = len(keys) // key_bytes
+        if count > self._room:
+            self._fit(count)
+        offered = group, keys, count, key_bytes, rank, first_block
+        if not self._native.blocks_begin_load(self.address, slots.address, *offered):
+            return np.flatnonzero(self._bytes[:count] == 0).tolist()
+        blocks, its_slots = self._numbers[: 2 * count].reshape(2, count).copy()
+        return blocks, its_slots, self._offsets[:count].copy()
 
     def publish(
         self,
@@ -239,14 +248,14 @@ class BlockTable:
         count = len(blocks)
         firsts, sums = None if first_blocks is None else array("H", first_blocks).tobytes(), checksums.tobytes()
         assert 8 * count == 8 * len(slots) == len(sums)
+        assert blocks.dtype == slots.dtype == np.uint32
         assert firsts is None or 2 * count == len(firsts)
-        self._fit(count)
-        found = self._native.blocks_publish(
-            self.address, packed(blocks), packed(slots), count, firsts, length, sums, self.generation
-        )
+        if count > self._room:
+            self._fit(count)
+        written = blocks.tobytes(), slots.tobytes(), count
+        found = self._native.blocks_publish(self.address, *written, firsts, length, sums)
         if found == NO_BLOCK:
             return None
-        self.generation += count
         return self._numbers[:found].copy(), self._bytes[: found * key_bytes].tobytes()
 
     def set_checksum(self, slot: int, checksum: int) -> None:
@@ -259,7 +268,8 @@ class BlockTable:
 
         Returns their keys, and what ``release`` does.
         """
-        self._fit(len(blocks) * ranks)
+        if len(blocks) * ranks > self._room:
+            self._fit(len(blocks) * ranks)
         dropped = self._native.blocks_drop(self.address, packed(blocks), len(blocks), reason)
         assert dropped == len(blocks), "a block is not in the index"
         return self._bytes[: len(blocks) * key_bytes].tobytes(), *self._released()
@@ -270,7 +280,8 @@ class BlockTable:
 
         Slots whose shard is CORRUPT keep that mark, in their records too, and must not be used again.
         """
-        self._fit(len(blocks) * ranks)
+        if len(blocks) * ranks > self._room:
+            self._fit(len(blocks) * ranks)
         self._native.blocks_release(self.address, packed(blocks), len(blocks))
         return self._released()
 
@@ -285,7 +296,8 @@ class BlockTable:
 
     def being_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether a store writes a shard of each block."""
-        self._fit(len(blocks))
+        if len(blocks) > self._room:
+            self._fit(len(blocks))
         self._native.blocks_being_written(self.address, packed(blocks), len(blocks))
         return self._bytes[: len(blocks)].astype(np.bool_)
 
@@ -294,21 +306,16 @@ class BlockTable:
 
         Returns the bytes of those that nothing pinned before.
         """
-        _, loose_bytes = self._pin(blocks, 1)
-        return loose_bytes
+        pinned_bytes = self.pinned_bytes
+        self._native.blocks_pin(self.address, packed(blocks), len(blocks))
+        return self.pinned_bytes - pinned_bytes
 
     def unpin(self, blocks: BlockIds) -> BlockIds:
         """Undo one pin for each time a block is named. Returns those that nothing pins any more."""
-        changed, _ = self._pin(blocks, -1)
-        return self._numbers[:changed].copy()
-
-    def _pin(self, blocks: BlockIds, by: int) -> tuple[int, int]:
-        self._fit(len(blocks))
-        self._native.blocks_pin(self.address, packed(blocks), len(blocks), by)
-        changed, loose_bytes = self._counts[0], self._counts[1] * PAGE_BYTES
-        self.pinned_blocks += by * changed
-        self.pinned_bytes += by * loose_bytes
-        return changed, loose_bytes
+        if len(blocks) > self._room:
+            self._fit(len(blocks))
+        assert blocks.dtype == np.uint32
+        return self._numbers[: self._native.blocks_unpin(self.address, blocks.tobytes(), len(blocks))].copy()
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] the slots of blocks that have so many, or more."""
@@ -340,7 +347,8 @@ class BlockTable:
     def keys(self, blocks: BlockIds, key_bytes: int) -> bytes:
         """The keys of blocks of one group, end to end."""
         count = len(blocks)
-        self._fit(count)
+        if count > self._room:
+            self._fit(count)
         self._native.blocks_keys(self.address, packed(blocks), count, key_bytes)
         return self._bytes[: count * key_bytes].tobytes()
 

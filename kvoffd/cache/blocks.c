@@ -79,34 +79,33 @@ void kvoffd_blocks_find(const struct blocks *x, uint32_t group, const uint8_t *k
                   hashed, x->bytes + begin, x->numbers + begin);
 }
 
-/* What pins of blocks came to: those that had none before, or have none now, and their pages. */
-struct pinned {
-    uint64_t changed, pages;
-};
-
-/* Adds `by`, 1 or -1, to a block's pins; returns whether it had none before or has none now. */
-static int pin(struct blocks *x, uint32_t block, int32_t by, struct pinned *pinned)
+static void pin(struct blocks *x, uint32_t block)
 {
-    uint32_t before = x->pins[block];
-    int changed = !before || !(before + by);
-
-    x->pins[block] = before + by;
-    if (changed) {
-        pinned->changed++;
-        pinned->pages += x->pages[block];
+    if (!x->pins[block]++) {
+        x->pinned_blocks++;
+        x->pinned_bytes += (uint64_t)x->pages[block] * PAGE;
     }
-    return changed;
 }
 
-/* Adds `by` to the pins of blocks, which may come more than once; finds those that had none, or have none. */
-void kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count, int32_t by)
+/* Pins blocks, once more for each time that one comes. */
+void kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count)
 {
-    struct pinned *pinned = (struct pinned *)x->counts;
-
-    *pinned = (struct pinned){ 0 };
     for (uint64_t i = 0; i < count; i++)
-        if (pin(x, blocks[i], by, pinned))
-            x->numbers[pinned->changed - 1] = blocks[i];
+        pin(x, blocks[i]);
+}
+
+/* Undoes that; finds the blocks that nothing pins any more, and returns how many. */
+uint64_t kvoffd_blocks_unpin(struct blocks *x, const uint32_t *blocks, uint64_t count)
+{
+    uint64_t found = 0;
+
+    for (uint64_t i = 0; i < count; i++)
+        if (!--x->pins[blocks[i]]) {
+            x->pinned_blocks--;
+            x->pinned_bytes -= (uint64_t)x->pages[blocks[i]] * PAGE;
+            x->numbers[found++] = blocks[i];
+        }
+    return found;
 }
 
 /* The number of the reason for which a key that is not there left, 0 where that is not known. */
@@ -119,7 +118,6 @@ static uint64_t reason_of(const struct blocks *x, uint64_t hashed)
 
 /* What a lookup found: READY keys, those of them before the first that is not; and the others by reason. */
 struct found {
-    struct pinned pinned;
     uint64_t ready, run, misses[REASON + 1];
 };
 
@@ -142,7 +140,7 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
                 found->run += found->ready == begin + i;
                 x->numbers[found->ready++] = blocks[i];
                 if (pins)
-                    pin(x, blocks[i], 1, &found->pinned);
+                    pin(x, blocks[i]);
             } else
                 found->misses[blocks[i] == NONE ? reason_of(x, hashed[i]) : PARTIAL]++;
         }
@@ -150,38 +148,63 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
 }
 
 /* Makes blocks of free slots, [count][ranks], for keys none of which is there: their records name the namespace and its
- * group, and all their shards are still to be written. Returns how many: fewer where a key is there, or no memory. */
-uint64_t kvoffd_blocks_enter(struct blocks *x, const uint32_t *slots, uint64_t count, uint64_t ranks, uint32_t pages,
-                             uint32_t group, const uint8_t *keys, uint64_t key_bytes, uint32_t namespace,
-                             uint32_t group_in_it)
+ * group, and all their shards are still to be written. The index has room. Returns how many: fewer where a key is there. */
+static uint64_t enter(struct blocks *x, const struct block_group *g, const uint32_t *slots, uint64_t count,
+                      const uint8_t *keys)
 {
     for (uint64_t i = 0; i < count; i++) {
-        const uint8_t *key = keys + i * key_bytes;
-        const uint32_t *of_block = slots + i * ranks;
-        uint64_t hashed = hash(x, group, key, key_bytes), place;
-        if (!make_room(&x->index, 1) || x->index.entries[place = find(x, hashed, group, key, key_bytes)])
+        const uint8_t *key = keys + i * g->key_bytes;
+        const uint32_t *of_block = slots + i * g->ranks;
+        uint64_t hashed = hash(x, g->number, key, g->key_bytes), place = find(x, hashed, g->number, key, g->key_bytes);
+        if (x->index.entries[place])
             return i;
-        for (uint64_t rank = 0; rank < ranks; rank++) {
+        for (uint64_t rank = 0; rank < g->ranks; rank++) {
             uint32_t slot = of_block[rank];
             uint8_t *record = record_of(x, slot);
             if (READ(record, uint64_t, 0) != FREE_RECORD || x->state[slot] != FREE || x->pins[slot])
                 return i;
-            WRITE(record, uint32_t, NAMESPACE, namespace);
-            WRITE(record, uint16_t, GROUP, group_in_it);
+            WRITE(record, uint32_t, NAMESPACE, g->namespace);
+            WRITE(record, uint16_t, GROUP, g->index);
             WRITE(record, uint16_t, RANK, rank);
-            record[KEY_BYTES] = key_bytes;
-            memcpy(record + KEY, key, key_bytes);
-            x->group[slot] = group;
-            x->next[slot] = of_block[rank + 1 < ranks ? rank + 1 : 0];
+            record[KEY_BYTES] = g->key_bytes;
+            memcpy(record + KEY, key, g->key_bytes);
+            x->group[slot] = g->number;
+            x->next[slot] = of_block[rank + 1 < g->ranks ? rank + 1 : 0];
             x->shard[slot] = RESERVED;
             x->state[slot] = rank ? NOT_FIRST : WRITING;
         }
-        x->missing[of_block[0]] = ranks;
-        x->pages[of_block[0]] = pages;
+        x->missing[of_block[0]] = g->ranks;
+        x->pages[of_block[0]] = g->pages;
         x->index.entries[place] = entry_of(hashed, of_block[0]);
         x->index.used++;
     }
     return count;
+}
+
+/* Makes blocks of up to `count` keys, none of which is there, in slots that are free, each on its rank's node first: what
+ * one size has another may lack, then all ask for less. Finds the slots, [blocks][ranks], and returns how many blocks; NONE
+ * where a key is there or no memory. */
+uint64_t kvoffd_blocks_take(struct blocks *x, struct slots *slots, const struct block_group *g, const uint8_t *keys,
+                            uint64_t count)
+{
+    uint64_t found[MOST_RANKS], least, first;
+
+    if (!make_room(&x->index, count))
+        return NONE;
+    for (;; count /= 2) {
+        least = count;
+        for (uint64_t rank = 0; rank < g->ranks; rank++) {
+            found[rank] =
+                take_slots(slots, g->rank[rank].slot_bytes, count, g->rank[rank].node, x->numbers + rank, g->ranks);
+            least = found[rank] < least ? found[rank] : least;
+        }
+        first = found[0];
+        for (uint64_t rank = 0; rank < g->ranks; rank++)
+            while (found[rank] > least)
+                free_slot(slots, x->numbers[--found[rank] * g->ranks + rank]);
+        if (least || !first || count <= 1)
+            return enter(x, g, x->numbers, least, keys) == least ? least : NONE;
+    }
 }
 
 /* Seals a record: all behind its state is written. */
@@ -198,8 +221,7 @@ static void seal(const struct blocks *x, uint8_t *record)
  * be NULL for 0. Finds the blocks that lack no shard now, in the order in which they were noted, and their keys; returns
  * how many. Where a block is not WRITING nothing is done, and NONE returned. */
 uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const uint32_t *slots, uint64_t count,
-                               const uint16_t *first_blocks, uint32_t length, const uint64_t *checksums,
-                               uint64_t generation)
+                               const uint16_t *first_blocks, uint32_t length, const uint64_t *checksums)
 {
     uint32_t found = 0;
     uint8_t *keys = x->bytes;
@@ -209,7 +231,7 @@ uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const u
             return NONE;
     while (count--) {
         uint8_t *record = record_of(x, slots[count]);
-        WRITE(record, uint64_t, GENERATION, ++generation);
+        WRITE(record, uint64_t, GENERATION, ++x->generation);
         WRITE(record, uint16_t, FIRST_BLOCK, first_blocks ? first_blocks[count] : 0);
         WRITE(record, uint32_t, LENGTH, length);
         WRITE(record, uint64_t, CHECKSUM, checksums[count]);
@@ -235,11 +257,49 @@ void kvoffd_blocks_set_checksum(const struct blocks *x, uint32_t slot, uint64_t 
     seal(x, record);
 }
 
-/* A store begins to write shards. */
-void kvoffd_blocks_begin_writes(struct blocks *x, const uint32_t *slots, uint64_t count)
+static uint32_t slot_of_rank(const struct blocks *x, uint32_t block, uint32_t rank)
 {
+    while (rank--)
+        block = x->next[block];
+    return block;
+}
+
+/* A store by a rank begins to write its shards of blocks: finds their slots and where these are. */
+void kvoffd_blocks_begin_writes(struct blocks *x, const struct slots *slots, const uint32_t *blocks, uint64_t count,
+                                uint32_t rank)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t slot = x->numbers[i] = slot_of_rank(x, blocks[i], rank);
+        x->shard[slot] = WRITING_SHARD;
+        x->offsets[i] = offset_of(slots, slot);
+    }
+}
+
+/* Finds and pins blocks for a load by a rank, behind them its slots of them, and where these are. Says of each key whether
+ * the rank can read it from its beginning, the first key from `first_block` on; returns whether it can read all, else
+ * nothing is pinned. */
+int kvoffd_blocks_begin_load(struct blocks *x, const struct slots *slots, uint32_t group, const uint8_t *keys,
+                             uint64_t count, uint64_t key_bytes, uint32_t rank, uint32_t first_block)
+{
+    uint64_t hashed[TOGETHER], readable = 0;
+
+    for (uint64_t begin = 0; begin < count; begin += TOGETHER) {
+        uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
+        find_some(x, group, keys + begin * key_bytes, together, key_bytes, hashed, x->bytes + begin, x->numbers + begin);
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        int ready = x->bytes[i] == READY;
+        uint32_t slot = x->numbers[count + i] = ready ? slot_of_rank(x, x->numbers[i], rank) : NONE;
+        x->bytes[i] = ready && (x->shard[slot] & (SHARD_STATE | CORRUPT)) == WRITTEN &&
+                      READ(record_of(x, slot), uint16_t, FIRST_BLOCK) <= (i ? 0 : first_block);
+        x->offsets[i] = x->bytes[i] ? offset_of(slots, slot) : 0;
+        readable += x->bytes[i];
+    }
+    if (readable < count)
+        return 0;
     for (uint64_t i = 0; i < count; i++)
-        x->shard[slots[i]] = WRITING_SHARD;
+        pin(x, x->numbers[i]);
+    return 1;
 }
 
 /* Whether a store writes a shard of the block. */
@@ -333,18 +393,16 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t c
 
 /* Drops blocks of a group, and enters others of it, for keys none of which is there, in their slots: finds the keys of the
  * former, and the slots, [count][ranks]. Returns how many it entered: fewer where a block was held or a key is there. */
-uint64_t kvoffd_blocks_replace(struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t ranks, uint32_t group,
-                               const uint8_t *keys, uint64_t key_bytes, uint64_t reason)
+uint64_t kvoffd_blocks_replace(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count,
+                               const uint8_t *keys, uint64_t reason)
 {
-    const uint8_t *record = record_of(x, blocks[0]);
     const struct released *released = (struct released *)x->counts;
 
     if (kvoffd_blocks_drop(x, blocks, count, reason) < count)
         return 0;
-    if (released->slots < count * ranks || released->corrupt)
+    if (released->slots < count * g->ranks || released->corrupt)
         return 0;
-    return kvoffd_blocks_enter(x, x->numbers, count, ranks, x->pages[blocks[0]], group, keys, key_bytes,
-                               READ(record, uint32_t, NAMESPACE), READ(record, uint16_t, GROUP));
+    return enter(x, g, x->numbers, count, keys); /* the index has as many fewer */
 }
 
 /* The number of the group that all the blocks are of; 0 where one has pins and they should be `loose`. */
@@ -395,9 +453,7 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
         uint64_t entry = x->index.entries[find(x, hashed, group, key, key_bytes)];
         verdicts[i] = LACKING;
         if (entry) {
-            uint32_t block = blocks[i] = slot_of(entry), slot = block;
-            for (uint32_t of_rank = 0; of_rank < rank; of_rank++)
-                slot = x->next[slot];
+            uint32_t block = blocks[i] = slot_of(entry), slot = slot_of_rank(x, block, rank);
             uint8_t shard = x->shard[slot] & SHARD_STATE;
             verdicts[i] = shard == RESERVED ? MINE : PRESENT;
             if (shard == WRITTEN && !x->pins[block] && !being_written(x, block) &&

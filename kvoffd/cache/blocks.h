@@ -4,12 +4,13 @@
 #ifndef KVOFFD_BLOCKS_H
 #define KVOFFD_BLOCKS_H
 
+#include "../pool/slots.h"
 #include "../system/slot_index.h"
 
 enum { RECORD = 128, KEY = 32, MOST_RANKS = 64 /* MAX_WORLD_SIZE of messages.py */ };
 enum { GENERATION = 8, NAMESPACE = 16, GROUP = 20, RANK = 22, FIRST_BLOCK = 24, KEY_BYTES = 26, LENGTH = 28 };
 enum { CHECKSUM = 96, CRC = 104 };
-enum { FREE_RECORD = 0 };
+enum { FREE_RECORD = 0, PAGE = 4096 };
 static const uint64_t READY_RECORD = 0x215944414552766B; /* "kvREADY!" */
 static const uint64_t BAD_RECORD = 0x2121444142766B21; /* "!kvBAD!!" */
 enum { FREE, WRITING, READY, DROPPED = 16, NOT_FIRST }; /* of a block, and of a slot that is not a block's first */
@@ -17,18 +18,29 @@ enum { RESERVED, WRITING_SHARD, WRITTEN, SHARD_STATE, UNVERIFIED = 4, CORRUPT = 
 
 #define READ(record, type, field) ({ type value_; memcpy(&value_, (record) + (field), sizeof value_); value_; })
 
-/* _Blocks of block_table.py has the same fields. */
+/* A group, as policy.py packs it. */
+struct block_group {
+    uint32_t number, namespace, index, key_bytes, ranks, pages; /* `pages`: of a block's slots */
+    struct {
+        uint32_t slot_bytes;
+        int32_t node;
+    } rank[MOST_RANKS];
+};
+
+/* BlockTable of block_table.py has the same fields. */
 struct blocks {
+    uint64_t generation; /* the highest that a record has */
+    uint64_t pinned_blocks, pinned_bytes;
     uint8_t *records; /* the slot table's */
     uint8_t *state, *shard;
     uint32_t *pins;
     uint8_t *missing;
     uint32_t *group, *next, *pages;
     uint64_t *misses; /* why keys left: see blocks.c */
-    /* What a call finds, until the next one: bytes or keys, numbers of blocks or slots, and counts. */
+    /* What a call finds, until the next one: bytes or keys, numbers of blocks or slots, offsets in the pool, and counts. */
     uint8_t *bytes;
     uint32_t *numbers;
-    uint64_t *counts;
+    uint64_t *offsets, *counts;
     struct slot_index index;
     uint32_t crc[8][256]; /* what a byte, and so many zeros behind it, make of a CRC-32 */
 };

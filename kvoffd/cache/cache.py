@@ -38,6 +38,7 @@ from kvoffd.cache.block_table import (
     UNVERIFIED,
     WITH_SLOTS,
     WRITING,
+    WRITING_SHARD,
     WRITTEN,
     BlockIds,
     BlockTable,
@@ -118,6 +119,7 @@ class Cache:
         max_leased_keys: int = 1 << 20,
     ) -> None:
         self.slots, self.table, self.policy = slots, table, policy
+        slots.note_sizes_in(table.region_sizes)
         self.blocks = BlockTable(table.records)
         self.tiers: TierHooks | None = None
         self.namespaces: dict[bytes, Namespace] = {}
@@ -223,9 +225,9 @@ class Cache:
         ShardTooLarge if no slot could hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the
         smallest slot.
         """
-        if new := self._fix_shard_bytes(namespace, rank, shard_bytes):
-            self._fix_sizes(namespace)
+        new = self._fix_shard_bytes(namespace, rank, shard_bytes)
         namespace.nodes[rank] = node
+        self._fix_sizes(namespace)
         if shards is not None:
             new |= namespace.describe_shards(rank, shards)
         if new:
@@ -651,10 +653,9 @@ class Cache:
             if mine:
                 order = np.argsort(stored.copy)
                 stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
-            stored.slots = self.blocks.slots(stored.blocks, rank + 1)[:, rank] if rank else stored.blocks
+            stored.slots, stored.offsets = self.blocks.begin_writes(self.slots, stored.blocks, rank)
             if part.first_blocks:
                 stored.first_blocks = [part.first_blocks.get(key, 0) for key in stored.copy]
-            self.blocks.begin_writes(stored.slots)
             for block in stored.blocks.tolist() if self._partial else ():
                 self._partial.pop(block, None)
 
@@ -740,7 +741,7 @@ class Cache:
         first = {key: number for number, key in reversed(list(enumerate(keys)))}
         numbers = [number for number, state in enumerate(states) if state == FREE and first[keys[number]] == number]
         slots = self._take(known, b"".join([keys[number] for number in numbers]), inf)
-        self.blocks.begin_writes(slots)
+        self.blocks.shard[slots] = WRITING_SHARD
         each = zip(slots, self.slots.offsets(slots).tolist(), strict=True)
         tickets = (FillTicket(known, its, offsets) for its, offsets in each)
         return {number: next(tickets, None) for number in numbers}
@@ -772,18 +773,10 @@ class Cache:
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
         known, size = self._current[namespace][group], namespace.key_bytes
-        found = self.blocks.lookup(known.number, keys, size, pin=True)
-        blocks, bad = found.ready, np.frombuffer(found.states, np.uint8) != READY
-        if not bad.any():
-            slots = self.blocks.slots(blocks, rank + 1)[:, rank] if rank else blocks
-            allowed = np.zeros(len(blocks), np.int64)
-            allowed[:1] = first_block
-            bad = self.table.records["first_block"][slots] > allowed
-            bad |= self.blocks.shard[slots] & (SHARD_STATE | CORRUPT) != WRITTEN
-        if bad.any():
-            self.unpin(blocks)
-            raise NotReady(group, np.flatnonzero(bad).tolist())
-        return LoadTicket(rank, lease, known, keys[:size], blocks, slots, self.slots.offsets(slots))
+        found = self.blocks.begin_load(self.slots, known.number, keys, size, rank, first_block)
+        if isinstance(found, list):
+            raise NotReady(group, found)
+        return LoadTicket(rank, lease, known, keys[:size], *found)
 
     def end_load(self, tickets: Sequence[LoadTicket], *, counts: bool = False, ends_lease: bool = False) -> None:
         """End the tickets of one job. ``ends_lease``: the lease ends with the last rank of the world of which that is
@@ -823,14 +816,8 @@ class Cache:
             while entered < count:
                 left, slots = keys[entered * size :] if entered else keys, _NO_SLOTS
                 if self.slots.free_bytes >= group.block_bytes:
-                    nodes = [group.namespace.nodes.get(rank) for rank in range(ranks)]
-                    slots = self.slots.take_blocks(group.sizes, count - entered, nodes)
-                    for region in self.slots.opened:
-                        self.table.set_region(region, int(self.slots.slot_bytes[region]))
-                    self.slots.opened.clear()
+                    slots = self.blocks.take(self.slots, group, left, count - entered)
                 if len(slots):
-                    of_namespace = group.namespace.number, group.index, group.block_bytes
-                    self.blocks.enter(slots, group.number, left, size, *of_namespace)
                     self._count(group, FREE, WRITING, len(slots))
                 elif (victims := self._make_space(group, count - entered, below)) is None:
                     break
@@ -898,9 +885,7 @@ class Cache:
         if self.tiers is not None:
             self.tiers.evicted(victims)
         group.namespace.counters.evicted_blocks += len(victims)
-        slots, names, unverified = self.blocks.replace(
-            *(victims, len(group.sizes), group.number, keys, group.key_bytes, MissReason.EVICTED)
-        )
+        slots, names, unverified = self.blocks.replace(group, victims, keys, MissReason.EVICTED)
         self.unverified_slots -= unverified
         self._left(group, victims, names)
         self._count(group, READY, WRITING, len(victims))

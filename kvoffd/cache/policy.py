@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
+from struct import pack
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.block_table import WITH_SLOTS, BlockIds
 from kvoffd.cache.namespace import Namespace
+from kvoffd.pool.allocator import NO_NODE, PAGE_BYTES
 from kvoffd_proto.stats import LearnedStats
 
 REJECTED = -1.0
@@ -42,6 +44,11 @@ class Group:
     def set_sizes(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
         """By rank, the bytes of a block's shards, and of their slots; none while a rank has not registered."""
         self.lengths, self.sizes, self.block_bytes = lengths, sizes, sum(sizes)
+        whose = self.number, self.namespace.number, self.index, self.key_bytes
+        nodes = [self.namespace.nodes.get(rank) for rank in range(len(sizes))]
+        by_rank = [pack("=Ii", size, NO_NODE if at is None else at) for size, at in zip(sizes, nodes, strict=True)]
+        self.packed = pack("=6I", *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
+        """``struct block_group`` of blocks.h."""
 
 
 class Chain(NamedTuple):

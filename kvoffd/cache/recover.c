@@ -3,7 +3,7 @@
  */
 #include "blocks.h"
 
-enum { PAGE = 4096, LEAST_SLOT = 8192, RECORDS_TOGETHER = 4 };
+enum { LEAST_SLOT = 8192, RECORDS_TOGETHER = 4 };
 static const uint64_t MOST_GENERATION = ((uint64_t)1 << 62) - 1; /* others can follow */
 
 /* What is known of one group of one namespace: Group of recovery.py. */

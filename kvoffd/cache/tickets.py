@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.block_table import BlockIds, Offsets
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.pool.allocator import SlotIds
@@ -74,6 +73,8 @@ class Stored:
     """Keys to copy, ascending."""
     first_blocks: Iterable[int] | None = None
     """Of these keys, the engine block from which on each is written; None where it is the first of all."""
+    offsets: Offsets = field(default_factory=lambda: np.empty(0, np.uint64))
+    """Where the slots are."""
     again: list[int] = field(default_factory=list)
     """Keys that come under an earlier number too, which is copied, or in one of the next lists."""
     no_space: list[int] = field(default_factory=list)
@@ -114,8 +115,8 @@ class LoadTicket:
     first_key: bytes
     blocks: BlockIds
     slots: SlotIds
-    offsets: npt.NDArray[np.int64]
-    """Pool offset in bytes of each key's slot."""
+    offsets: Offsets
+    """Where these are."""
     tokens: int = 0
     """That it brings, of its group. The job that begins the load sets it."""
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
-from kvoffd.system.native import native
+from kvoffd.system.native import Structure, address_of, native
 from kvoffd.system.numa import Locality
 from kvoffd_proto.units import exact_size, format_size
 
@@ -29,7 +29,7 @@ _MIN_REGION_BYTES = 4 << 20
 _MAX_REGION_BYTES = 256 << 20
 """A region changes its slot size as a whole, so it must not hold more blocks than may be evicted at once."""
 NO_NODE = -1
-"""Number of the NUMA node of memory that lies on none that is known, as in slots.c."""
+"""Number of the NUMA node of memory that lies on none that is known, as in slots.h."""
 SlotIds: TypeAlias = npt.NDArray[np.uint32]
 
 
@@ -75,17 +75,8 @@ def cut_pool(pool_bytes: int, region_bytes: int, nodes: Sequence[Locality]) -> l
     ]
 
 
-class _Slots(ctypes.Structure):
-    """``struct slots`` of slots.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("pool_bytes", "region_bytes", "slots_per_region", "regions")),
-        *((name, ctypes.c_void_p) for name in ("slot_bytes", "in_use", "stack", "free", "node")),
-    )
-
-
-class SlotAllocator:
-    """Hands out slots. For one thread.
+class SlotAllocator(Structure):
+    """Hands out slots. For one thread. It is the ``struct slots`` of slots.h, whose numbers C changes.
 
     Args:
         pool_bytes: at least ``MIN_SLOT_BYTES``. What is behind the last whole slot of a region is not used.
@@ -95,6 +86,21 @@ class SlotAllocator:
     Raises:
         BadGeometry: the pool holds no slot, or is not as large as a region.
     """
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("pool_bytes", "region_bytes", "slots_per_region", "regions")),
+        *((name, ctypes.c_uint64) for name in ("free_bytes", "slots_on_other_nodes")),
+        *((f"{name}_at", ctypes.c_void_p) for name in ("slot_bytes", "in_use", "stack", "free", "node", "noted")),
+    )
+    pool_bytes: int
+    region_bytes: int
+    slots_per_region: int
+    regions: int
+    free_bytes: int
+    """Bytes in no slot that is handed out, those among them that are too few for a slot."""
+    slots_on_other_nodes: int
+    """Slots that were asked for on one NUMA node and handed out on another, since the start; those that were given back
+    at once, since other ranks lacked theirs, are among them."""
 
     def __init__(self, pool_bytes: int, region_bytes: int | None = None, nodes: Sequence[Locality] = ()) -> None:
         if pool_bytes < MIN_SLOT_BYTES:
@@ -106,23 +112,14 @@ class SlotAllocator:
                 f"Regions of {region_bytes} bytes do not fit a pool of {pool_bytes} bytes; they must be a multiple of "
                 f"{PAGE_BYTES}, at least {MIN_SLOT_BYTES} and at most the pool."
             )
-        self.pool_bytes, self.region_bytes = pool_bytes, region_bytes
-        self.slots_per_region = region_bytes // MIN_SLOT_BYTES
-        self.regions = -(-pool_bytes // region_bytes)
+        self.pool_bytes, self.region_bytes, self.free_bytes = pool_bytes, region_bytes, pool_bytes
+        self.slots_per_region, self.regions = region_bytes // MIN_SLOT_BYTES, -(-pool_bytes // region_bytes)
         self.segments = cut_pool(pool_bytes, region_bytes, nodes)
         self.slot_bytes = np.zeros(self.regions, np.int64)
         """[regions] size of the region's slots in bytes; 0 where the region is free."""
         self.in_use = np.zeros(self.regions * self.slots_per_region, np.bool_)
         """[slots] whether the slot is handed out."""
-        self.free_bytes = pool_bytes
-        """Bytes in no slot that is handed out, those among them that are too few for a slot."""
-        self.slots_on_other_nodes = 0
-        """Slots that were asked for on one NUMA node and handed out on another, since the start; those that
-        ``take_blocks`` gave back at once are among them."""
-        self.opened: list[int] = []
-        """Regions that took a slot size since somebody emptied this."""
         parts = [(one.end, NO_NODE if one.locality.node is None else one.locality.node) for one in self.segments]
-        self._nodes = [node for _, node in parts] or [NO_NODE]
         starts = range(0, pool_bytes, region_bytes)
         self._node = np.array([next((node for end, node in parts if at < end), NO_NODE) for at in starts], np.int32)
         """By region."""
@@ -130,16 +127,14 @@ class SlotAllocator:
         """From a region's first slot on, the numbers of its free slots, the next one last."""
         self._free = np.zeros(self.regions, np.uint32)
         """By region, how many these are."""
-        self._opened = np.zeros(self.regions + 1, np.uint32)
-        self._taken = np.empty(1024, np.uint32)
-        self._taken_at = self._taken.ctypes.data
-        """A buffer: to ask each new array for its address takes longer than the copy."""
-        self._native = native()
-        arrays = self.slot_bytes, self.in_use, self._stack, self._free, self._node
-        self._slots = _Slots(
-            *(pool_bytes, region_bytes, self.slots_per_region, self.regions), *(one.ctypes.data for one in arrays)
+        self._native, self.address = native(), address_of(self)
+        self.slot_bytes_at, self.in_use_at, self.stack_at, self.free_at, self.node_at = (
+            one.ctypes.data for one in (self.slot_bytes, self.in_use, self._stack, self._free, self._node)
         )
-        self._at, self._opened_at = ctypes.addressof(self._slots), self._opened.ctypes.data
+
+    def note_sizes_in(self, sizes: npt.NDArray[np.uint64]) -> None:
+        """From now on note there, by region, the slot size that it takes, for a successor."""
+        self._noted, self.noted_at = sizes, sizes.ctypes.data
 
     @property
     def used_bytes(self) -> int:
@@ -166,41 +161,9 @@ class SlotAllocator:
 
         Of regions of the size, the fullest gives first, so that others become free as a whole.
         """
-        if count > len(self._taken):
-            self._taken = np.empty(2 * count, np.uint32)
-            self._taken_at = self._taken.ctypes.data
-        at, found = self._taken_at, 0
-        nearest_first = self._nodes if len(self._nodes) == 1 else sorted(self._nodes, key=lambda other: other != node)
-        for other in nearest_first:
-            got = self._native.slots_take(self._at, slot_bytes, count - found, other, at + 4 * found, self._opened_at)
-            if self._opened[0]:
-                self.opened += self._opened[1 : 1 + int(self._opened[0])].tolist()
-            found += got
-            if other != node and node in self._nodes:
-                self.slots_on_other_nodes += got
-        self.free_bytes -= slot_bytes * found
-        return self._taken[:found].copy()
-
-    def take_blocks(self, sizes: Sequence[int], count: int, nodes: Sequence[int | None]) -> npt.NDArray[np.uint32]:
-        """[blocks, sizes] slots of these sizes for up to ``count`` blocks, each on its node first.
-
-        What one size takes another may lack: then all ask for less.
-        """
-        if len(sizes) == 1:
-            return self.take(sizes[0], count, nodes[0])[:, None]
-        while True:
-            columns: list[SlotIds] = []
-            least = 0
-            try:
-                for size, node in zip(sizes, nodes, strict=True):
-                    columns.append(self.take(size, count, node))
-                least = min(map(len, columns))
-            finally:
-                for column in columns:
-                    self.free(column[least:])
-            if least or count == 1 or not columns[0].size:
-                return np.stack([column[:least] for column in columns], axis=1)
-            count //= 2
+        taken = np.empty(count, np.uint32)
+        number = NO_NODE if node is None else node
+        return taken[: self._native.slots_take(self.address, slot_bytes, count, number, taken.ctypes.data)]
 
     def slots_in(self, region: int, slot_bytes: int) -> int:
         """How many slots of a size the region has."""
@@ -210,10 +173,8 @@ class SlotAllocator:
     def free(self, slots: SlotIds) -> None:
         """Take slots back. Raises ValueError, and has taken none, where one is not handed out or comes twice."""
         assert slots.dtype == np.uint32
-        nbytes = self._native.slots_free(self._at, slots.tobytes(), len(slots))
-        if nbytes < 0:
+        if self._native.slots_free(self.address, slots.tobytes(), len(slots)):
             raise ValueError("A slot is freed that is not handed out, or is freed twice.")
-        self.free_bytes += nbytes
 
     def restore(self, slots: SlotIds, slot_bytes: npt.NDArray[np.int64]) -> None:
         """Hand out slots that an earlier daemon has in use, each in its region and once; ``slot_bytes`` of all regions.

@@ -175,11 +175,6 @@ class SlotTable:
             header = geometry.header(read_boot_id())
             self._bytes[: len(header)] = header
 
-    def set_region(self, region: int, slot_bytes: int) -> None:
-        """Note the slot size of a region. Must come before the region's first record."""
-        if self.region_sizes[region] != slot_bytes:
-            self.region_sizes[region] = slot_bytes
-
     def save_namespaces(self, snapshot: Any) -> bool:
         """Write what a successor must know of the namespaces into the half that is not current.
 

@@ -2,16 +2,9 @@
  *
  * A region that has a slot size keeps the numbers of its free slots on a stack, which begins at the region's first slot.
  */
-#include <stdint.h>
+#include "slots.h"
 
-/* Allocator of allocator.py has the same fields. */
-struct slots {
-    uint64_t pool_bytes, region_bytes, slots_per_region, regions;
-    int64_t *slot_bytes; /* by region, 0 where it is free */
-    uint8_t *in_use; /* by slot */
-    uint32_t *stack, *free; /* by slot; by region, how many are on its stack */
-    int32_t *node; /* by region, -1 for none */
-};
+#include <stdatomic.h>
 
 enum { NOT_OUT = -1, OUT = 1, RETURNED };
 
@@ -22,13 +15,14 @@ static uint64_t slots_in(const struct slots *x, uint64_t region, uint64_t slot_b
     return ((end < x->pool_bytes ? end : x->pool_bytes) - begin) / slot_bytes;
 }
 
-/* The fullest region of a size on a node that has a free slot, else its first free region; `regions` where there is none. */
-static uint64_t best_region(const struct slots *x, int64_t slot_bytes, int32_t node)
+/* The fullest region of a size that has a free slot, on a node or, if `anywhere`, on any; else the first such free region;
+ * `regions` where there is none. */
+static uint64_t best_region(const struct slots *x, int64_t slot_bytes, int32_t node, int anywhere)
 {
     uint64_t best = x->regions, empty = x->regions;
 
     for (uint64_t region = 0; region < x->regions; region++) {
-        if (x->node[region] != node)
+        if (x->node[region] != node && !anywhere)
             continue;
         if (x->slot_bytes[region] == slot_bytes) {
             if (x->free[region] && (best == x->regions || x->free[region] < x->free[best]))
@@ -39,40 +33,73 @@ static uint64_t best_region(const struct slots *x, int64_t slot_bytes, int32_t n
     return best < x->regions ? best : empty;
 }
 
-/* Hands out up to `count` slots of a size on a node; returns how many. Writes the number of the regions that took the size
- * for it, and behind it these. */
-uint64_t kvoffd_slots_take(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_t node, uint32_t *slots,
-                           uint32_t *opened)
+static int is_known(const struct slots *x, int32_t node)
 {
-    uint64_t found = 0;
+    for (uint64_t region = 0; region < x->regions; region++)
+        if (x->node[region] == node)
+            return 1;
+    return 0;
+}
 
-    opened[0] = 0;
-    while (found < count) {
-        uint64_t region = best_region(x, slot_bytes, node), first = region * x->slots_per_region;
-        if (region == x->regions)
-            break;
-        if (!x->slot_bytes[region]) {
-            uint64_t room = slots_in(x, region, slot_bytes);
-            x->slot_bytes[region] = slot_bytes;
-            x->free[region] = room;
-            for (uint64_t i = 0; i < room; i++)
-                x->stack[first + i] = first + room - 1 - i;
-            opened[1 + opened[0]++] = region;
+/* Gives a free region a slot size. A successor must know it before the region's first record is written. */
+static void open_region(struct slots *x, uint64_t region, uint64_t slot_bytes)
+{
+    uint64_t room = slots_in(x, region, slot_bytes), first = region * x->slots_per_region;
+
+    x->slot_bytes[region] = slot_bytes;
+    x->free[region] = room;
+    for (uint64_t i = 0; i < room; i++)
+        x->stack[first + i] = first + room - 1 - i;
+    if (x->noted && x->noted[region] != slot_bytes) /* else its page need not be in memory */
+        __atomic_store_n(&x->noted[region], slot_bytes, __ATOMIC_RELEASE);
+    atomic_signal_fence(memory_order_seq_cst);
+}
+
+/* Hands out up to `count` slots of a size, those on a node first: each to a place that is `stride` behind the one before.
+ * Returns how many. */
+uint64_t take_slots(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_t node, uint32_t *slots, uint64_t stride)
+{
+    uint64_t found = 0, near = 0, region;
+
+    for (int anywhere = 0; anywhere < 2; anywhere++) {
+        while (found < count && (region = best_region(x, slot_bytes, node, anywhere)) < x->regions) {
+            if (!x->slot_bytes[region])
+                open_region(x, region, slot_bytes);
+            while (found < count && x->free[region]) {
+                uint32_t slot = x->stack[region * x->slots_per_region + --x->free[region]];
+                x->in_use[slot] = OUT;
+                slots[stride * found++] = slot;
+            }
         }
-        while (found < count && x->free[region]) {
-            uint32_t slot = x->stack[first + --x->free[region]];
-            x->in_use[slot] = OUT;
-            slots[found++] = slot;
-        }
+        if (!anywhere)
+            near = found;
     }
+    if (found > near && is_known(x, node))
+        x->slots_on_other_nodes += found - near;
+    x->free_bytes -= found * slot_bytes;
     return found;
 }
 
-/* Takes slots back; returns their bytes, or NOT_OUT where one is not handed out or comes twice, and none is taken. */
-int64_t kvoffd_slots_free(struct slots *x, const uint32_t *slots, uint64_t count)
+uint64_t kvoffd_slots_take(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_t node, uint32_t *slots)
 {
-    int64_t nbytes = 0;
+    return take_slots(x, slot_bytes, count, node, slots, 1);
+}
 
+/* Takes a slot back that is handed out. */
+void free_slot(struct slots *x, uint32_t slot)
+{
+    uint64_t region = slot / x->slots_per_region;
+
+    x->in_use[slot] = 0;
+    x->free_bytes += x->slot_bytes[region];
+    x->stack[region * x->slots_per_region + x->free[region]++] = slot;
+    if (x->free[region] == slots_in(x, region, x->slot_bytes[region]))
+        x->slot_bytes[region] = x->free[region] = 0;
+}
+
+/* Takes slots back; NOT_OUT where one is not handed out or comes twice, and none is taken then. */
+int kvoffd_slots_free(struct slots *x, const uint32_t *slots, uint64_t count)
+{
     for (uint64_t i = 0; i < count; i++) {
         if (slots[i] >= x->regions * x->slots_per_region || x->in_use[slots[i]] != OUT) {
             while (i--)
@@ -81,13 +108,7 @@ int64_t kvoffd_slots_free(struct slots *x, const uint32_t *slots, uint64_t count
         }
         x->in_use[slots[i]] = RETURNED;
     }
-    while (count--) { /* the first of them is handed out first */
-        uint64_t region = slots[count] / x->slots_per_region;
-        x->in_use[slots[count]] = 0;
-        nbytes += x->slot_bytes[region];
-        x->stack[region * x->slots_per_region + x->free[region]++] = slots[count];
-        if (x->free[region] == slots_in(x, region, x->slot_bytes[region]))
-            x->slot_bytes[region] = x->free[region] = 0;
-    }
-    return nbytes;
+    while (count--) /* the first of them is handed out first */
+        free_slot(x, slots[count]);
+    return 0;
 }

@@ -266,9 +266,8 @@ class StoreBatch(Job):
             if not stored.copy:
                 continue
             layout, length = part.layout, stored.group.lengths[registration.rank]
-            offsets = cache.slots.offsets(stored.slots)
-            places += [(offset, length) for offset in offsets.tolist()]
-            slots = offsets.astype(np.uint64) + np.uint64(pool.mapping.address)
+            places += [(offset, length) for offset in stored.offsets.tolist()]
+            slots = stored.offsets + np.uint64(pool.mapping.address)
             if len(stored.copy) < len(part.split):
                 of_copied, slots = slots, np.zeros(len(part.split), np.uint64)
                 slots[stored.copy] = of_copied
@@ -376,7 +375,7 @@ class LoadJob(Job):
             ticket.tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
             if verify or first or cache.unverified_slots:
                 self.checks += cache.checks_of_load(ticket, verify, first)
-            slots = ticket.offsets.astype(np.uint64) + np.uint64(pool.mapping.address)
+            slots = ticket.offsets + np.uint64(pool.mapping.address)
             copies.append(BlockCopy(part.layout, block_ids, slots, {0: first} if first else {}))
         if self.error is not None:
             copies, self.checks = [], []

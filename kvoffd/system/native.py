@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvoffd.errors import KvoffdError
 
@@ -14,6 +14,12 @@ LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
 VERSION = 8
 """Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
 changes: an old library would read wrong memory."""
+
+
+if TYPE_CHECKING:  # ctypes' own is said to have every attribute
+    Structure = object
+else:
+    Structure = ctypes.Structure
 
 
 class NotCompiled(KvoffdError):
@@ -62,29 +68,29 @@ class Native:
             self.blocks_close = with_gil("blocks_close", None, address)
             self.blocks_find = with_gil("blocks_find", None, address, *keys)
             self.blocks_lookup = with_gil("blocks_lookup", None, address, *keys, number)
-            self.blocks_enter = with_gil(
-                "blocks_enter", count, address, *some, number, number, number, text, number, number, number
+            self.blocks_take = with_gil("blocks_take", count, address, address, text, text, number)
+            self.blocks_begin_writes = with_gil("blocks_begin_writes", None, address, address, *some, number)
+            self.blocks_begin_load = with_gil(
+                "blocks_begin_load", ctypes.c_int, address, address, *keys, number, number
             )
-            self.blocks_begin_writes = with_gil("blocks_begin_writes", None, address, *some)
             self.blocks_publish = with_gil(
-                "blocks_publish", ctypes.c_uint32, address, address, *some, address, number, address, number
+                "blocks_publish", ctypes.c_uint32, address, address, *some, address, number, address
             )
             self.blocks_set_checksum = with_gil("blocks_set_checksum", None, address, number, number)
             self.blocks_drop = with_gil("blocks_drop", count, address, *some, number)
-            self.blocks_replace = with_gil(
-                "blocks_replace", count, address, *some, number, number, text, number, number
-            )
+            self.blocks_replace = with_gil("blocks_replace", count, address, text, *some, text, number)
             self.blocks_alike = with_gil("blocks_alike", ctypes.c_uint32, address, *some, number)
             self.blocks_being_written = with_gil("blocks_being_written", None, address, *some)
             self.blocks_release = with_gil("blocks_release", None, address, *some)
-            self.blocks_pin = with_gil("blocks_pin", None, address, *some, number)
+            self.blocks_pin = with_gil("blocks_pin", None, address, *some)
+            self.blocks_unpin = with_gil("blocks_unpin", count, address, *some)
             self.blocks_keys = with_gil("blocks_keys", None, address, *some, number)
             self.blocks_plan = with_gil("blocks_plan", count, address, *keys, number, address)
             self.plan_blocks = with_gil(
                 "plan_blocks", None, address, number, number, number, text, number, text, number, text, address
             )
-            self.slots_take = with_gil("slots_take", count, address, number, number, number, address, address)
-            self.slots_free = with_gil("slots_free", ctypes.c_int64, address, *some)
+            self.slots_take = with_gil("slots_take", count, address, number, number, number, address)
+            self.slots_free = with_gil("slots_free", ctypes.c_int, address, *some)
             self.reader_open = with_gil("reader_open", address, number, number)
             self.reader_stop = with_gil("reader_stop", None, address)
             self.reader_close = with_gil("reader_close", None, address)
@@ -127,6 +133,10 @@ def _function(library: ctypes.CDLL, name: str, result: type | None, *arguments: 
     function = getattr(library, f"kvoffd_{name}")
     function.argtypes, function.restype = arguments, result
     return cast("Callable[..., Any]", function)
+
+
+def address_of(structure: object) -> int:
+    return ctypes.addressof(cast("ctypes.Structure", structure))
 
 
 native = cache(Native)

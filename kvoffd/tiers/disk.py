@@ -736,11 +736,11 @@ class DiskTier(Tier):
     def _take(self, size: int) -> tuple[int, tuple[int, bytes] | None] | None:
         """A slot of a size, and what its record names."""
         if self._blocks + len(self._writing) < self._most_blocks and len(slots := self._slots.take(size, 1)):
-            for number in self._slots.opened:
+            slot = int(slots[0])
+            if (number := slot // self._slots.slots_per_region) not in self._regions:
                 self._open_region(number, size)
                 self._notes.put(Note(sizes={number: size // PAGE_BYTES}))
-            self._slots.opened.clear()
-            return int(slots[0]), None
+            return slot, None
         if not self._evicted.get(size) and not self._evict_some(size):
             return None
         name = next(iter(self._evicted[size]))

@@ -8,10 +8,21 @@ from array import array
 import numpy as np
 
 from kvoffd.cache.block_table import FREE, NO_BLOCK, READY, BlockTable
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policy import Group
+from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import RECORD
+from kvoffd_proto.messages import GroupSpec
 
-GROUPS = {1: (8, 1), 2: (32, 3), 70_000: (64, 1)}
+SHAPES = {1: (8, 1), 2: (32, 3), 70_000: (64, 1)}
 """By number: bytes of a key, and ranks."""
+
+
+def group_of(number: int) -> Group:
+    key_bytes, ranks = SHAPES[number]
+    group = Group(number, Namespace(bytes(32), "a", ranks, key_bytes, [GroupSpec("full", 16)], "{}"), 0)
+    group.set_sizes([8192] * ranks, [8192] * ranks)
+    return group
 
 
 def key_of(number: int, key_bytes: int) -> bytes:
@@ -23,23 +34,23 @@ def ids(blocks: list[int]) -> np.ndarray:
 
 
 def test_the_index_finds_what_a_dict_does() -> None:
-    choose, slots = random.Random(3), 60_000
-    records = np.zeros(slots, RECORD)
-    table, unused = BlockTable(records), list(range(slots))
-    known: dict[int, dict[bytes, list[int]]] = {group: {} for group in GROUPS}
+    choose, slots = random.Random(3), SlotAllocator(60_000 * 8192)
+    records = np.zeros(len(slots.in_use), RECORD)
+    table, groups = BlockTable(records), {number: group_of(number) for number in SHAPES}
+    known: dict[int, dict[bytes, list[int]]] = {group: {} for group in groups}
     for most in [5000] * 60 + [10] * 60:
-        group = choose.choice(list(GROUPS))
-        (key_bytes, ranks), there = GROUPS[group], known[group]
+        group = choose.choice(list(groups))
+        (key_bytes, ranks), there = SHAPES[group], known[group]
         names = [key_of(number, key_bytes) for number in choose.sample(range(20_000), choose.randrange(1, 2000))]
         if len(there) < most:
             names = [name for name in names if name not in there]
-            taken = [[unused.pop() for _ in range(ranks)] for _ in names]
-            slots = ids(taken).reshape(-1, ranks)
-            table.enter(slots, group, b"".join(names), key_bytes, 5, 0, 8192)
+            taken = table.take(slots, groups[group], b"".join(names), len(names))
+            count = len(names)
             for rank in range(ranks):
-                shards, count = ids([row[rank] for row in taken]), len(names)
-                table.publish(slots[:, 0], shards, [0] * count, 8192, array("Q", [7] * count), key_bytes)
-            there.update(zip(names, taken, strict=True))
+                shards, offsets = table.begin_writes(slots, taken[:, 0], rank)
+                assert (shards.tolist(), offsets.tolist()) == (taken[:, rank].tolist(), slots.offsets(shards).tolist())
+                table.publish(taken[:, 0], shards, [0] * count, 8192, array("Q", [7] * count), key_bytes)
+            there.update(zip(names, taken.tolist(), strict=True))
         else:
             names_of = list(there)[: choose.randrange(1, 1 + len(there))]
             gone = [there.pop(name) for name in names_of]
@@ -51,7 +62,7 @@ def test_the_index_finds_what_a_dict_does() -> None:
             assert not records["state"][np.array(gone)].any()
             table.unpin(heads[:1])
             assert table.release(heads[:1], ranks)[0].tolist() == gone[0]
-            unused += [slot for row in gone for slot in row]
+            slots.free(ids([slot for row in gone for slot in row]))
         asked = [key_of(number, key_bytes) for number in range(0, 21_000, 7)]
         states, blocks = table.find(group, b"".join(asked), key_bytes)
         assert blocks.tolist() == [there[name][0] if name in there else NO_BLOCK for name in asked]
@@ -60,7 +71,7 @@ def test_the_index_finds_what_a_dict_does() -> None:
         heads = blocks[blocks != NO_BLOCK]
         looked_up = table.lookup(group, b"".join(asked), key_bytes, pin=True)
         assert (looked_up.states, looked_up.ready.tolist()) == (states, heads.tolist())
-        assert looked_up.loose_bytes == table.pinned_bytes == 8192 * len(heads)
+        assert looked_up.loose_bytes == table.pinned_bytes == 8192 * ranks * len(heads)
         assert looked_up.run == [name in there for name in [*asked, b""]].index(False)
         assert sum(looked_up.misses) == len(asked) - len(found)
         assert table.unpin(heads).tolist() == heads.tolist()

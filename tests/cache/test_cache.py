@@ -191,16 +191,15 @@ def test_every_way_out_has_its_reason() -> None:
 # --- what others are told ------------------------------------------------------------------------
 
 
-def test_slots_are_taken_on_the_node_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = CacheRig(16, 4)
+def test_slots_are_taken_on_the_node_of_their_rank() -> None:
+    rig = CacheRig(16, 4, nodes=2)
     namespace = rig.join("a", world_size=2)
-    asked: list[int | None] = []
-    take = rig.slots.take
-    monkeypatch.setattr(rig.slots, "take", lambda size, count, node: (asked.append(node), take(size, count, node))[1])
     for rank in (0, 1):
         rig.cache.register_rank(namespace, rank, [UNIT], 1 - rank)
     rig.store(namespace, keys_of(1))
-    assert asked == [1, 0]
+    slots = rig.cache.blocks.slots(rig.blocks(namespace, keys_of(1)), 2)
+    assert (rig.slots.offsets(slots[0]) // (8 * UNIT)).tolist() == [1, 0]
+    assert rig.slots.slots_on_other_nodes == 0
 
 
 def test_beyond_the_first_half_each_session_leases_an_equal_part() -> None:

@@ -10,7 +10,7 @@ import sys
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -24,7 +24,7 @@ from kvoffd.cache.block_table import CORRUPT, READY, UNVERIFIED, WRITTEN, BlockT
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.cache.recovery import RecoveredBlocks, recover
-from kvoffd.pool.allocator import SlotAllocator
+from kvoffd.pool.allocator import SlotAllocator, page_up
 from kvoffd.pool.slot_table import READY_RECORD, RECORD, RECORD_BYTES, BadTable, SlotTable, TableGeometry, check_table
 from kvoffd.system.native import native
 from kvoffd_proto.messages import GroupSpec
@@ -39,16 +39,20 @@ NEXT_NUMBER = 100
 """The first number of which no namespace was written down."""
 
 
-def group_of(number: int, key_bytes: int, *lengths: int) -> Group:
-    group = Group(number, Namespace(bytes(32), "a", len(lengths), key_bytes, [GroupSpec("full", 16)], "{}"), 0)
-    group.set_sizes(lengths, [])
-    return group
+def groups_of(number: int, key_bytes: int, *groups: Sequence[int]) -> list[Group]:
+    """Of one namespace, each with the lengths of its ranks' shards."""
+    namespace = Namespace(bytes(32), "a", len(groups[0]), key_bytes, [GroupSpec("full", 16)] * len(groups), "{}")
+    namespace.number = number
+    found = [Group(10 * number + 1 + index, namespace, index) for index in range(len(groups))]
+    for group, lengths in zip(found, groups, strict=True):
+        group.set_sizes(lengths, [max(8192, page_up(length)) for length in lengths])
+    return found
 
 
 NAMESPACES = {
-    3: [group_of(31, 8, 8192, 12288), group_of(32, 8, 5000, 5000)],
-    9: [group_of(91, 32, 20000)],
-    10: [group_of(101, 8, 8192, 0)],
+    3: groups_of(3, 8, (8192, 12288), (5000, 5000)),
+    9: groups_of(9, 32, (20000,)),
+    10: groups_of(10, 8, (8192, 0)),
 }
 """Of two ranks, one, and two of which one did not register."""
 
@@ -70,6 +74,7 @@ class Pool:
         self.memory = memoryview(mmap.mmap(self.fd, GEOMETRY.size_bytes))
         self.table = SlotTable(self.memory, GEOMETRY, new=fd is None)
         self.slots = SlotAllocator(POOL, REGION)
+        self.slots.note_sizes_in(self.table.region_sizes)
         self.blocks = BlockTable(self.table.records)
 
     def successor(self, damage: Callable[[int], None] = lambda fd: None) -> tuple[Pool, RecoveredBlocks]:
@@ -84,19 +89,10 @@ class Pool:
 
     def take(self, namespace: int, group: int, keys: list[bytes]) -> np.ndarray:
         """[keys, ranks] slots, claimed."""
-        geometry = NAMESPACES[namespace][group]
-        columns = []
-        for nbytes in geometry.lengths:
-            size = self.slots.slot_size(nbytes)
-            columns.append(self.slots.take(size, len(keys)))
-            for region in set((columns[-1] // self.slots.slots_per_region).tolist()):
-                self.table.set_region(region, size)
-        slots = np.stack(columns, axis=1)
         # A key may be there: it was stored twice, as no cache does.
         self.blocks = BlockTable(self.table.records)
         self.blocks.generation = int(self.table.records["generation"].max())
-        self.blocks.enter(slots, geometry.number, b"".join(keys), geometry.key_bytes, namespace, group, 0)
-        return slots
+        return self.blocks.take(self.slots, NAMESPACES[namespace][group], b"".join(keys), len(keys))
 
     def publish(self, namespace: int, group: int, slots: np.ndarray) -> None:
         for rank, column in enumerate(slots.T):
@@ -291,6 +287,7 @@ def recover_in_place(pool: Pool) -> BlockTable:
     """A table of blocks that knows all that is in the pool, which goes on to be its own."""
     blocks, pool.slots = BlockTable(pool.table.records), SlotAllocator(POOL, REGION)
     recover(pool.fd, pool.table, pool.slots, blocks, NAMESPACES, NEXT_NUMBER)
+    pool.slots.note_sizes_in(pool.table.region_sizes)
     return blocks
 
 
@@ -299,26 +296,19 @@ def test_a_writer_may_be_killed_at_any_instruction() -> None:
     before = pool.store(3, 0, keys_of(1, 2))
     held = pool.store(9, 0, keys_of(3, key_bytes=32))
     geometry, blocks = NAMESPACES[3][0], recover_in_place(pool)
-    new = np.stack([pool.slots.take(size, 2) for size in geometry.lengths], axis=1)
+    columns = [pool.slots.take(size, 2) for size in geometry.lengths]  # as they will be taken once more
+    for column in columns:
+        pool.slots.free(column)
 
     # The library's functions themselves: each instruction of Python between them costs a step.
     lib, at, gone = native(), blocks.address, before[:1, 0].copy()
-    keys, heads, ranks = b"".join(keys_of(4, 5)), new[:, 0].copy(), [new[:, rank].copy() for rank in range(2)]
-    firsts, sums, ready = np.zeros(2, np.uint16), np.full(2, 7, np.uint64), np.empty(2, np.uint32)
-    names, room = np.empty(16, np.uint8), np.zeros((2, 3), np.uint64)
-    rooms = names.ctypes.data, *(row.ctypes.data for row in room)
+    keys, heads, sums = b"".join(keys_of(4, 5)), columns[0].ctypes.data, np.full(2, 7, np.uint64)
     calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
-        (lib.blocks_drop, (at, gone.ctypes.data, 1, 0, *rooms)),
-        (lib.blocks_enter, (at, new.ctypes.data, 2, 2, 5, geometry.number, keys, 8, 3, 0)),
+        (lib.blocks_drop, (at, gone.ctypes.data, 1, 0)),
+        (lib.blocks_take, (at, pool.slots.address, geometry.packed, keys, 2)),
         *(
-            (
-                lib.blocks_publish,
-                (
-                    *(at, heads.ctypes.data, slots.ctypes.data, 2, firsts.ctypes.data, geometry.lengths[rank]),
-                    *(sums.ctypes.data, blocks.generation + 2 * rank, ready.ctypes.data, names.ctypes.data),
-                ),
-            )
-            for rank, slots in enumerate(ranks)
+            (lib.blocks_publish, (at, heads, slots.ctypes.data, 2, None, geometry.lengths[rank], sums.ctypes.data))
+            for rank, slots in enumerate(columns)
         ),
         (lib.blocks_set_checksum, (at, int(held[0, 0]), 9)),
     ]

@@ -34,6 +34,7 @@ from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.cache.tickets import Held, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
+from kvoffd.system.numa import Locality
 from kvoffd_proto.events import MEDIUM_CPU
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.clock import Clock
@@ -87,7 +88,13 @@ class CacheRig:
     """The cache and what is under it."""
 
     def __init__(
-        self, units: int, region_units: int, policy: str = "lru", unit: int = UNIT, leased_share: float = 0.875
+        self,
+        units: int,
+        region_units: int,
+        policy: str = "lru",
+        unit: int = UNIT,
+        leased_share: float = 0.875,
+        nodes: int = 0,
     ) -> None:
         """A pool of so many units of bytes, a block's unless sizes are given."""
         self.unit = unit
@@ -95,7 +102,9 @@ class CacheRig:
         self.fd = os.memfd_create("table")
         os.ftruncate(self.fd, self.geometry.size_bytes)
         weakref.finalize(self, os.close, self.fd)
-        self.slots = SlotAllocator(units * unit, region_units * unit)
+        self.slots = SlotAllocator(
+            units * unit, region_units * unit, [Locality(at, frozenset()) for at in range(nodes)]
+        )
         memory = memoryview(mmap.mmap(self.fd, self.geometry.size_bytes))
         self.table = SlotTable(memory, self.geometry, new=True)
         self.clock = Clock()

@@ -12,7 +12,8 @@ import numpy as np
 
 from kvoffd.cache.block_table import CORRUPT, READY, WRITING, BlockIds
 from kvoffd.cache.cache import Cache
-from kvoffd.pool.allocator import SlotIds
+from kvoffd.cache.policy import Group
+from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.pool import Pool
 from tests.sim.clock import Broken
 from tests.sim.content import Bytes, Content
@@ -78,15 +79,12 @@ class WatchedPool:
         """Stand before the parts of a cache, which has taken over what there was."""
         self._cache = cache
         slots, table, blocks = cache.slots, cache.table, cache.blocks
-        self._take, self._free = slots.take, slots.free
-        self._enter_blocks, self._publish = blocks.enter, blocks.publish
+        self._free, self._take, self._publish = slots.free, blocks.take, blocks.publish
         self._drop, self._release, self._replace = blocks.drop, blocks.release, blocks.replace
-        for owner, name in (
-            *((slots, name) for name in ("take", "free")),
-            *((blocks, name) for name in ("enter", "publish", "drop", "release", "replace")),
-        ):
+        watched = *((blocks, name) for name in ("take", "publish", "drop", "release", "replace")), (slots, "free")
+        for owner, name in watched:
             setattr(owner, name, lambda *given, _name=name: getattr(self, _name)(*given))
-        for written, name in ((table, "set_region"), (table, "save_namespaces"), (blocks, "set_checksum")):
+        for written, name in ((table, "save_namespaces"), (blocks, "set_checksum")):
             setattr(written, name, self._written(getattr(written, name)))
         for offset, owner, first_block, length in records_of(cache):
             slot = Slot(offset, _size_of(cache, offset), "ready", owner, first_block)
@@ -117,13 +115,16 @@ class WatchedPool:
 
     # --- in the place of the allocator's and the block table's methods ----------------------------
 
-    def take(self, slot_bytes: int, count: int, node: int | None = None) -> SlotIds:
-        taken = self._take(slot_bytes, count)
-        if len(taken) > count:
-            raise Broken("more slots than were asked for")
-        for offset in self._cache.slots.offsets(taken).tolist():
-            self._enter(Slot(offset, slot_bytes))
-        return taken
+    def take(self, allocator: SlotAllocator, group: Group, keys: bytes, count: int) -> Any:
+        self.before_write()
+        slots = self._take(allocator, group, keys, count)
+        if len(slots) > count:
+            raise Broken("more blocks than were asked for")
+        for size, column in zip(group.sizes, slots.T, strict=True):
+            for offset in allocator.offsets(column).tolist():
+                self._enter(Slot(offset, size))
+        self._own(slots, group, keys)
+        return slots
 
     def free(self, slots: SlotIds) -> None:
         for slot in self._at(slots):
@@ -134,23 +135,15 @@ class WatchedPool:
                 del self._slot_of_page[page]
         self._free(slots)
 
-    def enter(self, slots: Any, number: int, keys: bytes, key_bytes: int, *named: int) -> BlockIds:
-        self._own(slots, number, keys)
+    def replace(self, group: Group, blocks: BlockIds, keys: bytes, reason: int) -> tuple[Any, bytes, int]:
         self.before_write()
-        return self._enter_blocks(slots, number, keys, key_bytes, *named)
-
-    def replace(
-        self, blocks: BlockIds, ranks: int, number: int, keys: bytes, key_bytes: int, reason: int
-    ) -> tuple[Any, bytes, int]:
-        self.before_write()
-        slots, names, unverified = self._replace(blocks, ranks, number, keys, key_bytes, reason)
+        slots, names, unverified = self._replace(group, blocks, keys, reason)
         self._released(slots.ravel())
-        self._own(slots, number, keys)
+        self._own(slots, group, keys)
         return slots, names, unverified
 
-    def _own(self, slots: Any, number: int, keys: bytes) -> None:
+    def _own(self, slots: Any, group: Group, keys: bytes) -> None:
         """Slots have got the first of these keys."""
-        group = self._cache._groups[number]
         space, world_size = group.namespace, len(group.sizes)
         for key, ranks in zip(space.split(group.index, keys), slots, strict=False):
             for rank, slot in enumerate(self._at(ranks)):

@@ -1,0 +1,28 @@
+/* The pool's slots by number, and which of them are handed out: see slots.c. */
+#ifndef KVOFFD_SLOTS_H
+#define KVOFFD_SLOTS_H
+
+#include <stdint.h>
+
+/* SlotAllocator of allocator.py has the same fields, and owns the memory. */
+struct slots {
+    uint64_t pool_bytes, region_bytes, slots_per_region, regions, free_bytes, slots_on_other_nodes;
+    int64_t *slot_bytes; /* by region, 0 where it is free */
+    uint8_t *in_use; /* by slot */
+    uint32_t *stack, *free; /* by slot; by region, how many are on its stack */
+    int32_t *node; /* by region, -1 for none */
+    uint64_t *noted; /* by region, the slot size that it had last, for a successor; may be NULL */
+};
+
+/* Where a slot that is in use begins, in bytes of the pool. */
+static inline uint64_t offset_of(const struct slots *x, uint32_t slot)
+{
+    uint64_t region = slot / x->slots_per_region;
+
+    return region * x->region_bytes + slot % x->slots_per_region * x->slot_bytes[region];
+}
+
+uint64_t take_slots(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_t node, uint32_t *slots, uint64_t stride);
+void free_slot(struct slots *x, uint32_t slot);
+
+#endif
