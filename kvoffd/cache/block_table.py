@@ -86,9 +86,9 @@ class BlockTable(Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("generation", "pinned_blocks", "pinned_bytes")),
-        *((f"{name}_at", ctypes.c_void_p) for name in ("records", "state", "shard", "pins", "missing", "group")),
-        *((f"{name}_at", ctypes.c_void_p) for name in ("next", "pages", "misses")),
-        *((f"{name}_at", ctypes.c_void_p) for name in ("bytes", "numbers", "offsets", "counts")),
+        *((f"at_{name}", ctypes.c_void_p) for name in ("records", "state", "shard", "pins", "missing", "group")),
+        *((f"at_{name}", ctypes.c_void_p) for name in ("next", "pages", "misses")),
+        *((f"at_{name}", ctypes.c_void_p) for name in ("bytes", "numbers", "offsets", "counts")),
         ("index", SlotIndex),
         ("crc", ctypes.c_uint32 * 256 * 8),
     )
@@ -117,17 +117,17 @@ class BlockTable(Structure):
         arrays = self.state, self.shard, self.pins, self.missing, self.group, self.next, self.pages, self._misses
         self._native = native()
         self._counts = array("Q", bytes(8 * 20))
-        self.records_at = records.ctypes.data
-        self.state_at, self.shard_at, self.pins_at, self.missing_at, self.group_at, self.next_at, *others = (
+        self.at_records = records.ctypes.data
+        self.at_state, self.at_shard, self.at_pins, self.at_missing, self.at_group, self.at_next, *others = (
             one.ctypes.data for one in arrays
         )
-        self.pages_at, self.misses_at = others
+        self.at_pages, self.at_misses = others
         self._arrays_bytes = sum(one.nbytes for one in arrays)
         self.address = address_of(self)
         if not self._native.blocks_open(self.address, os.urandom(16)):
             raise MemoryError
         self._close = weakref.finalize(self, self._native.blocks_close, self.address)
-        self.counts_at, _ = self._counts.buffer_info()
+        self.at_counts, _ = self._counts.buffer_info()
         self._fit(512)
 
     def _fit(self, count: int) -> None:
@@ -135,8 +135,8 @@ class BlockTable(Structure):
         self._room = 2 * count
         self._numbers, self._bytes = np.empty(2 * self._room, np.uint32), np.empty(64 * self._room, np.uint8)
         self._offsets = np.empty(self._room, np.uint64)
-        self.numbers_at, self.bytes_at = self._numbers.ctypes.data, self._bytes.ctypes.data
-        self.offsets_at = self._offsets.ctypes.data
+        self.at_numbers, self.at_bytes = self._numbers.ctypes.data, self._bytes.ctypes.data
+        self.at_offsets = self._offsets.ctypes.data
 
     @property
     def nbytes(self) -> int:

@@ -90,7 +90,7 @@ class SlotAllocator(Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("pool_bytes", "region_bytes", "slots_per_region", "regions")),
         *((name, ctypes.c_uint64) for name in ("free_bytes", "slots_on_other_nodes")),
-        *((f"{name}_at", ctypes.c_void_p) for name in ("slot_bytes", "in_use", "stack", "free", "node", "noted")),
+        *((f"at_{name}", ctypes.c_void_p) for name in ("slot_bytes", "in_use", "stack", "free", "node", "noted")),
     )
     pool_bytes: int
     region_bytes: int
@@ -128,13 +128,13 @@ class SlotAllocator(Structure):
         self._free = np.zeros(self.regions, np.uint32)
         """By region, how many these are."""
         self._native, self.address = native(), address_of(self)
-        self.slot_bytes_at, self.in_use_at, self.stack_at, self.free_at, self.node_at = (
+        self.at_slot_bytes, self.at_in_use, self.at_stack, self.at_free, self.at_node = (
             one.ctypes.data for one in (self.slot_bytes, self.in_use, self._stack, self._free, self._node)
         )
 
     def note_sizes_in(self, sizes: npt.NDArray[np.uint64]) -> None:
         """From now on note there, by region, the slot size that it takes, for a successor."""
-        self._noted, self.noted_at = sizes, sizes.ctypes.data
+        self._noted, self.at_noted = sizes, sizes.ctypes.data
 
     @property
     def used_bytes(self) -> int:

@@ -12,11 +12,11 @@ import pytest
 
 import kvoffd
 from kvoffd.cache import block_table
-from kvoffd.cache.block_table import _Blocks
+from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.learned import Counts, Known
 from kvoffd.cache.namespace import MissReason
 from kvoffd.cache.recovery import _Group, _Recovery
-from kvoffd.pool.allocator import _Slots
+from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
 from kvoffd.pool.slot_table import MAX_KEY_BYTES, RECORD_BYTES
 from kvoffd.system import native as native_module
 from kvoffd.system.native import Native, NotCompiled
@@ -27,13 +27,13 @@ from tests.kit.cuda_abi import compiler
 
 ROOT = Path(kvoffd.__file__).parent
 STRUCTURES = {
-    "blocks": ("cache/blocks.h", _Blocks),
+    "blocks": ("cache/blocks.h", BlockTable),
     "group": ("cache/recover.c", _Group),
     "recovery": ("cache/recover.c", _Recovery),
     "known": ("cache/learned.c", Known),
     "counts": ("cache/learned.c", Counts),
     "gpu_copying": ("transfer/cuda/gpu_copy.c", _GpuCopying),
-    "slots": ("pool/slots.c", _Slots),
+    "slots": ("pool/slots.h", SlotAllocator),
     "disk_region": ("tiers/disk_index.c", _RegionAddresses),
     "disk_index": ("tiers/disk_index.c", _Index),
 }
@@ -44,6 +44,9 @@ CONSTANTS = {
         "MISSES": block_table.KNOWN_MISSES,
         "PARTIAL": MissReason.PARTIAL,
         "MOST_RANKS": MAX_WORLD_SIZE,
+        "PAGE": PAGE_BYTES,
+        "offsetof(struct block_group, rank)": 24,
+        "sizeof(struct block_group)": 24 + 8 * MAX_WORLD_SIZE,
         **{name: getattr(block_table, name) for name in ("FREE", "WRITING", "READY", "DROPPED", "NOT_FIRST")},
         **{name: getattr(block_table, name) for name in ("WRITTEN", "SHARD_STATE", "UNVERIFIED", "CORRUPT")},
     },
@@ -58,7 +61,7 @@ def fields(structure: type[ctypes.Structure], begin: int = 0, prefix: str = "") 
         if isinstance(kind, type) and issubclass(kind, ctypes.Structure):
             yield from fields(kind, begin + field.offset, f"{prefix}{name}.")
         else:
-            yield prefix + name, begin + field.offset, field.size
+            yield prefix + name.removeprefix("at_"), begin + field.offset, field.size
 
 
 def refusals(name: str, text: str) -> str:
