@@ -252,8 +252,10 @@ class Cache:
 
     def group(self, namespace: Namespace, group: int) -> Group:
         """The group as it is until the next reset. Raises BadGeometry."""
-        namespace.check(group)
-        return self._current[namespace][group]
+        current = self._current[namespace]
+        if not 0 <= group < len(current):
+            namespace.check(group)  # which raises
+        return current[group]
 
     def reset(self, namespace: Namespace, *, keep_tiers: bool = False, generation: int | None = None) -> int:
         """Forget every block, as when the weights changed, in the tiers too. Returns how many pool and disks had.

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
@@ -444,7 +445,8 @@ class Jobs:
         self._host = host
         self.running: dict[Job, None] = {}
         """All whose copy may still touch memory, oldest first."""
-        self._ended_at = float("-inf")
+        self.quiet_at = -inf
+        """When engines will have copied nothing for ``QUIET_S``."""
         self.verify_due = 0.0
         """From 1 on a load compares all its slots: ``verify_share`` of the loads do."""
         self.with_results: dict[int, Session] = {}
@@ -457,10 +459,6 @@ class Jobs:
     def unfinished(self) -> int:
         return sum(len(job.ids) for job in self.running)
 
-    def busy(self) -> bool:
-        """Whether a job is unfinished, or was ``QUIET_S`` ago."""
-        return bool(self.running) or self._host.now() - self._ended_at < QUIET_S
-
     def start(self, job: StoreBatch | LoadJob) -> None:
         """Run a job. It ends, maybe at once, whatever becomes of its copy."""
         session = job.session
@@ -470,6 +468,7 @@ class Jobs:
         assert job.registration.on_closed is None, "memory that is being closed takes no jobs"
         job.registration.jobs += 1
         self.running[job] = None
+        self.quiet_at = inf
         if not len(job.plan.size):
             self.finished(job, Outcome.DONE)
             return
@@ -526,7 +525,7 @@ class Jobs:
         if hangs:
             return
         del self.running[job]
-        self._ended_at = now
+        self.quiet_at = inf if self.running else now + QUIET_S
         session.in_flight -= len(job.ids)
         session.pieces -= len(job.plan.size)
         job.transfer = None  # they refer to each other

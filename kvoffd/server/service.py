@@ -91,7 +91,9 @@ class Service:
         self.memory = MemoryMapper(engine, host, gpus)
         self.jobs = Jobs(config, cache, pool, host)
         self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
-        self.tiers = Tiers(config, cache, pool, events, clock, host.post, self.jobs.busy, state)
+        self.tiers = Tiers(
+            config, cache, pool, events, clock, host.post, lambda: host.now() < self.jobs.quiet_at, state
+        )
         self.scrubber = Scrubber(cache, clock)
         self.traffic = TrafficCounts(cache, clock, state.known.lifetime)
         self.tracer = Tracer(cache, clock)

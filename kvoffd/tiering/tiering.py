@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
@@ -17,7 +19,7 @@ from kvoffd.cache.tickets import FillTicket
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.writer import Writer, space_of
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier, make_space
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
 
@@ -487,8 +489,9 @@ class Tiering:
             group, keys = groups[number]
             start = run_end(answer[number]) if limit is None else max(0, limit - most)
             stop = start + most if limit is None else limit
-            names = namespace.split(group, keys[start * namespace.key_bytes : stop * namespace.key_bytes])
-            space = space_of(self._cache.group(namespace, group))
+            names: list[bytes] = np.frombuffer(keys, namespace.key_type)[start:stop].tolist()
+            lengths = self._cache.group(namespace, group).lengths
+            space = make_space(namespace.fingerprint, namespace.generation, group, lengths)
             some = _Range(space, names, memoryview(answer[number])[start:stop], self._coming.get(space.tag, {}))
             if limit is None:
                 asking |= self._find_run(lookup, some)
@@ -496,7 +499,9 @@ class Tiering:
                 self._find_window(lookup, some, wait=asking)
         self._waiting.pop(lease_id, None)
         if waits := sum(one.count(PENDING) + one.count(SHARED) for one in answer):
-            put_newest(self._waiting, lease_id, (session, namespace, waits), MOST_WAITING)
+            self._waiting[lease_id] = session, namespace, waits
+            if len(self._waiting) > MOST_WAITING:
+                del self._waiting[next(iter(self._waiting))]
         return list(map(bytes, answer))
 
     def _find_run(self, lookup: _Lookup, some: _Range) -> bool:

@@ -26,7 +26,7 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import FileCalls, OnError, ShortRead, address_of, aligned_buffer, read_all, write_all
 from kvoffd.system.native import SlotIndex, native
 from kvoffd.system.threads import DaemonThreads
-from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
+from kvoffd.tiers.disk_file import RECORD, RECORDS_AT, DiskFile, OpeningStopped, runs_of
 from kvoffd.tiers.tier import (
     ABSENT,
     ENDED_AT_ONCE,
@@ -819,7 +819,7 @@ class DiskTier(Tier):
 
     def _write(self, jobs: list[Job]) -> list[End]:
         """In a thread: write blocks that follow one another, each alone where that fails; then their records."""
-        buffers, headers = list[memoryview](), aligned_buffer(len(jobs) * HEADER_BYTES)
+        file, buffers, headers = self._file, list[memoryview](), aligned_buffer(len(jobs) * HEADER_BYTES)
         for number, job in enumerate(jobs):
             assert job.block is not None
             header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
@@ -827,22 +827,23 @@ class DiskTier(Tier):
             shards = zip(job.shards, job.space.lengths, strict=True)
             buffers += [header, *(self._pool[offset : offset + page_up(length)] for offset, length in shards)]
         try:
-            write_all(self._file.calls, self._file.fd, buffers, jobs[0].offset)
+            write_all(file.calls, file.fd, buffers, jobs[0].offset)
         except OSError as error:
             if len(jobs) > 1:
                 return [end for job in jobs for end in self._write([job])]
-            return [_failed(self._file, jobs[0], "write", error)]
-        return list(map(self._note_written, jobs))
-
-    def _note_written(self, job: Job) -> End:
-        hour, key = int(self._wall_clock()) // _HOUR_S, job.key.ljust(MAX_KEY_BYTES, b"\0")
-        record = np.array([(job.space.tag, job.space.nbytes, hour, len(job.key), key, b"")], RECORD)
-        try:
-            self._file.write_records(job.slot, record)
-        except OSError as error:
-            why = f"The disk tier could not note a block in the index of {self._file.path}: {error.strerror or error}."
-            return End(Result.DONE, None, DiskFault.RECORD_FAILED, why)
-        return End(Result.DONE)
+            return [_failed(file, jobs[0], "write", error)]
+        ends = list[End]()
+        for job in jobs:
+            hour, key = int(self._wall_clock()) // _HOUR_S, job.key.ljust(MAX_KEY_BYTES, b"\0")
+            record = np.array([(job.space.tag, job.space.nbytes, hour, len(job.key), key, b"")], RECORD).tobytes()
+            end = End(Result.DONE)
+            try:
+                write_all(file.calls, file.index_fd, [memoryview(record)], RECORDS_AT + job.slot * RECORD.itemsize)
+            except OSError as error:
+                why = f"The disk tier could not note a block in the index of {file.path}: {error.strerror or error}."
+                end = End(Result.DONE, None, DiskFault.RECORD_FAILED, why)
+            ends.append(end)
+        return ends
 
     def _write_ended(self, job: Job, end: End) -> None:
         if end.fault is not None:

@@ -1,10 +1,14 @@
-"""Which functions a lookup that hits, its load and a store run through, in a real engine and a real daemon.
+"""Which functions a lookup that hits, its load and a store run through, in a real engine and a real daemon; and an
+eviction to disk and a promotion, in a daemon.
 
 ``python -m tests.tools.ways`` prints each function of kvoffd once, in the order of its first call, by way and process.
 
 * A lookup ends where vLLM has its answer and prepares the load. A store begins where vLLM prepares it.
 * What a prompt without a full block calls too is left out: each step of an engine, the daemon's turns of the loop.
 * So is what only counts or reports, and what a lookup leaves to be done when its reply is out (``LEFT_OUT``).
+* ``python -m tests.tools.ways disk``: from the daemon's call that offers a block to be written to its bytes and record
+  on the disk; and from a lookup's look below the pool, which has space, to the block READY there. How the loop and
+  libzmq hand over, and what is published, is left out (``HANDED_OVER``).
 * Each is done several times. The time with the fewest functions counts: on a busy machine threads wait for each other.
 """
 
@@ -18,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +40,7 @@ LEFT_OUT = {
     *("report_requests", "report_engine", "KvoffdManager.get_stats"),
 }
 """With all that these functions call."""
+HANDED_OVER = tuple(f"kvoffd/server/{name}.py" for name in ("sockets", "service", "requests", "events"))
 COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
 
 
@@ -56,17 +62,16 @@ def record(calls: list[Call]) -> None:
     sys.setprofile(note)
 
 
-def daemon(directory: str) -> None:
-    """``kvoffd serve``, whose calls are written to its directory at its end."""
+def daemon(arguments: list[str]) -> None:
+    """``kvoffd`` with these arguments, whose calls are written to its directory at its end."""
     from kvoffd.cli import main
     from kvoffd.config import Limits
 
     calls: list[Call] = []
     record(calls)
-    flags = ["--directory", directory, "--pool-size", "256MiB", "--http-address", ""]
-    main(["serve", *flags], Limits(totals_every_s=1e9))  # what is saved now and then is on no way
+    main(arguments, Limits(totals_every_s=1e9))  # what is saved now and then is on no way
     sys.setprofile(None)
-    Path(directory, CALLS).write_text(json.dumps(calls))
+    Path(arguments[arguments.index("--directory") + 1], CALLS).write_text(json.dumps(calls))
 
 
 def between(calls: list[Call], begin: float, end: float) -> list[tuple[str, str]]:
@@ -122,9 +127,51 @@ def engine(directory: str) -> tuple[list[Call], Span, dict[str, list[Span]]]:
     return calls, nothing, ways
 
 
+def over_a_disk() -> None:
+    """Print what an eviction to disk and a promotion call."""
+    from tests.kit.checked import CheckedEngine, over_disk, put_on_disk, wait_disk
+    from tests.kit.wire import keys
+
+    with tempfile.TemporaryDirectory() as place:
+        with over_disk(Path(place)) as before, CheckedEngine(before) as fake:
+            wait_disk(before)
+            put_on_disk(before, fake, 16)
+        with over_disk(Path(place), program=[sys.executable, "-m", __spec__.name]) as traced:
+            wait_disk(traced)
+            with CheckedEngine(traced, fake.truth) as fake:
+                fake.put([100])  # what is done once only
+                fake.get([0])
+                time.sleep(1.0)
+                spans = [(time.monotonic(), time.monotonic() + 1.0)]
+                for number in range(1, 1 + TIMES):
+                    time.sleep(1.0)
+                    spans.append((time.monotonic(), inf))
+                    fake.put([100 + number])
+                    time.sleep(0.2)
+                    fake.lookup(keys(number))
+            traced.stop()
+            calls: list[Call] = [tuple(call) for call in json.loads((traced.directory / CALLS).read_text())]
+    idle = set(between(calls, *spans[0]))
+    for way, begin, end in (
+        ("an eviction", "Tiering.stored", "DiskTier._write_ended"),
+        ("a promotion", "Tiering.find", "BlockTable.publish"),
+    ):
+        found = []
+        for at, _ in spans[1:]:
+            first = next(when for when, _, name in calls if when >= at and name == begin)
+            last = next(when for when, _, name in calls if when > first and name == end)
+            some = [call for call in between(calls, first, last + 1e-6) if call not in idle]
+            found.append([call for call in some if call[0] not in HANDED_OVER])
+        shortest = min(found, key=len)
+        print(f"\n== {way}: {len(shortest)} functions in {len({file for file, _ in shortest})} files")
+        for file, function in shortest:
+            print(f"{file:60} {function}")
+
+
 def main() -> None:
     directory = tempfile.mkdtemp(prefix="kvoffd-", dir="/tmp")
-    process = subprocess.Popen([sys.executable, "-m", __spec__.name, directory])
+    flags = ["--directory", directory, "--pool-size", "256MiB", "--http-address", ""]
+    process = subprocess.Popen([sys.executable, "-m", __spec__.name, "serve", *flags])
     try:
         calls, nothing, ways = engine(directory)
     finally:
@@ -151,7 +198,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        daemon(sys.argv[1])
+    if sys.argv[1:] == ["disk"]:
+        over_a_disk()
+    elif len(sys.argv) > 1:
+        daemon(sys.argv[1:])
     else:
         main()
