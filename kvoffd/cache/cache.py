@@ -391,15 +391,17 @@ class Cache:
                 namespace.check(index, keys)  # which raises
         found = [self.blocks.lookup(current[index].number, keys, size, pin=lease is None) for index, keys in groups]
         ready = found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
-        if self.tiers is not None and len(ready) < sum([len(one.states) for one in found]):
+        states = [one.states for one in found]
+        if self.tiers is not None and len(ready) < sum(map(len, states)):
             try:
-                shown = self.tiers.find(namespace, session, lease_id, groups, [one.states for one in found], again)
+                shown = self.tiers.find(namespace, session, lease_id, groups, states, again)
             except BaseException:
                 if lease is None:
                     self.unpin(ready)
                 raise
-            every = zip(groups, found, shown, strict=True)
-            found = [self._coming(current[index], keys, one, states) for (index, keys), one, states in every]
+            if shown is not states:
+                every = zip(groups, found, shown, strict=True)
+                found = [self._coming(current[index], keys, one, shows) for (index, keys), one, shows in every]
         if ready.size:
             held = self.held.get(session) or Held()
             if lease is None:
@@ -501,14 +503,16 @@ class Cache:
 
     def _note_request(self) -> None:
         namespace, found = self._requested.popleft()
-        chains = []
+        chains, ready = [], []
         for chain in found:
             if not chain.group.dead:
                 if self._some_left:
                     chain = chain._replace(ready=chain.ready[self.blocks.state[chain.ready] == READY])
                 chains.append(chain)
-        if self.tiers is not None:
-            self.tiers.used(np.concatenate([_NOTHING, *(chain.ready for chain in chains)]))
+                if chain.ready.size:
+                    ready.append(chain.ready)
+        if self.tiers is not None and ready:
+            self.tiers.used(np.concatenate(ready))
         if chains and not namespace.of_bench:
             self.policy.requested(chains)
             for tell in self.watchers:

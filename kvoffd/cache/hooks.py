@@ -55,10 +55,11 @@ class TierHooks(Protocol):
         session: int,
         lease_id: int,
         groups: Sequence[tuple[int, bytes]],
-        states: Sequence[bytes],
+        states: list[bytes],
         again: bool,
     ) -> list[bytes]:
-        """The states that a lookup answers with: PENDING or SHARED for FREE keys that come from a tier."""
+        """The states that a lookup answers with: PENDING or SHARED for FREE keys that come from a tier. The same list
+        where no tier can be asked."""
 
     def released(self, session: int, lease_ids: Iterable[int], not_awaited: MissReason | None) -> None:
         """A session ends leases, whose lookups may wait for blocks. ``not_awaited``: as of ``Cache.release``."""

@@ -199,7 +199,8 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     again = message.again or session.operator
     states, pinned = service.cache.lookup(namespace, session.id, message.lease_id, groups, again=again)
     wait_ms = 0
-    if (tiering := service.tiers.tiering) is not None and not m.COMING.isdisjoint(b"".join(states)):
+    tiering, every = service.tiers.tiering, b"".join(states)
+    if tiering is not None and (m.PENDING in every or m.SHARED in every):
         wait_ms = math.ceil(tiering.wait_s * 1000)
     ttl_ms = round(limits.lease_ttl_s * 1000) if pinned else 0
     if not namespace.of_bench:

@@ -185,8 +185,10 @@ class Service:
     @property
     def urgent(self) -> bool:
         """Whether ``after_send`` may begin to bring up blocks that lookups wait for."""
-        tiering = self.tiers.tiering
-        return tiering is not None and any(level.queued_blocks for level in tiering.levels)
+        for level in self.tiers.tiering.levels if self.tiers.tiering is not None else ():
+            if level.queued_blocks:
+                return True
+        return False
 
     def after_send(self) -> None:
         """Work that may wait until the replies are out: what lookups leave behind."""

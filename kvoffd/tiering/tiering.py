@@ -156,7 +156,10 @@ class Level:
 
     @property
     def available(self) -> bool:
-        return any(tier.available() for tier in self.tiers)
+        for tier in self.tiers:  # noqa: SIM110 - each lookup asks, and a generator takes twice as long
+            if tier.available():
+                return True
+        return False
 
     def stop(self) -> None:
         """Begin nothing any more."""
@@ -450,7 +453,7 @@ class Tiering:
         self._parts = cache, clock, self._coming, engines_busy
         self.unshared: dict[bytes, None] = {}
         self.disks = Level([], settings, *self._parts, shared=False)
-        self.stores: list[Level] = []
+        self.levels = [self.disks]
         self._answers_due = 0.0
         self._uncounted: dict[Namespace, Counter[tuple[int, bytes]]] = {}
         """By tag and key that is being asked for: lookups that were told so and have not counted it yet."""
@@ -460,12 +463,12 @@ class Tiering:
         self.reports = Reports(self, events, clock)
 
     @property
-    def levels(self) -> list[Level]:
-        return [self.disks, *self.stores]
+    def stores(self) -> list[Level]:
+        return self.levels[1:]
 
     def share(self, tier: Tier, settings: TieringSettings) -> None:
         """Use a store that nodes share, for what the pool and the levels before it do not have."""
-        self.stores.append(Level([tier], settings, *self._parts, self.unshared, shared=True))
+        self.levels.append(Level([tier], settings, *self._parts, self.unshared, shared=True))
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 
@@ -475,14 +478,14 @@ class Tiering:
         session: int,
         lease_id: int,
         groups: Sequence[tuple[int, bytes]],
-        states: Sequence[bytes],
+        states: list[bytes],
         again: bool,
     ) -> list[bytes]:
         levels = [level for level in self.levels if level.available]
-        if namespace.fingerprint in self.unshared:
+        if levels and namespace.fingerprint in self.unshared:
             levels = [level for level in levels if not level.shared]
         if not levels or not groups or not self._cache.group(namespace, groups[0][0]).lengths:
-            return list(states)
+            return states
         lookup = _Lookup(namespace, session, again, levels)
         answer, most, asking = list(map(bytearray, states)), MOST_KEYS // len(groups), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
@@ -597,9 +600,10 @@ class Tiering:
                     namespace.counters.misses[not_awaited] += count
 
     def used(self, blocks: BlockIds) -> None:
-        for group, alike in self._cache.by_group(blocks):
-            for level in self.levels:
-                level.writer.used(group, alike)
+        if levels := [level for level in self.levels if level.available]:
+            for group, alike in self._cache.by_group(blocks):
+                for level in levels:
+                    level.writer.used(group, alike)
 
     def stored(self, blocks: BlockIds) -> None:
         for level in self.levels:
@@ -644,7 +648,8 @@ class Tiering:
     def pump(self) -> None:
         """Begin what was requested, and go on writing. For when the replies are out."""
         for level in self.levels:
-            level.pump()
+            if level.queued_blocks:
+                level.pump()
         for level in self.levels:
             level.writer.pump()
 

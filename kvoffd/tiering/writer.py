@@ -258,8 +258,9 @@ class Writer:
 
     def pump(self) -> None:
         """Begin to write what may be written now, of very much a part, once there is room for more than a few."""
-        full = 2 * self.under_way_bytes > self._under_way_limit or len(self.under_way) > self._refused_above
-        if full or not (self._waiting or self._cold):
+        if not (self._waiting or self._cold):
+            return
+        if 2 * self.under_way_bytes > self._under_way_limit or len(self.under_way) > self._refused_above:
             return
         self._refused_above = inf
         if not self._available:  # else each reply would wait for blocks to be looked at
