@@ -160,8 +160,8 @@ def submit(worker: WorkerClient, link: PaperLink, now: float, *jobs: Job) -> Non
     worker.submit(jobs)
 
 
-def completions(sequence: int, *job_ids: int, ok: bool = True) -> m.Completions:
-    results = [m.JobResult(job_id, ok, 64, 0.1) for job_id in job_ids]
+def completions(sequence: int, *job_ids: int) -> m.Completions:
+    results = [m.JobResult(job_id, True, 64, 0.1) for job_id in job_ids]
     return m.Completions(sequence, 500, results)
 
 

@@ -369,9 +369,9 @@ def test_each_result_is_published_once(worker: WireClient, cache: bytes) -> None
     assert worker.published(0.1) is None
 
 
-def _publications_arrive(worker: WireClient, cache: bytes, first: int = 1000) -> int:
+def _publications_arrive(worker: WireClient, cache: bytes) -> int:
     """Submit jobs until one is published, as a new subscription misses what comes before it; the last job."""
-    for job in range(first, first + 1000):
+    for job in range(1000, 2000):
         worker.submit(cache, [store_of(job, keys(job), [0])])
         while batch := worker.published(0.1):
             if job in batch.jobs:

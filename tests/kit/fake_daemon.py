@@ -112,11 +112,6 @@ class FakeDaemon(Starting):
             self._thread.join()
             self._thread = None
 
-    def restart(self) -> None:
-        self.stop()
-        self.epoch += 1
-        self.start()
-
     def close(self) -> None:
         self.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -150,9 +145,6 @@ class FakeDaemon(Starting):
 
     def finish(self, job_id: int) -> None:
         self.do(lambda: self._finish(self.peer(m.Role.WORKER), job_id))
-
-    def publish(self, role: m.Role, results: list[m.JobResult]) -> None:
-        self.do(lambda: self.complete(self.peer(role), results))
 
     def end_session(self, role: m.Role) -> None:
         self.do(lambda: self._end(self.peer(role)))
@@ -303,9 +295,9 @@ class FakeDaemon(Starting):
         failed = [] if ok else [m.GroupKeys(group.group, group.keys) for group in job.groups]
         self.complete(peer, [m.JobResult(job_id, ok, 4096 if ok else 0, 0.001, None, failed)])
 
-    def complete(self, peer: Peer, results: list[m.JobResult], ahead: int = 1) -> None:
+    def complete(self, peer: Peer, results: list[m.JobResult]) -> None:
         """Number completions, and publish them. In the daemon's thread."""
-        peer.sequence += ahead
+        peer.sequence += 1
         batch = m.Completions(peer.sequence, 1 << 20, results)
         peer.batches.append(batch)
         if not self.drop_publications:

@@ -222,7 +222,6 @@ class WireClient(Closing):
         directory: where the daemon's sockets are.
         role: ``worker``, ``scheduler`` or ``admin``; None says no Hello.
         name: shown to operators.
-        routing_id: whose requests these are; made of its token where empty.
 
     Attributes:
         rejected: why the daemon did not take the connection, or None.
@@ -230,13 +229,11 @@ class WireClient(Closing):
         session: number of the session.
         daemon_id: number of this run of the daemon.
         token: the session's secret.
-        routing_id: as given or made.
+        routing_id: whose requests these are, made of the token.
         limits: of the session, by name, as the daemon said to Hello.
     """
 
-    def __init__(
-        self, directory: Path, role: str | None = "worker", *, name: str = "test", routing_id: bytes = b""
-    ) -> None:
+    def __init__(self, directory: Path, role: str | None = "worker", *, name: str = "test") -> None:
         self.directory = directory
         paths = SocketPaths(directory)
         self.stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -247,7 +244,6 @@ class WireClient(Closing):
         self._context = zmq.Context()
         self._jobs = self._context.socket(zmq.DEALER)
         self._events: zmq.Socket[bytes] | None = None
-        self.routing_id = routing_id
         self._numbers = itertools.count(1)
         self.session, self.daemon_id, self.token = 0, 0, bytes(m.TOKEN_BYTES)
         self._seen = 0
@@ -269,7 +265,7 @@ class WireClient(Closing):
         else:
             assert isinstance(greeting, lifeline.Refused), greeting
             self.rejected = Refused(_word(greeting.code), greeting.message)
-        self.routing_id = self.routing_id or lifeline.routing_id(self.token)
+        self.routing_id = lifeline.routing_id(self.token)
         for option, value in ((zmq.LINGER, 0), (zmq.ROUTING_ID, self.routing_id)):
             self._jobs.setsockopt(option, value)
         self._jobs.connect(f"ipc://{paths.jobs}")

@@ -11,14 +11,15 @@ import tempfile
 from types import TracebackType
 from typing import Any
 
+WIDTH, HEIGHT = 1280, 800
 PROGRAM = shutil.which("chromium")
 _OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe")
 
 
 class Chromium:
-    """One page of a browser, of ``width`` x ``height`` pixels."""
+    """One page of a browser, of ``WIDTH`` x ``HEIGHT`` pixels."""
 
-    def __init__(self, width: int = 1280, height: int = 800) -> None:
+    def __init__(self) -> None:
         assert PROGRAM is not None
         self._profile = tempfile.mkdtemp(prefix="kvoffd-chromium-")
         commands, self._commands = os.pipe()
@@ -30,7 +31,7 @@ class Chromium:
             os.dup2(high[0], 3)
             os.dup2(high[1], 4)
 
-        command = [PROGRAM, *_OPTIONS, f"--user-data-dir={self._profile}", f"--window-size={width},{height}"]
+        command = [PROGRAM, *_OPTIONS, f"--user-data-dir={self._profile}", f"--window-size={WIDTH},{HEIGHT}"]
         self._process = subprocess.Popen(
             command, preexec_fn=place, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -40,7 +41,7 @@ class Chromium:
         self._received, self._number, self._session = b"", 0, ""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.ask("Emulation.setDeviceMetricsOverride", width=WIDTH, height=HEIGHT, deviceScaleFactor=1, mobile=False)
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         """What a command returns; events are passed over."""

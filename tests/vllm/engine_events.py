@@ -13,16 +13,16 @@ from tests.kit.engine import BLOCK_TOKENS
 
 
 class EngineEvents(Closing):
-    """Takes in what is published at ``endpoint`` under a topic. Events of the engine's own cache do not count."""
+    """Takes in what is published at ``endpoint``. Events of the engine's own cache do not count."""
 
-    def __init__(self, endpoint: str, topic: bytes = b"") -> None:
+    def __init__(self, endpoint: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from vllm.distributed.kv_events import KVEventBatch
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.linger = 0
-        self._socket.subscribe(topic)
+        self._socket.subscribe(b"")
         self._socket.connect(endpoint)
         self._decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
         self._events: list[Any] = []
