@@ -352,6 +352,11 @@ def test_results_are_numbered_and_there_until_acknowledged(worker: WireClient, c
     last = batches[-1].number
     assert worker.acknowledge(last) == last
     assert worker.unacknowledged().batches == []
+    for job in (5, 6):  # as each step may
+        worker.submit(cache, [store_of(job, keys(job), [job])], acknowledged=last)
+        worker.wait_ended(job)
+        assert worker.unacknowledged().batches[0].number == last + 1
+        last += 1
 
 
 def test_each_result_is_published_once(worker: WireClient, cache: bytes) -> None:

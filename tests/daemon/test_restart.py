@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import CheckedEngine, Truth, overwrite
 from tests.kit.command import refusal_to_serve
@@ -120,16 +119,6 @@ def test_restart_brings_back_the_newest_first(pool_file: Path) -> None:
             ready = [engine.lookup([key]) for key in wanted]
             assert 1 < sum(ready) < 24
             assert ready == [1, *sorted(ready[1:])]
-
-
-def test_restart_does_not_bring_back_what_was_cleared_under_a_lease(in_file: DaemonProcess) -> None:
-    store(in_file, world_size=1)
-    with CheckedEngine(in_file) as engine, AdminClient(in_file.directory) as admin:
-        assert engine.lookup(KEYS) == BLOCKS
-        assert admin.clear() == BLOCKS
-        in_file.kill()
-    in_file.start()
-    assert load(in_file, Truth(), world_size=1) == []
 
 
 def test_restart_keeps_a_reset_that_another_pool_saw(in_file: DaemonProcess) -> None:

@@ -66,6 +66,7 @@ def test_a_kill_right_after_a_drop_brings_nothing_back(lasting: DaemonProcess, r
     with CheckedEngine(lasting, truth) as engine:
         for drop in (reset, invalidate, clear) * rounds:
             engine.put(ALL)
+            assert engine.lookup(keys(*range(32))) == 32, "what is leased goes too"
             drop(lasting, engine)
             truth.drop()
             engine.put(range(8))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socketserver
+import subprocess
 import threading
 from abc import abstractmethod
 from typing import Self
@@ -22,6 +24,25 @@ class Starting(Closing):
         except BaseException:
             self.close()
             raise
+
+
+class StartingProcess(Starting):
+    """A program in a process of its own, ``_process`` once it is started."""
+
+    _process: subprocess.Popen[bytes] | None = None
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        self.kill()
 
 
 class ThreadsServer(socketserver.ThreadingTCPServer):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from .closing import Starting
+from .closing import Starting, StartingProcess
 from .ports import free_ports
 from .require import require
 from .waiting import wait_until
@@ -52,7 +51,7 @@ class Authority:
         subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=30, cwd=self._place)
 
 
-class RedisServer(Starting):
+class RedisServer(StartingProcess):
     """Listens on a free port of 127.0.0.1 and keeps nothing on disk. With a certificate on another one over TLS too.
 
     Where the program is missing its start skips the test, or fails it, as ``require`` says.
@@ -62,7 +61,6 @@ class RedisServer(Starting):
         self.certificate = certificate
         self.options = options
         self.port, self.bus_port, self.tls_port = free_ports(3)
-        self._process: subprocess.Popen[bytes] | None = None
         self._started = False
         self._directory = Path(tempfile.mkdtemp(prefix="kvoffd-redis-"))
 
@@ -131,16 +129,6 @@ class RedisServer(Starting):
 
     def block_keys(self) -> list[bytes]:
         return [line for line in self.command("KEYS", "*").split(b"\r\n") if line.startswith(b"kvoffd/")]
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
 
     def close(self) -> None:
         self.kill()

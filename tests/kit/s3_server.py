@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from .closing import Starting
+from .closing import StartingProcess
 from .ports import free_port
 from .require import require
 from .waiting import wait_until
@@ -25,7 +24,7 @@ START_S = 20.0
 BUCKET = "kvoffd-test"
 
 
-class S3Server(Starting):
+class S3Server(StartingProcess):
     """moto's. Listens on a free port of 127.0.0.1 and keeps everything in memory.
 
     Where the program is missing its start skips the test, or fails it, as ``require`` says.
@@ -36,7 +35,6 @@ class S3Server(Starting):
         self.endpoint = f"{scheme}://localhost:{self._port}"
         self._options = options
         self._scheme = scheme
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -81,16 +79,3 @@ class S3Server(Starting):
     @property
     def objects(self) -> int:
         return self.request("GET", f"/{BUCKET}?list-type=2").count(b"<Key>")
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def close(self) -> None:
-        self.kill()

@@ -455,9 +455,12 @@ class WireClient(Closing):
         load = Load(job or self.next_number(), lease, [Part(keys, blocks, **part)], keep_lease)
         return self.step(registration, [], [load])[load.job]
 
-    def submit(self, registration: bytes, stores: Sequence[Store] = (), loads: Sequence[Load] = ()) -> None:
-        """Send the jobs of one step and wait for nothing."""
-        self._jobs.send(codec.encode(self._submission(registration, stores, loads)))
+    def submit(
+        self, registration: bytes, stores: Sequence[Store] = (), loads: Sequence[Load] = (), acknowledged: int = 0
+    ) -> None:
+        """Send the jobs of one step, with the number up to which results have arrived, and wait for nothing."""
+        step = self._submission(registration, stores, loads)
+        self._jobs.send(codec.encode(structs.replace(step, acknowledged=acknowledged)))
 
     def step(self, registration: bytes, stores: Sequence[Store] = (), loads: Sequence[Load] = ()) -> dict[int, Result]:
         """Send the jobs of one step, and wait until each has ended; how, by job.
