@@ -115,6 +115,20 @@ def test_job_that_ended_is_freed_without_the_collector(bench: Bench) -> None:
         gc.enable()
 
 
+def test_results_that_are_not_acknowledged_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.server.jobs.MAX_UNACKNOWLEDGED_BYTES", 200)
+    worker = bench.session()
+    log = worker.completions
+    for _ in range(50):
+        bench.copy(worker)
+        if bench.copies:
+            bench.end_copy()
+        bench.service.outgoing()
+    assert 200 <= log.nbytes < 300
+    log.acknowledge(log.replay()[-1].sequence)
+    assert (log.nbytes, log.replay()) == (0, [])
+
+
 def test_load_fails_when_others_find_its_block_corrupt(bench: Bench) -> None:
     """As the scrubber does, while the load's own bytes were compared already, or are not to be."""
     cache, worker, scheduler = bench.service.cache, bench.session(), bench.session(m.Role.SCHEDULER)
