@@ -457,6 +457,17 @@ def test_jobs_that_do_not_go_out_fail_at_once(worker: WorkerClient, link: PaperL
     assert [result.error for result in worker._results] == [ErrorCode.TOO_MANY]
 
 
+def test_unregister_waits_for_abandoned_stores(worker: WorkerClient, link: PaperLink) -> None:
+    submit(worker, link, 0.0, Job(1, TRANSFER))
+    worker._abandon_stores(worker._jobs, 0.1)
+    outcome = list[bool]()
+    worker._unregister(outcome, 0.2, 1.0)
+    assert outcome == [False]
+    worker.on_released(0.3)
+    worker._unregister(outcome, 0.4, 1.0)
+    assert outcome == [False, True]
+
+
 def test_a_fence_waits_cancels_drops_the_session_waits_for_loads(
     worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
