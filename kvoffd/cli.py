@@ -25,6 +25,7 @@ from kvoffd.config import (
     did_you_mean,
     load_config,
     removed_advice,
+    settings_in_force,
 )
 
 EXIT_REFUSED = 2
@@ -147,12 +148,10 @@ def config_as_toml(config: Config) -> str:
     from kvoffd.memory_estimate import memory_summary
 
     pairs: list[tuple[str, str]] = []
-    for setting in SETTINGS:
-        value = getattr(config, setting.field_name)
+    for setting, (name, text, source) in zip(SETTINGS, settings_in_force(config), strict=True):
         # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
-        quoted = json.dumps(setting.show(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-        text = str(value) if setting.metavar == "N" else quoted
-        pairs.append((f"{setting.name} = {text}", config.sources.get(setting.name, "default")))
+        quoted = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+        pairs.append((f"{name} = {text if setting.metavar == 'N' else quoted}", source))
     width = max(len(left) for left, _ in pairs)
     lines = [f"{left:<{width}}  # {source}" for left, source in pairs]
     return "\n".join([*lines, "", *(f"# {line}" for line in wrap(memory_summary(config), 78))]) + "\n"
@@ -161,13 +160,10 @@ def config_as_toml(config: Config) -> str:
 def config_as_json(config: Config) -> str:
     """One JSON object: by setting, the value (bytes and seconds as numbers), the text that gives it and its source."""
     shown = {}
-    for setting in SETTINGS:
+    for setting, (name, text, source) in zip(SETTINGS, settings_in_force(config), strict=True):
         value = getattr(config, setting.field_name)
-        shown[setting.name] = {
-            "value": value if isinstance(value, (int, float, str, tuple)) else str(value),
-            "text": setting.show(value),
-            "source": config.sources.get(setting.name, "default"),
-        }
+        plain = value if isinstance(value, (int, float, str, tuple)) else str(value)
+        shown[name] = {"value": plain, "text": text, "source": source}
     return json.dumps(shown, indent=2) + "\n"
 
 

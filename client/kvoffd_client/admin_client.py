@@ -16,6 +16,7 @@ from kvoffd_client.session import ClientOptions, ReplyOrError, Session
 from kvoffd_client.transport import SocketTransport
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
+from kvoffd_proto.codec import CODEC_ERRORS
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
 from kvoffd_proto.paths import SocketPaths
 from kvoffd_proto.stats import DaemonStats, Stats
@@ -106,7 +107,8 @@ class AdminClient(Session):
 
     def __init__(self, directory: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
-        self.on_silence = self.on_change = _nothing
+        self.on_silence: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self._ended_connections = 0
         self._sockets = SocketTransport(os.fspath(directory), threaded=False)
         super().__init__(directory, m.Role.ADMIN, None, "admin", "", OPTIONS, self._sockets, None)
@@ -229,7 +231,7 @@ class AdminClient(Session):
                     try:
                         topic, sequence, payload = subscription.recv_multipart(zmq.NOBLOCK)
                         batch = decode_event_batch(payload)
-                    except (ValueError, msgspec.MsgspecError):
+                    except (ValueError, *CODEC_ERRORS):
                         continue  # not an event of this protocol
                     yield topic, int.from_bytes(sequence, "big"), batch
                     continue
@@ -240,9 +242,6 @@ class AdminClient(Session):
                         self.on_change()
                 if idle_timeout_s is not None and time.monotonic() - last_event_at >= idle_timeout_s:
                     return
-
-
-def _nothing() -> None: ...
 
 
 def _is_stopped(pid: int) -> bool:

@@ -7,6 +7,7 @@ import select
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 from kvoffd_proto.lifeline import (
     FrameBuffer,
@@ -102,18 +103,14 @@ class LifelineStream:
 
     def leave(self) -> None:
         """Say that the end of the stream that follows is meant."""
-        try:
+        with suppress(OSError):  # the daemon has closed it already, or does not read: then it counts what it sees
             self._stream.send(encode_frame(Leaving()), socket.MSG_NOSIGNAL)
-        except OSError:
-            pass  # the daemon has closed it already, or does not read: then it counts what it sees
 
     def stop_sending(self) -> None:
         """Have the daemon see the client's end; its own can still be read."""
         self.leave()
-        try:
+        with suppress(OSError):  # the daemon has closed it already; the EOF is there to be read
             self._stream.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass  # the daemon has closed it already; the EOF is there to be read
 
     def released(self, now: float) -> bool:
         """Whether the daemon touches the client's memory no more: it said so before the EOF, or its process is gone."""

@@ -65,10 +65,8 @@ class SharedMemory(Closing):
         os.close(self.fd)
         self.fd = -1
         self.view = np.empty(0, dtype=np.uint8)
-        try:
+        with contextlib.suppress(BufferError):  # the caller still holds arrays over it; the mapping goes with them
             self._map.close()
-        except BufferError:
-            pass  # the caller still holds arrays over it; the mapping goes with them
 
     def __del__(self) -> None:
         if getattr(self, "fd", -1) >= 0:

@@ -48,11 +48,6 @@ class NamespaceSpec:
     groups: tuple[GroupSpec, ...]
     description: str = "{}"
 
-    def wire_fields(self) -> tuple[bytes, str, int, int, list[GroupSpec], str]:
-        """What OpenNamespace says of a namespace, in the order of its fields."""
-        groups = list(self.groups)
-        return self.fingerprint, self.label, self.world_size, self.key_bytes, groups, self.description
-
     @classmethod
     def named(
         cls,

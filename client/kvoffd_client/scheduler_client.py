@@ -8,7 +8,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from msgspec import MsgspecError, Struct
+from msgspec import Struct
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.jobs import split
@@ -16,6 +16,7 @@ from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport
 from kvoffd_proto import messages as m
+from kvoffd_proto.codec import CODEC_ERRORS
 from kvoffd_proto.events import SEQUENCE_BYTES, AllBlocksCleared, KvEvent, decode_event_batch, kv_topic
 
 _READY_BYTE = bytes([m.READY])
@@ -318,7 +319,7 @@ class SchedulerClient(Session):
             self._lose_events(max(1, number - expected))
         try:
             self._events += decode_event_batch(payload).events
-        except MsgspecError:
+        except CODEC_ERRORS:
             self._lose_events(1)
         if len(self._events) > MAX_BUFFERED_EVENTS:
             self._lose_events(len(self._events))

@@ -436,10 +436,11 @@ class Session(Closing):
 
     def _on_welcome(self, reply: m.Welcome, now: float) -> None:
         self._limits, self._credit_bytes = reply.limits, reply.credit_bytes
-        if self._to_open is None:
+        if (one := self._to_open) is None:
             self._become_ready(now)
             return
-        message = m.OpenNamespace(self._next_request_id(), *self._to_open.wire_fields())
+        geometry = one.fingerprint, one.label, one.world_size, one.key_bytes, list(one.groups)
+        message = m.OpenNamespace(self._next_request_id(), *geometry, one.description)
         self._shake(message, lambda _, now: self._on_namespace_opened(now), now)
 
     def _become_ready(self, now: float) -> None:

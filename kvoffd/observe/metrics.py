@@ -1,7 +1,4 @@
-"""The page for Prometheus, made from the fields of ``DaemonStats``: see ``Metric`` in ``kvoffd_proto.stats``.
-
-``python -m kvoffd.observe.metrics`` prints the reference page METRICS.md.
-"""
+"""The page for Prometheus, made from the fields of ``DaemonStats``: see ``Metric`` in ``kvoffd_proto.stats``."""
 
 from __future__ import annotations
 
@@ -125,27 +122,3 @@ def render_metrics(stats: DaemonStats) -> bytes:
     registry.register(_StatsCollector(stats))
     registry.register(_PROCESS)
     return generate_latest(registry)
-
-
-def metrics_reference() -> str:
-    lines = [
-        "# Metrics",
-        "",
-        "Prometheus text on `/metrics`. This page: `python -m kvoffd.observe.metrics > kvoffd/observe/METRICS.md`.",
-        "Counters count from the daemon's start. `lifetime` metrics outlive it and are gauges, since a kill loses the",
-        "last ten seconds: take no `rate` of them. Namespaces of benches are left out.",
-        "",
-        "Beside these are `process_start_time_seconds`, `process_cpu_seconds_total`, `process_resident_memory_bytes`",
-        "(with the pool) and others that exporters share.",
-        "",
-        "| metric | type | labels | meaning |",
-        "|---|---|---|---|",
-    ]
-    for spec in all_metrics(None):
-        labels = ", ".join(f"`{label}`" for label in spec.labels)
-        lines.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.description} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(metrics_reference(), end="")

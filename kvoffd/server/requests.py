@@ -11,6 +11,7 @@ from msgspec import structs
 
 from kvoffd import __version__
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.config import Limits
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.handlers import Pending, answers, filled
@@ -192,8 +193,7 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     """Tell which keys are ready and pin those."""
     started, limits = service.clock(), service.config.limits
     namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
-    if (keys := sum([len(one) for _, one in groups]) // namespace.key_bytes) > limits.max_keys_per_request:
-        raise _too_many_keys(keys, limits.max_keys_per_request)
+    _check_count(groups, namespace, limits)
     if (held := service.cache.held.get(session.id)) is not None and held.leases >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     again = message.again or session.operator
@@ -208,8 +208,10 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     return m.LookupReply(message.request_id, message.lease_id, states, pinned, ttl_ms, wait_ms)
 
 
-def _too_many_keys(keys: int, most: int) -> KvoffdError:
-    return KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
+def _check_count(groups: list[tuple[int, bytes]], namespace: Namespace, limits: Limits) -> None:
+    """Raise KvoffdError where these are more keys than a request may have."""
+    if (keys := sum([len(one) for _, one in groups]) // namespace.key_bytes) > (most := limits.max_keys_per_request):
+        raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
 
 
 @answers(m.Release)
@@ -224,10 +226,7 @@ def release(service: Service, session: Session, message: m.Release) -> m.Done:
 def invalidate(service: Service, session: Session, message: m.Invalidate) -> Pending:
     """Forget blocks."""
     namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
-    if (keys := sum([len(one) for _, one in groups]) // namespace.key_bytes) > (
-        most := service.config.limits.max_keys_per_request
-    ):
-        raise _too_many_keys(keys, most)
+    _check_count(groups, namespace, service.config.limits)
     count = service.cache.invalidate(namespace, groups)
     service.tiers.invalidated(message.namespace)
     return service.removed(message.request_id, count, message.namespace)

@@ -164,7 +164,10 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
             namespace,
             namespace=namespace.fingerprint,
             groups=list(namespace.groups),
-            shard_bytes=_shard_bytes(namespace),
+            shard_bytes=[
+                [0 if sizes is None else sizes[group] for sizes in namespace.shard_bytes]
+                for group in range(len(namespace.groups))
+            ],
             sessions=sum(namespace.fingerprint in session.namespaces for session in service.sessions),
             quota_bytes=quotas.get(namespace.fingerprint),
         )
@@ -271,13 +274,6 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
         for level in tiering.stores
         for tier in level.tiers
         if isinstance(tier, SharedTier)
-    ]
-
-
-def _shard_bytes(namespace: Namespace) -> list[list[int]]:
-    return [
-        [0 if sizes is None else sizes[group] for sizes in namespace.shard_bytes]
-        for group in range(len(namespace.groups))
     ]
 
 

@@ -77,17 +77,13 @@ def _cgroups(proc: Path) -> Iterator[tuple[str, str]]:
 
 
 def _walk(root: Path, path: str, read: Callable[[Path], MemoryLimit | None]) -> Iterator[MemoryLimit]:
-    """Yields the limits of the cgroup and of all its ancestors, since all of them apply.
+    """The limits of the cgroup and of all its ancestors, since all of them apply.
 
     In a container the path may be the host's, and not exist below the mount; the mount itself is then the container's.
     """
-    directory = root / path.lstrip("/")
-    while directory != root and root in directory.parents:
-        if ".." not in directory.parts and (limit := read(directory)) is not None:
-            yield limit
-        directory = directory.parent
-    if (limit := read(root)) is not None:
-        yield limit
+    own = root / path.lstrip("/")
+    inside = [one for one in (own, *own.parents) if root in one.parents and ".." not in one.parts]
+    return filter(None, map(read, [*inside, root]))
 
 
 def _version_1_limit(directory: Path) -> MemoryLimit | None:

@@ -66,12 +66,5 @@ class EventBatch(Struct, frozen=True, array_like=True):
     events: Annotated[list[KvEvent], doc("Events, in the order in which they happened.")]
 
 
-_decoder = msgspec.msgpack.Decoder(EventBatch)
-
-
-def decode_event_batch(payload: bytes) -> EventBatch:
-    """Decode a payload frame. Raises msgspec.MsgspecError."""
-    try:
-        return _decoder.decode(payload)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these two through as they are
-        raise msgspec.DecodeError(str(error)) from error
+decode_event_batch = msgspec.msgpack.Decoder(EventBatch).decode
+"""Decodes a payload frame. Raises ``codec.CODEC_ERRORS``."""

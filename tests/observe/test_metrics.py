@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 import kvoffd.observe
-from kvoffd.observe.metrics import all_metrics, metrics_reference, render_metrics
+from kvoffd.observe.metrics import all_metrics, render_metrics
 from kvoffd.tiering.tiering import NO_SPACE, OVERDUE, QUOTA, SLOWER
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.stats import DaemonStats, DiskFault, DiskStats, NamespaceStats, TieringStats
+from tests.tools.metrics_page import metrics_reference
 
 PAGE = Path(kvoffd.observe.__file__).with_name("METRICS.md")
 METRICS = all_metrics(None)
@@ -40,7 +41,7 @@ def test_there_are_few_metrics_and_none_twice() -> None:
 
 
 def test_the_reference_page_is_current() -> None:
-    assert PAGE.read_text() == metrics_reference(), "run: python -m kvoffd.observe.metrics > kvoffd/observe/METRICS.md"
+    assert PAGE.read_text() == metrics_reference(), "python -m tests.tools.metrics_page > kvoffd/observe/METRICS.md"
 
 
 def test_counters_of_errors_begin_at_zero() -> None:

@@ -132,8 +132,9 @@ class LiveWeights:
                     total.update(f"{number} {plain} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
                     pieces = _sample(tensor)
                     samples += pieces
-                    if logger.isEnabledFor(logging.DEBUG):
-                        logger.debug("kvoffd: weights %d %s: %s", number, plain, _sample_digest(pieces))
+                    if logger.isEnabledFor(logging.DEBUG):  # by it two engines' weights are compared
+                        digest = hashlib.sha256(b"".join(_joined(pieces))).hexdigest()[:16]
+                        logger.debug("kvoffd: weights %d %s: %s", number, plain, digest)
             for joined in _joined(samples):
                 total.update(joined)
             logger.info("kvoffd: named the weights by %d samples in %.3f s.", len(samples), time.monotonic() - began)
@@ -219,8 +220,3 @@ def _joined(pieces: list[torch.Tensor]) -> Iterator[bytes]:
     """Return the bytes of the pieces of each device. One copy per device: each would wait for the device anew."""
     for device in dict.fromkeys(piece.device for piece in pieces):
         yield torch.cat([piece for piece in pieces if piece.device == device]).cpu().numpy().tobytes()
-
-
-def _sample_digest(pieces: list[torch.Tensor]) -> str:
-    """Return a digest of one tensor's pieces, for the log: by it two engines' weights are compared."""
-    return hashlib.sha256(b"".join(_joined(pieces))).hexdigest()[:16]
