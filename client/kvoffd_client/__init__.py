@@ -34,8 +34,6 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.errors import RequestRefused as RequestRefused
     from kvoffd_client.errors import RequestTimeout as RequestTimeout
     from kvoffd_client.errors import UnknownNamespace as UnknownNamespace
-    from kvoffd_client.jobs import GroupTransfer as GroupTransfer
-    from kvoffd_client.jobs import Job as Job
     from kvoffd_client.memory import Registration as Registration
     from kvoffd_client.memory import SharedMemory as SharedMemory
     from kvoffd_client.namespace import Geometry as Geometry
@@ -43,6 +41,8 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.scheduler_client import Lookup as Lookup
     from kvoffd_client.scheduler_client import SchedulerClient as SchedulerClient
     from kvoffd_client.session import ClientOptions as ClientOptions
+    from kvoffd_client.worker_client import GroupTransfer as GroupTransfer
+    from kvoffd_client.worker_client import Job as Job
     from kvoffd_client.worker_client import WorkerClient as WorkerClient
     from kvoffd_proto.errors import ErrorCode as ErrorCode
     from kvoffd_proto.messages import GroupKeys as GroupKeys
@@ -63,9 +63,8 @@ _HOMES = {
     "RequestRefused RequestTimeout UnknownNamespace",
     "kvoffd_client.namespace": "Geometry NamespaceSpec",
     "kvoffd_client.scheduler_client": "Lookup SchedulerClient",
-    "kvoffd_client.jobs": "GroupTransfer Job",
     "kvoffd_client.memory": "Registration SharedMemory",
-    "kvoffd_client.worker_client": "WorkerClient",
+    "kvoffd_client.worker_client": "GroupTransfer Job WorkerClient",
     "kvoffd_proto.errors": "ErrorCode",
     "kvoffd_proto.messages": "GroupKeys GroupSpec JobResult KeyState PageRef TensorLayout",
 }

@@ -16,12 +16,11 @@ import xxhash
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.errors import BlockDamaged, BlockUnavailable, DaemonUnavailable, RequestRefused, RequestTimeout
-from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import Geometry
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.session import ClientOptions, Closing
-from kvoffd_client.worker_client import WorkerClient
+from kvoffd_client.worker_client import GroupTransfer, Job, WorkerClient
 from kvoffd_proto.admin import CHECKSUM_BYTES, BlockInfo, DescribeNamespace, ListBlocks, PageSpec, ShardSpec
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import READY, GroupKeys, JobResult, PageRef, TensorLayout

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvoffd_client.jobs import Job
+from kvoffd_client.worker_client import Job
 from kvoffd_proto.errors import ErrorCode
 
 log = logging.getLogger("kvoffd_client")

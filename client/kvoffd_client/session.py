@@ -536,3 +536,23 @@ class Session(Closing):
 
     def _must_drain(self) -> bool:
         return False
+
+
+def split(counts: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
+    """Cut groups of so many keys into parts of at most ``most`` keys: of each part the groups' places, begins and ends.
+
+    A group without keys is in one part too.
+    """
+    parts: list[list[tuple[int, int, int]]] = [[]]
+    room = most
+    for place, count in enumerate(counts):
+        begin = 0
+        while begin < count or not begin:
+            if not room:
+                parts.append([])
+                room = most
+            end = min(count, begin + room)
+            parts[-1].append((place, begin, end))
+            room -= end - begin
+            begin = max(end, 1)
+    return parts

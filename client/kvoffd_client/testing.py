@@ -20,12 +20,11 @@ import numpy.typing as npt
 
 from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.health_request import ask_health
-from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.scheduler_client import Lookup, SchedulerClient
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, Closing
-from kvoffd_client.worker_client import WorkerClient
+from kvoffd_client.worker_client import GroupTransfer, WorkerClient
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, JobResult
 

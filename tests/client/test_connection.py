@@ -14,8 +14,8 @@ import pytest
 import zmq
 
 from kvoffd_client import ClientOptions, ForkedProcess, NamespaceSpec, Registration, SchedulerClient, WorkerClient
-from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.transport import SocketTransport
+from kvoffd_client.worker_client import GroupTransfer
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvoffd_client.jobs import Job
 from kvoffd_client.ordered_sender import OrderedSender
+from kvoffd_client.worker_client import Job
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.ordered_sender import wait_sent
 

@@ -19,9 +19,8 @@ from kvoffd_client import (
     WorkerClient,
     scheduler_client,
 )
-from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_client.session import BACKOFF_ABSENT_S, BACKOFF_MIN_S, GPU_REGISTER_S, Phase, Session
-from kvoffd_client.worker_client import JOB_PATIENCE_S
+from kvoffd_client.worker_client import JOB_PATIENCE_S, GroupTransfer, Job, submit_of
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode

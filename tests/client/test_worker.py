@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvoffd_client import WorkerClient
-from kvoffd_client.jobs import GroupTransfer
+from kvoffd_client.worker_client import GroupTransfer
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.fake_daemon import FakeDaemon

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import kvoffd_client.transport  # noqa: F401 - the user that it becomes may not read Python's library
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_client.cuda_export import export_segments
-from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.lifeline_stream import LifelineStream
 from kvoffd_client.ordered_sender import Event, OrderedSender
+from kvoffd_client.worker_client import GroupTransfer, Job
 from kvoffd_proto import cuda
 from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.kit.cuda_calls import load, pinned_properties

@@ -15,7 +15,7 @@ from typing import Self
 
 import zmq
 
-from kvoffd_client.jobs import Job
+from kvoffd_client.worker_client import Job
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvoffd_client.jobs import GroupTransfer, Job
+from kvoffd_client.worker_client import GroupTransfer, Job
 from kvoffd_proto import messages as m
 
 KEY_BYTES = 32

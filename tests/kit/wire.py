@@ -30,8 +30,8 @@ import zmq
 from msgspec import structs
 
 from kvoffd_client import SchedulerClient, SharedMemory
-from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_client.session import Closing
+from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m

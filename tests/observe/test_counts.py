@@ -11,8 +11,8 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvoffd_client import AdminClient, NamespaceSpec
-from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.testing import FakeEngine
+from kvoffd_client.worker_client import GroupTransfer
 from kvoffd_proto.messages import PENDING, GroupKeys, GroupSpec
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess

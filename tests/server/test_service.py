@@ -28,7 +28,7 @@ from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import CopyEngine, Transfer
 from kvoffd.transfer.plan import Direction, Outcome, build_layouts
-from kvoffd_client.jobs import GroupTransfer, Job, submit_of
+from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffd_client import WorkerClient
-from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.session import Phase
+from kvoffd_client.worker_client import GroupTransfer, Job
 from kvoffd_proto.messages import JobResult
 from tests.sim.client import SimTransport
 from tests.sim.clock import Broken, Process

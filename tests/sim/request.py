@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvoffd_client import Lookup
-from kvoffd_client.jobs import GroupTransfer
+from kvoffd_client.worker_client import GroupTransfer
 from tests.sim.rank import Place, Rank, ids
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 
 from kvoffd_client import NamespaceSpec, Registration, SharedMemory
 from kvoffd_client.cuda_export import export_segments
-from kvoffd_client.jobs import Job
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm import kv_memory
 from kvoffd_client.vllm import spec as spec_module
@@ -25,7 +24,7 @@ from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, WorkerRe
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
-from kvoffd_client.worker_client import WorkerClient
+from kvoffd_client.worker_client import Job, WorkerClient
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import CudaIpcHandle, GroupKeys, JobResult, PageRef, Role, TensorLayout, Unregister
 from tests.kit.fake_daemon import FakeDaemon
@@ -180,9 +179,12 @@ def test_blocks_go_to_their_groups_and_places_in_keys() -> None:
             worker.submit_store(1, blocks, KeyedSpec(groups))
         else:
             worker.submit_load(1, KeyedSpec(groups, lease_id=77), blocks)
+        jobs: list[Job] = []
+        worker._client = cast(Any, SimpleNamespace(submit=jobs.extend))
+        worker.flush()
         return [
             (one.group, list(np.frombuffer(one.block_ids, "<i4")), one.first_block, one.keys)
-            for job in worker._unsent
+            for job in jobs
             for one in job.groups
         ]
 
@@ -371,7 +373,7 @@ def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(gpu: Gpu) ->
     gpu.worker.flush()
     for job_id in (7, 8):
         gpu.worker.submit_store(job_id, BLOCKS, KEYED)
-    del gpu.worker._unsent[0]  # it has been sent
+    del gpu.worker._unsent[7]  # it has been sent
     first.results = [JobResult(7, False, 0, 0.1, ErrorCode.SESSION_ENDED, [])]
     for _ in range(2):
         gpu.worker.sleep()

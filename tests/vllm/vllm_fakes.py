@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvoffd_client import Lookup
-from kvoffd_client.jobs import GroupTransfer, Job
+from kvoffd_client.worker_client import GroupTransfer, Job
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, JobResult, RequestReport
 from tests.kit.clock import Clock

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
-from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm.connector_metadata import (
@@ -18,7 +17,7 @@ from kvoffd_client.vllm.connector_metadata import (
     WorkerReport,
 )
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.worker_client import FENCE_PATIENCE_S, WorkerClient
+from kvoffd_client.worker_client import FENCE_PATIENCE_S, GroupTransfer, Job, WorkerClient
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys
 
@@ -62,8 +61,8 @@ class KvoffdWorker(OffloadingWorker):
         self._keep_leases = keep_leases
         self._sender = sender
         self._asleep = False
-        self._unsent: list[Job] = []
-        """Of this step."""
+        self._unsent: dict[int, tuple[GPULoadStoreSpec, bool]] = {}
+        """Of this step's jobs, by id, their blocks, and whether it is a store."""
         self._specs: dict[int, KeyedSpec] = {}
         """Of jobs that have not ended, by id."""
         self._report = WorkerReport()
@@ -90,55 +89,56 @@ class KvoffdWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeyedSpec) -> bool:
         """Have ``flush`` start a store. Always True: what cannot be stored is reported as failed."""
-        self._add(job_id, src_spec, dst_spec, lease_id=None)
+        self._specs[job_id], self._unsent[job_id] = dst_spec, (src_spec, True)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: KeyedSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """Have ``flush`` start a load. Always True. ``expedited`` (0.33) makes no difference: loads never wait."""
-        self._add(job_id, dst_spec, src_spec, lease_id=src_spec.lease_id)
+        self._specs[job_id], self._unsent[job_id] = src_spec, (dst_spec, False)
         return True
 
-    def _add(self, job_id: int, blocks: GPULoadStoreSpec, keyed: KeyedSpec, lease_id: int | None) -> None:
-        """Make a job of vLLM's block list and our keys, or fail it where they do not fit each other.
-
-        vLLM gives per group the number of blocks and the index, in the request, of the first of them; blocks of a key
-        before that one are left out. Those of a store end where its keys end, those of a load inside the last key.
-        """
-        self._specs[job_id] = keyed
-        if lease_id == NO_LEASE:
-            self._failed.append((job_id, ErrorCode.UNKNOWN_LEASE))
-            return
-        per_key, is_store = self._blocks_per_chunk, lease_id is None
-        groups: list[GroupTransfer] = []
-        start = 0
-        counts = [len(keys) // self._key_bytes for keys in keyed.groups]
-        fits = len(blocks.group_sizes) == len(counts)
-        places = zip(blocks.group_sizes, blocks.block_indices, keyed.groups, counts, strict=False)
-        for index, (size, first_index, keys, count) in enumerate(places):
-            ids = blocks.block_ids[start : start + size]
-            start += size
-            if size == 0 and count == 0:
-                continue
-            first_block = first_index % per_key
-            covered = first_block + size
-            fits &= size > 0 and (covered == count * per_key if is_store else -(-covered // per_key) == count)
-            origins = keyed.origins.get(index, (b"", b""))
-            groups.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
-        if not fits:
-            logger.warning_once(  # type: ignore[attr-defined]
-                "kvoffd: a job was not sent, since its blocks do not fit its keys: by group %s blocks, from %s on, for "
-                "%s keys of %d blocks.",
-                *(str(list(blocks.group_sizes)), str(list(blocks.block_indices)), str(counts), per_key),
-            )
-            self._failed.append((job_id, ErrorCode.BAD_BLOCK_IDS))
-            return
-        self._unsent.append(Job(job_id, groups, lease_id, not is_store and self._keep_leases))
-
     def flush(self) -> None:
-        """Start the jobs of this step, in one message. Repeatable."""
-        jobs, self._unsent = self._unsent, []
+        """Start the jobs of this step, in one message. Repeatable.
+
+        Each is made of vLLM's block list and our keys. vLLM gives per group the number of blocks and the index, in the
+        request, of the first of them; blocks of a key before that one are left out. Those of a store end where its keys
+        end, those of a load inside the last key. A job whose blocks do not fit its keys fails.
+        """
+        unsent, self._unsent = self._unsent, {}
+        jobs: list[Job] = []
+        per_key = self._blocks_per_chunk
+        for job_id, (blocks, is_store) in unsent.items():
+            keyed = self._specs[job_id]
+            if not is_store and keyed.lease_id == NO_LEASE:
+                self._failed.append((job_id, ErrorCode.UNKNOWN_LEASE))
+                continue
+            groups: list[GroupTransfer] = []
+            start = 0
+            counts = [len(keys) // self._key_bytes for keys in keyed.groups]
+            fits = len(blocks.group_sizes) == len(counts)
+            places = zip(blocks.group_sizes, blocks.block_indices, keyed.groups, counts, strict=False)
+            for index, (size, first_index, keys, count) in enumerate(places):
+                ids = blocks.block_ids[start : start + size]
+                start += size
+                if size == 0 and count == 0:
+                    continue
+                first_block = first_index % per_key
+                covered = first_block + size
+                fits &= size > 0 and (covered == count * per_key if is_store else -(-covered // per_key) == count)
+                origins = keyed.origins.get(index, (b"", b""))
+                groups.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
+            if not fits:
+                logger.warning_once(  # type: ignore[attr-defined]
+                    "kvoffd: a job was not sent, since its blocks do not fit its keys: by group %s blocks, from %s on, "
+                    "for %s keys of %d blocks.",
+                    *(str(list(blocks.group_sizes)), str(list(blocks.block_indices)), str(counts), per_key),
+                )
+                self._failed.append((job_id, ErrorCode.BAD_BLOCK_IDS))
+                continue
+            lease_id = None if is_store else keyed.lease_id
+            jobs.append(Job(job_id, groups, lease_id, not is_store and self._keep_leases))
         if not jobs:
             return
         if self._client is None:
@@ -222,8 +222,8 @@ class KvoffdWorker(OffloadingWorker):
         client, self._client, self._namespace = self._client, None, None
         if client is None:
             return
-        unsent, self._unsent = self._unsent, []
-        self._failed.extend([(job.job_id, ErrorCode.CANCELLED) for job in unsent])
+        unsent, self._unsent = self._unsent, {}
+        self._failed.extend([(job_id, ErrorCode.CANCELLED) for job_id in unsent])
         if self._sender is not None:
             self._sender.withdraw(self._sender.waiting)
         released = client.unregister(UNREGISTER_TIMEOUT_S)

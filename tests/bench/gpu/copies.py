@@ -16,9 +16,9 @@ import numpy as np
 
 from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient, WorkerClient
 from kvoffd_client.cuda_export import export_segments
-from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.memory import Registration
 from kvoffd_client.session import ClientOptions, Closing
+from kvoffd_client.worker_client import GroupTransfer
 from kvoffd_proto.messages import GroupKeys, PageRef, TensorLayout
 from kvoffd_proto.units import format_size
 from tests.bench.gpu.driver import BenchDriver
