@@ -210,9 +210,10 @@ class BlockTable(Structure):
     def begin_writes(self, slots: SlotAllocator, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
         """A rank's shards of WRITING blocks are written from now on. Returns their slots, and where these are."""
         count = len(blocks)
+        assert blocks.dtype == np.uint32
         if count > self._room:
             self._fit(count)
-        self._native.blocks_begin_writes(self.address, slots.address, packed(blocks), count, rank)
+        self._native.blocks_begin_writes(self.address, slots.address, blocks.tobytes(), count, rank)
         return self._numbers[:count].copy(), self._offsets[:count].copy()
 
     def begin_load(
