@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
-from kvoffd.system.native import SlotIndex, Structure, address_of, native
+from kvoffd.system.native import SlotIndex, Structure, native
 from kvoffd_proto import messages
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class BlockTable(Structure):
         )
         self.at_pages, self.at_misses = others
         self._arrays_bytes = sum(one.nbytes for one in arrays)
-        self.address = address_of(self)
+        self.address = ctypes.addressof(self)  # type: ignore[arg-type]
         if not self._native.blocks_open(self.address, os.urandom(16)):
             raise MemoryError
         self._close = weakref.finalize(self, self._native.blocks_close, self.address)
@@ -238,13 +238,12 @@ class BlockTable(Structure):
         length: int,
         checksums: array[int],
         key_bytes: int,
-    ) -> tuple[BlockIds, bytes] | None:
-        """Note that one rank's shards of blocks are whole. Returns the blocks that are READY by it, and their keys.
+    ) -> tuple[BlockIds, bytes]:
+        """Note that one rank's shards of WRITING blocks are whole. Returns those that are READY by it, and their keys.
 
         They come from the last to the first, with rising generations: it is the order of use for a successor, and a
         chain's tail is older than its root. A successor does not trust bytes without a checksum, which is 0.
         ``first_blocks``: None for 0 of all.
-        None, and nothing is done, where a block is not WRITING.
         """
         count = len(blocks)
         firsts, sums = None if first_blocks is None else array("H", first_blocks).tobytes(), checksums.tobytes()
@@ -255,8 +254,7 @@ class BlockTable(Structure):
             self._fit(count)
         written = blocks.tobytes(), slots.tobytes(), count
         found = self._native.blocks_publish(self.address, *written, firsts, length, sums)
-        if found == NO_BLOCK:
-            return None
+        assert found != NO_BLOCK, "a block is not WRITING"
         return self._numbers[:found].copy(), self._bytes[: found * key_bytes].tobytes()
 
     def set_checksum(self, slot: int, checksum: int) -> None:
@@ -294,13 +292,6 @@ class BlockTable(Structure):
         """The number of the group that all the blocks are of; 0 where there is none, or one has pins and they should be
         ``loose``."""
         return int(self._native.blocks_alike(self.address, packed(blocks), len(blocks), loose))
-
-    def being_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
-        """Whether a store writes a shard of each block."""
-        if len(blocks) > self._room:
-            self._fit(len(blocks))
-        self._native.blocks_being_written(self.address, packed(blocks), len(blocks))
-        return self._bytes[: len(blocks)].astype(np.bool_)
 
     def pin(self, blocks: BlockIds) -> int:
         """Keep the bytes of blocks, once more for each time one is named, until ``Cache.unpin``.

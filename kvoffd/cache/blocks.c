@@ -194,8 +194,8 @@ uint64_t kvoffd_blocks_take(struct blocks *x, struct slots *slots, const struct 
     for (;; count /= 2) {
         least = count;
         for (uint64_t rank = 0; rank < g->ranks; rank++) {
-            found[rank] =
-                take_slots(slots, g->rank[rank].slot_bytes, count, g->rank[rank].node, x->numbers + rank, g->ranks);
+            found[rank] = kvoffd_slots_take(slots, g->rank[rank].slot_bytes, count, g->rank[rank].node,
+                                            x->numbers + rank, g->ranks);
             least = found[rank] < least ? found[rank] : least;
         }
         first = found[0];
@@ -313,13 +313,6 @@ static int being_written(const struct blocks *x, uint32_t block)
         at = x->next[at];
     } while (at != block);
     return 0;
-}
-
-/* Says of each block whether a store writes a shard of it. */
-void kvoffd_blocks_being_written(const struct blocks *x, const uint32_t *blocks, uint64_t count)
-{
-    for (uint64_t i = 0; i < count; i++)
-        x->bytes[i] = being_written(x, blocks[i]);
 }
 
 /* What became of blocks that are out of the index. */

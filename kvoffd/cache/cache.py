@@ -681,19 +681,16 @@ class Cache:
             if group.dead or not blocks.size:
                 self._end_writes(group, blocks, slots)
                 continue
-            size, length, sums = group.key_bytes, group.lengths[ticket.rank], array("Q", given)
-            if (published := self.blocks.publish(blocks, slots, firsts, length, sums, size)) is None:
-                living = self.blocks.state[blocks] == WRITING
+            length, sums, living = group.lengths[ticket.rank], array("Q", given), self.blocks.state[blocks] == WRITING
+            if not living.all():
                 self._end_writes(group, blocks[~living], slots[~living])
                 blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
                 firsts = None if firsts is None else array("H", compress(firsts, living))
-                published = self.blocks.publish(blocks, slots, firsts, length, sums, size)
-                assert published is not None
-            ready, names = published
+            ready, names = self.blocks.publish(blocks, slots, firsts, length, sums, group.key_bytes)
             became_ready += len(ready)
             self.unverified_slots += sums.count(0)
             if len(ready) < len(blocks):
-                self._note_partial(blocks[self.blocks.missing[blocks] != 0])
+                self._note_partial(group, blocks[self.blocks.missing[blocks] != 0])
             if ready.size:
                 group.namespace.counters.stored_blocks += len(ready)
                 self._count(group, WRITING, READY, len(ready))
@@ -726,16 +723,14 @@ class Cache:
         if writing.size and not group.dead:
             every = self.blocks.shard[self.blocks.slots(writing, len(group.sizes))] & SHARD_STATE
             unused = (every == RESERVED).all(axis=1)
-            self._note_partial(writing[~unused])
+            self._note_partial(group, writing[~unused])
             self._remove(group, WRITING, writing[unused])
         self._free_dropped(blocks[self.blocks.state[blocks] == DROPPED])
 
-    def _note_partial(self, blocks: BlockIds) -> None:
+    def _note_partial(self, group: Group, blocks: BlockIds) -> None:
         """Note those of the blocks as partial that nobody writes."""
-        if blocks.size:
-            now = self._clock()
-            for block in blocks[~self.blocks.being_written(blocks)].tolist():
-                self._partial[block] = now
+        shards, now = self.blocks.shard[self.blocks.slots(blocks, len(group.sizes))] & SHARD_STATE, self._clock()
+        self._partial |= dict.fromkeys(blocks[(shards != WRITING_SHARD).all(axis=1)].tolist(), now)
 
     def begin_fill(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> dict[int, FillTicket | None]:
         """Take slots of all ranks for keys that come from a tier. By their places, those that the pool lacks: a ticket

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
-from kvoffd.system.native import Structure, address_of, native
+from kvoffd.system.native import Structure, native
 from kvoffd.system.numa import Locality
 from kvoffd_proto.units import exact_size, format_size
 
@@ -127,7 +127,7 @@ class SlotAllocator(Structure):
         """From a region's first slot on, the numbers of its free slots, the next one last."""
         self._free = np.zeros(self.regions, np.uint32)
         """By region, how many these are."""
-        self._native, self.address = native(), address_of(self)
+        self._native, self.address = native(), ctypes.addressof(self)  # type: ignore[arg-type]
         self.at_slot_bytes, self.at_in_use, self.at_stack, self.at_free, self.at_node = (
             one.ctypes.data for one in (self.slot_bytes, self.in_use, self._stack, self._free, self._node)
         )
@@ -163,7 +163,7 @@ class SlotAllocator(Structure):
         """
         taken = np.empty(count, np.uint32)
         number = NO_NODE if node is None else node
-        return taken[: self._native.slots_take(self.address, slot_bytes, count, number, taken.ctypes.data)]
+        return taken[: self._native.slots_take(self.address, slot_bytes, count, number, taken.ctypes.data, 1)]
 
     def slots_in(self, region: int, slot_bytes: int) -> int:
         """How many slots of a size the region has."""

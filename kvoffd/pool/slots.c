@@ -57,7 +57,8 @@ static void open_region(struct slots *x, uint64_t region, uint64_t slot_bytes)
 
 /* Hands out up to `count` slots of a size, those on a node first: each to a place that is `stride` behind the one before.
  * Returns how many. */
-uint64_t take_slots(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_t node, uint32_t *slots, uint64_t stride)
+uint64_t kvoffd_slots_take(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_t node, uint32_t *slots,
+                           uint64_t stride)
 {
     uint64_t found = 0, near = 0, region;
 
@@ -78,11 +79,6 @@ uint64_t take_slots(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_
         x->slots_on_other_nodes += found - near;
     x->free_bytes -= found * slot_bytes;
     return found;
-}
-
-uint64_t kvoffd_slots_take(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_t node, uint32_t *slots)
-{
-    return take_slots(x, slot_bytes, count, node, slots, 1);
 }
 
 /* Takes a slot back that is handed out. */

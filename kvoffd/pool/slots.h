@@ -22,7 +22,8 @@ static inline uint64_t offset_of(const struct slots *x, uint32_t slot)
     return region * x->region_bytes + slot % x->slots_per_region * x->slot_bytes[region];
 }
 
-uint64_t take_slots(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_t node, uint32_t *slots, uint64_t stride);
+uint64_t kvoffd_slots_take(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_t node, uint32_t *slots,
+                           uint64_t stride);
 void free_slot(struct slots *x, uint32_t slot);
 
 #endif

@@ -80,7 +80,6 @@ class Native:
             self.blocks_drop = with_gil("blocks_drop", count, address, *some, number)
             self.blocks_replace = with_gil("blocks_replace", count, address, text, *some, text, number)
             self.blocks_alike = with_gil("blocks_alike", ctypes.c_uint32, address, *some, number)
-            self.blocks_being_written = with_gil("blocks_being_written", None, address, *some)
             self.blocks_release = with_gil("blocks_release", None, address, *some)
             self.blocks_pin = with_gil("blocks_pin", None, address, *some)
             self.blocks_unpin = with_gil("blocks_unpin", count, address, *some)
@@ -89,7 +88,7 @@ class Native:
             self.plan_blocks = with_gil(
                 "plan_blocks", None, address, number, number, number, text, number, text, number, text, address
             )
-            self.slots_take = with_gil("slots_take", count, address, number, number, number, address)
+            self.slots_take = with_gil("slots_take", count, address, number, number, number, address, number)
             self.slots_free = with_gil("slots_free", ctypes.c_int, address, *some)
             self.reader_open = with_gil("reader_open", address, number, number)
             self.reader_stop = with_gil("reader_stop", None, address)
@@ -133,10 +132,6 @@ def _function(library: ctypes.CDLL, name: str, result: type | None, *arguments: 
     function = getattr(library, f"kvoffd_{name}")
     function.argtypes, function.restype = arguments, result
     return cast("Callable[..., Any]", function)
-
-
-def address_of(structure: object) -> int:
-    return ctypes.addressof(cast("ctypes.Structure", structure))
 
 
 native = cache(Native)

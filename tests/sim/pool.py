@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.block_table import CORRUPT, READY, WRITING, BlockIds
+from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.policy import Group
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
@@ -159,10 +159,8 @@ class WatchedPool:
         length: int,
         checksums: array[int],
         key_bytes: int,
-    ) -> tuple[BlockIds, bytes] | None:
+    ) -> tuple[BlockIds, bytes]:
         """One after the other, so that the process can die between two."""
-        if (self._cache.blocks.state[blocks] != WRITING).any():
-            return None
         ready, names = [np.empty(0, np.uint32)], b""
         firsts = [0] * len(blocks) if firsts is None else firsts
         for at in reversed(range(len(blocks))):
@@ -176,8 +174,6 @@ class WatchedPool:
                 raise Broken("a slot became ready with another checksum than its bytes have")
             self.before_write()
             published = self._publish(blocks[one], slots[one], firsts[one], length, checksums[one], key_bytes)
-            if published is None:
-                raise Broken("a block is dropped while it is written")
             ready.append(published[0])
             names += published[1]
             slot.state, slot.first_block = "ready", int(firsts[at])
