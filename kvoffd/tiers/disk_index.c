@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <linux/aio_abi.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
@@ -14,7 +15,7 @@
 void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *sum, uint64_t slots);
 
 enum { ROW = 64 }; /* bytes for a key: MAX_KEY_BYTES of pool/slot_table.py */
-enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_READS = 128 };
+enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_READS = 128, TOLD_WITHIN_MS = 1 };
 
 /* What is known of a region's slots, by their places in it. */
 struct disk_region {
@@ -137,7 +138,7 @@ struct reader {
     pthread_mutex_t lock;
     aio_context_t context; /* 0: each thread reads one block at a time */
     int fd, event;         /* `event` counts blocks that were added, and with a context those that the kernel has read */
-    uint32_t waiting, ended;
+    uint32_t waiting, ended, under_way; /* of which `under_way` is the thread's */
     int told, stopped; /* `told`: somebody comes for those that have ended */
     struct block_read *wait[MOST_READS], *end[MOST_READS];
 };
@@ -255,8 +256,9 @@ static int submit(struct reader *r, struct block_read **some, uint64_t count)
                                  .aio_flags = IOCB_FLAG_RESFD, .aio_resfd = (uint32_t)r->event};
         call[i] = &calls[i];
     }
+    r->under_way += (uint32_t)count;
     begun = syscall(SYS_io_submit, r->context, count, call);
-    for (uint64_t i = begun > 0 ? (uint64_t)begun : 0; i < count; i++)
+    for (uint64_t i = begun > 0 ? (uint64_t)begun : 0; i < count; i++, r->under_way--)
         fill(r, some[i], 0);
     return begun < (int64_t)count;
 }
@@ -267,11 +269,13 @@ int kvoffd_reader_work(struct reader *r)
     struct block_read *some[MOST_READS];
     struct io_event events[MOST_READS];
     struct timespec none = {0};
+    struct pollfd event = {.fd = r->event, .events = POLLIN};
     eventfd_t ignored;
+    int late = 0;
 
     for (;;) {
         pthread_mutex_lock(&r->lock);
-        int ends = r->ended && !r->told, stopped = r->stopped;
+        int untold = r->ended && !r->told, ends = untold && (late || 4 * r->ended >= r->under_way), stopped = r->stopped;
         uint64_t count = ends ? 0 : r->context ? r->waiting : r->waiting > 0;
         if (ends)
             r->told = 1;
@@ -290,9 +294,10 @@ int kvoffd_reader_work(struct reader *r)
         if (count && submit(r, some, count))
             continue;
         int64_t got = r->context ? syscall(SYS_io_getevents, r->context, 0, MOST_READS, events, &none) : 0;
-        for (int64_t i = 0; i < got; i++)
+        for (int64_t i = 0; i < got; i++, r->under_way--)
             fill(r, (struct block_read *)events[i].data, events[i].res);
-        if (got <= 0)
+        late = got <= 0 && !poll(&event, 1, untold ? TOLD_WITHIN_MS : -1);
+        if (got <= 0 && !late)
             eventfd_read(r->event, &ignored);
     }
 }
