@@ -74,8 +74,6 @@ READERS = 16
 """Threads, where the kernel does not read several blocks for one of them."""
 HANG_TIMEOUT_S = 10.0
 """A call that takes longer hangs."""
-WRITE_PATIENCE_S = 0.5
-"""How long a write waits while reads keep coming."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 """After a write that failed."""
 _PUT_ASIDE_SHARE = 100
@@ -117,7 +115,6 @@ class Job:
     """In the file."""
     shards: Sequence[int]
     on_end: Callable[..., None]
-    begun_at: float
     deadline: float = inf
     block: Block | None = None
     """Of a write."""
@@ -673,7 +670,7 @@ class DiskTier(Tier):
         region, place = self._at(slot)
         region.pins[place] += 1
         at = slot, region, place, self._offset(slot), known.slot_bytes
-        return Job(known.space, key, *at, offsets, on_end, self._clock(), deadline, block)
+        return Job(known.space, key, *at, offsets, on_end, deadline, block)
 
     def _read_ended(self, job: Job, end: End) -> None:
         region, place = job.region, job.place
@@ -807,9 +804,7 @@ class DiskTier(Tier):
         return victims
 
     def _next_write(self, waiting: deque[Job]) -> list[Job]:
-        """What goes into one call. Reads go first, for a while."""
-        if self._reads.waiting and self._clock() - waiting[0].begun_at < WRITE_PATIENCE_S:
-            return []
+        """What goes into one call: blocks that follow one another."""
         jobs = [waiting.popleft()]
         end, left = jobs[0].offset + jobs[0].nbytes, self._options.merge_bytes - jobs[0].nbytes
         while waiting and waiting[0].offset == end and (left := left - waiting[0].nbytes) >= 0:

@@ -45,8 +45,6 @@ MOST_FIRST_BLOCK = 0xFFFF
 
 ENDED_AT_ONCE = 32
 """Tasks whose ends are handled before the daemon's thread does other work."""
-AGAIN_S = 0.02
-"""A thread whose queue has nothing for it now looks again after so long."""
 
 REMEMBERED_SPACES = 1024
 """Whose hash is not taken again."""
@@ -308,8 +306,7 @@ class Workers(Generic[T, R]):
         on_end: called in the daemon's thread, with a task and its result.
         post: calls a function in the daemon's thread. For any thread.
         clock: in seconds. For any thread.
-        take: takes from the queue, which is not empty, what is done in one go; nothing: not now. Called in any thread,
-            one at a time.
+        take: takes from the queue, which is not empty, what is done in one go. Called in any thread, one at a time.
 
     Raises NoMoreThreads; then none runs.
     """
@@ -427,7 +424,7 @@ class Workers(Generic[T, R]):
                     return
                 self._called = False
                 if not (tasks := self._begin(number)):
-                    self._changed.wait(AGAIN_S if self._waiting else None)
+                    self._changed.wait()
                     continue
                 if self._waiting:
                     self._call_one()

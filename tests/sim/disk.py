@@ -60,8 +60,6 @@ class SimWorkers(WorkersWithoutThreads):
         for number in range(len(self._works)):
             if tasks := self.begin(number):
                 self._tier.process.after(self._tier.seconds_of(self), partial(self._end, number, tasks))
-        if self._waiting and not self._running:  # it has to wait for others
-            self._tier.process.after(0.02, self._begin_all)
 
     def _end(self, number: int, tasks: list[Any]) -> None:
         if self._running.get(number, (0.0, None))[1] is tasks:

@@ -104,21 +104,6 @@ def test_a_read_that_is_late_is_not_begun() -> None:
     assert rig.read(block_of(1)) is DONE
 
 
-def test_reads_go_before_writes_for_a_while() -> None:
-    rig = DiskRig(most_reads=1)
-    rig.write(block_of(1))
-    rig.begin_read(block_of(1), slot=17)
-    read, written = rig.begin_read(block_of(1)), rig.begin_write(block_of(2))
-    writes = rig.writes
-    assert writes.begin() == []
-    rig.clock.now += 0.6
-    tasks = writes.begin()
-    assert len(tasks) == 1
-    writes._do(0, tasks)
-    rig.work()
-    assert (read, written) == ([DONE], [DONE])
-
-
 # --- the hand --------------------------------------------------------------------------------------
 
 

@@ -63,7 +63,7 @@ def test_each_block_is_read_and_ends_once(tmp_path: Path, direct: bool, most: in
         offset = 2**63 - 4096 if number == BLOCKS + 1 else number * SLOT_BYTES
         shards = [number * SLOT_BYTES + at for at in PLACES]
         key = number.to_bytes(32, "big")
-        reads.put(Job(SPACE, key, number, cast("Any", None), 0, offset, SLOT_BYTES, shards, print, 0.0))
+        reads.put(Job(SPACE, key, number, cast("Any", None), 0, offset, SLOT_BYTES, shards, print))
     assert reads.waiting + reads.running == BLOCKS + 2
     deliver_until(posted, lambda: len(ended) == BLOCKS + 2)
     assert (reads.waiting, reads.running, reads.longest_s) == (0, 0, 0.0)

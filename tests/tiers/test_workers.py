@@ -23,15 +23,11 @@ class Rig:
         self.ended: list[tuple[str, object]] = []
         self.gate = threading.Event()
         self.calls: list[list[str]] = []
-        self.not_now = 0
         self.workers: Workers[str, str] = Workers(
             *("test", [self.work] * 2, repr, self.end, self.posted.append, time.monotonic), self.take
         )
 
     def take(self, waiting: deque[str]) -> list[str]:
-        if self.not_now:
-            self.not_now -= 1
-            return []
         return [waiting.popleft() for _ in range(min(2, len(waiting)))]
 
     def work(self, tasks: list[str]) -> list[str]:
@@ -69,13 +65,6 @@ def test_workers_end_each_task_once_whatever_raises(rig: Rig) -> None:
     assert ends["a7"] == "A7"
     assert "ZeroDivisionError" in str(ends["bad"])
     assert (rig.workers.waiting, rig.workers.running) == (0, 0)
-
-
-def test_workers_ask_again_where_nothing_can_be_done_now(rig: Rig) -> None:
-    rig.gate.set()
-    rig.not_now = 3
-    rig.workers.put("a")
-    rig.until(lambda: rig.ended == [("a", "A")])
 
 
 def test_workers_whose_call_hangs(rig: Rig) -> None:
