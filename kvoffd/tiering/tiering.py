@@ -651,7 +651,8 @@ class Tiering:
             if level.queued_blocks:
                 level.pump()
         for level in self.levels:
-            level.writer.pump()
+            if level.writer.waiting or level.writer.cold:
+                level.writer.pump()
 
     def stop(self) -> None:
         """Begin nothing any more."""

@@ -171,8 +171,8 @@ class Writer:
         """How much of the cold end is kept written, while less than twice of it is free."""
         self._idle, self._engines_busy, self._left_out = idle, engines_busy, left_out
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
-        self._waiting: _Noted = {}
-        self._cold: _Noted = {}
+        self.waiting: _Noted = {}
+        self.cold: _Noted = {}
         self._left_out_cold: set[tuple[int, int]] = set()
         """Those at the cold end that are not worth a write."""
         self.under_way: dict[int, Write] = {}
@@ -196,7 +196,7 @@ class Writer:
 
     @property
     def waiting_blocks(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def stored(self, blocks: BlockIds) -> None:
         if self.mode is WriteMode.ALWAYS:
@@ -210,23 +210,23 @@ class Writer:
 
     def evicted(self, group: Group, blocks: BlockIds) -> None:
         """Count those that were to be written, of blocks that are about to leave the pool."""
-        if not self._waiting:
+        if not self.waiting:
             return
         noted = zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True)
-        late = [self._waiting.pop(block, None) == generation for block, generation in noted]
+        late = [self.waiting.pop(block, None) == generation for block, generation in noted]
         if any(late):
             self.missed_blocks += len(self._lacking(group, blocks[late])[0])
 
     def stop(self) -> None:
         """Begin nothing any more."""
         self.mode = WriteMode.NEVER
-        self._waiting.clear()
-        self._cold.clear()
+        self.waiting.clear()
+        self.cold.clear()
 
     def tick(self, read_bytes: int) -> None:
         """Look at the cold end, and go on. ``read_bytes``: what was read from the tiers so far."""
         self._judge(read_bytes)
-        self._cold.clear()
+        self.cold.clear()
         if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < 2 * self._cold_bytes:
             self._look_at_cold_end()
         self._trickle_left = self._trickle_bytes
@@ -248,7 +248,7 @@ class Writer:
                     blocks.tolist(), generations, self._are_worth(group, keys), strict=True
                 ):
                     if worth:
-                        self._cold[block] = generation
+                        self.cold[block] = generation
                         continue
                     self._left_out_cold.add((block, generation))
                     if (block, generation) not in before:
@@ -258,7 +258,7 @@ class Writer:
 
     def pump(self) -> None:
         """Begin to write what may be written now, of very much a part, once there is room for more than a few."""
-        if not (self._waiting or self._cold):
+        if not (self.waiting or self.cold):
             return
         if 2 * self.under_way_bytes > self._under_way_limit or len(self.under_way) > self._refused_above:
             return
@@ -274,8 +274,8 @@ class Writer:
 
     def _begin_some(self, begun: list[BlockIds], busy: bool) -> None:
         targets = self._targets()
-        for waiting in (self._waiting, self._cold):
-            if waiting is self._cold and self.mode is WriteMode.REUSE and not self._idle():
+        for waiting in (self.waiting, self.cold):
+            if waiting is self.cold and self.mode is WriteMode.REUSE and not self._idle():
                 return
             for _ in range(0, MAX_LOOKED_AT, MAX_BEGUN):
                 if not waiting or (busy and self._trickle_left <= 0):
@@ -306,7 +306,7 @@ class Writer:
         chosen: dict[int, Write] = {}
         for group, alike in self._cache.by_group(self._still_ready(some)):
             blocks, keys = self._lacking(group, alike)
-            if waiting is self._waiting:  # what is at the cold end was judged there
+            if waiting is self.waiting:  # what is at the cold end was judged there
                 worth = np.array(self._are_worth(group, keys), bool)
                 self._spare(group, len(worth) - int(worth.sum()))
                 blocks = blocks[worth]
@@ -324,16 +324,16 @@ class Writer:
         if not self.budget.take(nbytes):
             self.over_budget += 1
             if not self.budget.left_bytes:
-                self._waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
-                self._cold.clear()
+                self.waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
+                self.cold.clear()
             else:
-                self._waiting[write.number] = generation
+                self.waiting[write.number] = generation
             return False
         if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
             self.budget.give_back(nbytes)
             if self.under_way:  # there were too many at once
                 self._refused_above = len(self.under_way) / 2
-                self._waiting[write.number] = generation
+                self.waiting[write.number] = generation
             return False
         self.under_way[write.number] = write
         self.under_way_bytes += nbytes
@@ -341,7 +341,7 @@ class Writer:
         return True
 
     def _wait(self, blocks: BlockIds) -> None:
-        self._waiting.update(zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True))
+        self.waiting.update(zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True))
 
     def _still_ready(self, noted: _Noted) -> BlockIds:
         blocks = np.fromiter(noted, np.uint32, len(noted))
