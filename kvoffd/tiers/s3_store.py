@@ -42,10 +42,24 @@ PROBES = 12
 """HEADs at a time that look for a prefix's end."""
 REQUESTS_AT_ONCE = 64
 """HEADs and DELETEs at a time otherwise."""
-FULL_CODES = re.compile("Quota|StorageFull|InsufficientStorage|InsufficientCapacity|EntityTooLarge")
-CLOCK_CODES = ("RequestTimeTooSkewed", "RequestExpired")
-REGION_CODES = ("AuthorizationHeaderMalformed", "PermanentRedirect")
-KEY_CODES = ("AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired")
+ERRORS = (
+    ("full", "507|Quota|StorageFull|InsufficientStorage|InsufficientCapacity|EntityTooLarge", "it takes no more"),
+    ("clock", "RequestTimeTooSkewed|RequestExpired", "set this machine's clock"),
+    ("bucket", "NoSuchBucket", "make the bucket, or see its name and endpoint"),
+    (
+        "region",
+        "AuthorizationHeaderMalformed|PermanentRedirect",
+        "see its region, which the URL names as region=NAME",
+    ),
+    (
+        "credentials",
+        "401|403|AccessDenied|ExpiredToken|InvalidToken|TokenRefreshRequired",
+        "see the credentials, which are read at the start; they need s3:GetObject, s3:PutObject, s3:DeleteObject and "
+        "s3:ListBucket",
+    ),
+    ("busy", "429|503|SlowDown", "it has too much to do"),
+)
+"""Kinds of errors, what of an answer's status and code they are told by, and what to say: the first that fits."""
 KEY_VARIABLES = {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"}
 _CODE = re.compile(r"(?:<Code>|\(code: )([A-Za-z0-9]+)(?:</Code>|\))")
 """Of a request, or of one object of those that one request removes, which succeeds although none is."""
@@ -307,23 +321,11 @@ class S3(Store):
         code = found[1] if (found := _CODE.search(text)) else ""
         if "redirect without LOCATION" in text:
             code = "PermanentRedirect"
-        status = int(found[1]) if (found := re.search("status code: ([0-9]{3})", text)) else 0
-        what = " ".join([name, "answers", *filter(None, (str(status or ""), code))])
-        if FULL_CODES.search(code) or status == 507:
-            return StoreError("full", f"{what}: it takes no more.")
-        if code in CLOCK_CODES:
-            return StoreError("clock", f"{what}: set this machine's clock.", final=True)
-        if code == "NoSuchBucket":
-            return StoreError("bucket", f"{what}: make the bucket, or see its name and endpoint.", final=True)
-        if code in REGION_CODES:
-            return StoreError("region", f"{what}: see its region, which the URL names as region=NAME.", final=True)
-        if status in (401, 403) or code in KEY_CODES:
-            why = "see the credentials, which are read at the start; they need "
-            why += "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket."
-            return StoreError("credentials", f"{what}: {why}", final=True)
-        if status or code:
-            busy = status in (429, 503) or code == "SlowDown"
-            return StoreError("busy" if busy else "protocol", f"{what}.")
+        status = found[1] if (found := re.search("status code: ([0-9]{3})", text)) else ""
+        if answer := " ".join(filter(None, (status, code))):
+            kind, _, hint = next((one for one in ERRORS if re.search(one[1], answer)), ("protocol", "", ""))
+            final = kind not in ("full", "busy", "protocol")
+            return StoreError(kind, f"{name} answers {answer}{hint and ': '}{hint}.", final=final)
         if "certificate" in text.lower():
             why = f"{name} does not prove who it is: {_first_line(error)}. Name its authority in SSL_CERT_FILE."
             return StoreError("tls", why, final=True)

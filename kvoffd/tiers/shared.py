@@ -57,9 +57,8 @@ MOST_REFUSED = 32_768
 MOST_ASKED = 65_536
 """Keys that may be being asked for at a time."""
 MOST_READS, MOST_WRITES = 4096, 64
-MOST_REMOVALS = 16_384
-"""Objects that may wait to be removed."""
-REMOVED_AT_ONCE = 1000
+MOST_REMOVALS, REMOVED_AT_ONCE = 16, 1000
+"""Removals that may wait among the writes, and objects of one."""
 MOST_NAMESPACES = 65_536
 """Of which it is known when it was looked whether they were reset: as many as may be open."""
 MOST_OBJECT_BYTES = 500 * 2**20
@@ -96,9 +95,9 @@ LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 
 MOST_FAILURES = 3
 """Failures or slow answers of one kind of work, one after another, that open the breaker."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 2.75
-"""Pause before the first probe and the longest between two, each up to a quarter shorter or longer. A server
-that is back is used within 5 s, with what a probe and its turn may take."""
+PAUSE_S = 1.5
+"""Before a probe, up to a quarter shorter or longer: a server that is back is used within 5 s, with what a probe and
+its turn may take."""
 
 
 class Breaker:
@@ -113,7 +112,6 @@ class Breaker:
         self._jitter = jitter
         self._lock = threading.Lock()
         self._failures: Counter[str] = Counter()
-        self._pause_s = 0.0
         self.probe_at = 0.0
         self.open = True
         """Also at the start: the first probe is due at once."""
@@ -123,8 +121,6 @@ class Breaker:
     def succeeded(self, work: str) -> None:
         with self._lock:
             self._failures.pop(work, None)
-            if not self._failures:
-                self._pause_s = 0.0
 
     def failed(self, work: str, *, at_once: bool = False) -> None:
         """Note a failure; ``at_once`` opens it, as where nobody listens or the password is wrong."""
@@ -143,8 +139,7 @@ class Breaker:
                 self._pause()
 
     def _pause(self) -> None:
-        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s) or FIRST_PAUSE_S
-        self.probe_at = self._clock() + self._pause_s * (0.75 + 0.5 * self._jitter())
+        self.probe_at = self._clock() + PAUSE_S * (0.75 + 0.5 * self._jitter())
 
 
 class Probe:
@@ -249,7 +244,7 @@ class SharedTier(Tier):
         self._polled_at: dict[bytes, float] = {}
         self._poll_next = False
         self._voided: set[bytes] = set()
-        self._asked_keys = self._removals = 0
+        self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], Write] = {}
         self._write_at = self._steady_at = self._shown_until = 0.0
         self._heard_at, self._unexpected_at = clock(), -LOGGED_S
@@ -298,11 +293,9 @@ class SharedTier(Tier):
         states = self._states(space.tag, keys)
         gap = states.find(ABSENT) if prefix else -1
         unknown = [at for at in range(gap if gap >= 0 else len(keys)) if states[at] == UNKNOWN]
-        # Nobody asks for more than leaves room for others.
-        most = (MOST_ASKED - self._asked_keys) // 2
         if not prefix:
             unknown = unknown[-self._store.most_window_keys :]
-        if wanted := unknown[:most]:
+        if wanted := unknown[: MOST_ASKED - self._asked_keys]:
             for at in wanted:
                 states[at] = ASKED
             self._ask(space, [keys[at] for at in wanted], prefix)
@@ -408,10 +401,9 @@ class SharedTier(Tier):
 
     def _remove_objects(self, space: Space, keys: Sequence[bytes]) -> None:
         stored = self._stored(space)
-        names = [object_key(stored, key) for key in keys[: MOST_REMOVALS - self._removals]]
-        self._removals += len(names)
-        for at in range(0, len(names), REMOVED_AT_ONCE):
-            self._writing.put(Removal(names[at : at + REMOVED_AT_ONCE]))
+        for at in range(0, len(keys), REMOVED_AT_ONCE):
+            if self._writing.waiting < MOST_WRITES + MOST_REMOVALS:
+                self._writing.put(Removal([object_key(stored, key) for key in keys[at : at + REMOVED_AT_ONCE]]))
 
     def _stored(self, space: Space) -> Space:
         """A space as objects have it."""
@@ -576,7 +568,6 @@ class SharedTier(Tier):
 
     def _write_ended(self, write: Write | Removal, result: Result) -> None:
         if isinstance(write, Removal):
-            self._removals -= len(write.names)
             return
         space, key, counters = write.space, write.stored.key, self.counters
         del self._writes[space.tag, key]
