@@ -23,6 +23,10 @@ LEAST_DESCRIPTORS = 1024
 MOST_DESCRIPTORS = 65536
 # cgroup v1 has no word for "no limit": it is the largest page count, in bytes.
 _NO_LIMIT = 2**62
+# Files of a cgroup: its use, what of it memory.stat says can be dropped, and its limits.
+_VERSION_1 = "memory.usage_in_bytes", "total_inactive_file", "memory.limit_in_bytes"
+# Above memory.high the kernel throttles until nothing moves: a limit in all but name.
+_VERSION_2 = "memory.current", "inactive_file", "memory.max", "memory.high"
 
 
 class MemoryLimit(NamedTuple):
@@ -40,11 +44,11 @@ def memory_limit(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/c
     limits = [_machine_limit(proc)]
     for controller, path in _cgroups(proc):
         if controller == "memory":
-            limits.extend(_walk(cgroup_root / "memory", path, _version_1_limit))
+            limits.extend(_walk(cgroup_root / "memory", path, _VERSION_1))
         elif controller == "":
             # The unified tree is mounted below the others where v1 and v2 are mixed.
             for root in (cgroup_root, cgroup_root / "unified"):
-                limits.extend(_walk(root, path, _version_2_limit))
+                limits.extend(_walk(root, path, _VERSION_2))
     return min(limits, key=lambda limit: limit.bytes)
 
 
@@ -76,31 +80,20 @@ def _cgroups(proc: Path) -> Iterator[tuple[str, str]]:
                 yield controller, fields[2]
 
 
-def _walk(root: Path, path: str, read: Callable[[Path], MemoryLimit | None]) -> Iterator[MemoryLimit]:
+def _walk(root: Path, path: str, names: tuple[str, ...]) -> Iterator[MemoryLimit]:
     """The limits of the cgroup and of all its ancestors, since all of them apply.
 
     In a container the path may be the host's, and not exist below the mount; the mount itself is then the container's.
     """
     own = root / path.lstrip("/")
     inside = [one for one in (own, *own.parents) if root in one.parents and ".." not in one.parts]
-    return filter(None, map(read, [*inside, root]))
+    return filter(None, (_cgroup_limit(one, *names) for one in (*inside, root)))
 
 
-def _version_1_limit(directory: Path) -> MemoryLimit | None:
-    limit = _number(directory / "memory.limit_in_bytes")
-    used = _number(directory / "memory.usage_in_bytes")
-    return _less_use(directory, limit, used, "total_inactive_file")
-
-
-def _version_2_limit(directory: Path) -> MemoryLimit | None:
-    # Above memory.high the kernel throttles until nothing moves: a limit in all but name.
-    limits = [_number(directory / name) for name in ("memory.max", "memory.high")]
-    limit = min((value for value in limits if value is not None), default=None)
-    return _less_use(directory, limit, _number(directory / "memory.current"), "inactive_file")
-
-
-def _less_use(directory: Path, limit: int | None, used: int | None, reclaimable_name: str) -> MemoryLimit | None:
-    if limit is None or used is None or limit >= _NO_LIMIT:
+def _cgroup_limit(directory: Path, used_name: str, reclaimable_name: str, *limit_names: str) -> MemoryLimit | None:
+    used, *limits = (_number(directory / name) for name in (used_name, *limit_names))
+    limit = min((value for value in limits if value is not None), default=_NO_LIMIT)
+    if used is None or limit >= _NO_LIMIT:
         return None
     reclaimable = dict(_pairs(directory / "memory.stat")).get(reclaimable_name, 0)
     needed = max(0, used - reclaimable)
