@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -382,20 +381,6 @@ def _publications_arrive(worker: WireClient, cache: bytes) -> int:
             if job in batch.jobs:
                 return job
     raise AssertionError("nothing is published")
-
-
-def test_results_that_were_lost_are_asked_for(worker: WireClient, cache: bytes) -> None:
-    """Dropped publications, and a subscriber that comes late: the numbers show a gap, and one request fills it."""
-    worker.unsubscribe()
-    for job in range(1, 11):
-        worker.submit(cache, [store_of(job, keys(job), [job])])
-    worker.wait_ended(*range(1, 11))
-    worker.subscribe()
-    last = _publications_arrive(worker, cache)
-    found = worker.unacknowledged()
-    assert [batch.number for batch in found.batches] == list(range(1, len(found.batches) + 1))
-    assert Counter(result.job for result in found.results) == Counter([*range(1, 11), *range(1000, last + 1)])
-    assert all(result.ok for result in found.results)
 
 
 # --- copies that take long ---------------------------------------------------------------------------

@@ -243,7 +243,7 @@ class WireClient(Closing):
         self._bodies: list[bytes] = []
         self._context = zmq.Context()
         self._jobs = self._context.socket(zmq.DEALER)
-        self._events: zmq.Socket[bytes] | None = None
+        self._events = self._context.socket(zmq.SUB)
         self._numbers = itertools.count(1)
         self.session, self.daemon_id, self.token = 0, 0, bytes(m.TOKEN_BYTES)
         self._seen = 0
@@ -261,7 +261,8 @@ class WireClient(Closing):
         greeting = self._lifeline_frame()
         if isinstance(greeting, lifeline.Greeting):
             self.session, self.daemon_id, self.token = greeting.session_id, greeting.epoch, greeting.token
-            self.subscribe()
+            self._events.setsockopt(zmq.SUBSCRIBE, events.session_topic(self.daemon_id, self.session))
+            self._events.connect(f"ipc://{paths.events}")
         else:
             assert isinstance(greeting, lifeline.Refused), greeting
             self.rejected = Refused(_word(greeting.code), greeting.message)
@@ -511,21 +512,8 @@ class WireClient(Closing):
         self._seen = max(self._seen, number, *(batch.sequence for batch in batches))
         return self._seen
 
-    def subscribe(self) -> None:
-        """Subscribe to this session's results."""
-        self._events = self._context.socket(zmq.SUB)
-        self._events.setsockopt(zmq.SUBSCRIBE, events.session_topic(self.daemon_id, self.session))
-        self._events.connect(f"ipc://{SocketPaths(self.directory).events}")
-
-    def unsubscribe(self) -> None:
-        """Take no publications: what is published from now on is lost to this session."""
-        assert self._events is not None, "subscribe first"
-        self._events.close(linger=0)
-        self._events = None
-
     def published(self, timeout_s: float = TIMEOUT_S) -> Batch | None:
         """The next batch that is published to this session; None where none comes in time."""
-        assert self._events is not None, "subscribe first"
         if not self._events.poll(timeout_s * 1000):
             return None
         _, _, payload = self._events.recv_multipart()
