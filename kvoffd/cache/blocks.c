@@ -281,12 +281,9 @@ void kvoffd_blocks_begin_writes(struct blocks *x, const struct slots *slots, con
 int kvoffd_blocks_begin_load(struct blocks *x, const struct slots *slots, uint32_t group, const uint8_t *keys,
                              uint64_t count, uint64_t key_bytes, uint32_t rank, uint32_t first_block)
 {
-    uint64_t hashed[TOGETHER], readable = 0;
+    uint64_t readable = 0;
 
-    for (uint64_t begin = 0; begin < count; begin += TOGETHER) {
-        uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
-        find_some(x, group, keys + begin * key_bytes, together, key_bytes, hashed, x->bytes + begin, x->numbers + begin);
-    }
+    kvoffd_blocks_find(x, group, keys, count, key_bytes);
     for (uint64_t i = 0; i < count; i++) {
         int ready = x->bytes[i] == READY;
         uint32_t slot = x->numbers[count + i] = ready ? slot_of_rank(x, x->numbers[i], rank) : NONE;
@@ -295,11 +292,9 @@ int kvoffd_blocks_begin_load(struct blocks *x, const struct slots *slots, uint32
         x->offsets[i] = x->bytes[i] ? offset_of(slots, slot) : 0;
         readable += x->bytes[i];
     }
-    if (readable < count)
-        return 0;
-    for (uint64_t i = 0; i < count; i++)
-        pin(x, x->numbers[i]);
-    return 1;
+    if (readable == count)
+        kvoffd_blocks_pin(x, x->numbers, count);
+    return readable == count;
 }
 
 /* Whether a store writes a shard of the block. */
