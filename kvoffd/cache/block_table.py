@@ -132,11 +132,10 @@ class BlockTable(Structure):
 
     def _fit(self, count: int) -> None:
         """Have the buffers hold twice as many numbers, and as many keys: the next are likely to be as many."""
+        buffers = np.empty(4 * count, np.uint32), np.empty(128 * count, np.uint8), np.empty(2 * count, np.uint64)
+        self._numbers, self._bytes, self._offsets = buffers  # all or none
+        self.at_numbers, self.at_bytes, self.at_offsets = (one.ctypes.data for one in buffers)
         self._room = 2 * count
-        self._numbers, self._bytes = np.empty(2 * self._room, np.uint32), np.empty(64 * self._room, np.uint8)
-        self._offsets = np.empty(self._room, np.uint64)
-        self.at_numbers, self.at_bytes = self._numbers.ctypes.data, self._bytes.ctypes.data
-        self.at_offsets = self._offsets.ctypes.data
 
     @property
     def nbytes(self) -> int:
