@@ -99,7 +99,7 @@ class Tiers:
                         pool=self._pool.buffer,
                         clock=self._clock,
                         post=self._post,
-                        listener=self.use().reports,
+                        listener=self.use(),
                         ask_deadline_s=config.shared_ask_deadline_s,
                         generations=dict(self._state.known.fleet.get(url, {})),
                     )
@@ -297,7 +297,7 @@ class Tiers:
     def _open(self, disk: Disk, tiering: Tiering) -> None:
         """In a thread of its own."""
         try:
-            tier = self.open_disk(disk.size, tiering.reports)
+            tier = self.open_disk(disk.size, tiering)
         except OpeningStopped:
             return
         except KvoffdError as error:

@@ -428,7 +428,7 @@ class _Range:
 
 
 class Tiering:
-    """Looks after the levels below the pool for one cache: its ``TierHooks``.
+    """Looks after the levels below the pool for one cache: its ``TierHooks``, and the ``TierListener`` of all tiers.
 
     ``pump`` begins what lookups asked for, once their replies are out; ``tick`` is for deadlines and the cold end.
 
@@ -437,7 +437,6 @@ class Tiering:
         stores: a level for each store that nodes share, in the order in which they are asked.
         unshared: fingerprints of namespaces whose blocks here became stale: what others have under the same keys may be
             stale too.
-        reports: the ``TierListener`` of all the tiers.
     """
 
     def __init__(
@@ -460,7 +459,9 @@ class Tiering:
         self._waiting: dict[int, tuple[int, Namespace, int]] = {}
         """By lease, its session and namespace, and for how many keys its lookup waits."""
         self._evicted: list[tuple[Space, list[bytes]]] = []
-        self.reports = Reports(self, events, clock)
+        self._events = events
+        self._logged: dict[tuple[str, str], float] = {}
+        """Tiers and kinds of their errors that were logged, and when; the tiers count them."""
 
     @property
     def stores(self) -> list[Level]:
@@ -683,7 +684,28 @@ class Tiering:
     def reshare(self, fingerprint: bytes) -> None:
         self.unshared.pop(fingerprint, None)
 
-    def answered(self, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+    # --- what the tiers call: see TierListener ----------------------------------------------------
+
+    def blocks_stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+        if (namespace := self._namespace_of(space)) is not None:
+            self._events.stored(namespace, space.group, list(keys), MEDIUM_STORAGE)
+
+    def blocks_removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+        if (namespace := self._namespace_of(space)) is not None:
+            self._events.removed(namespace, space.group, list(keys), MEDIUM_STORAGE)
+
+    def _namespace_of(self, space: Space) -> Namespace | None:
+        """The namespace of a space, if it is open and was not reset since."""
+        namespace = self._cache.namespaces.get(space.fingerprint)
+        return namespace if namespace is not None and namespace.generation == space.generation else None
+
+    def error(self, tier: Tier, kind: str, sentence: str) -> None:
+        now = self._clock()
+        if now - self._logged.get((tier.name, kind), -LOGGED_S) >= LOGGED_S:
+            logger.warning("%s: %s", tier.name, sentence)
+            put_newest(self._logged, (tier.name, kind), now, MOST_LOGGED)
+
+    def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Count what lookups answered with as being asked for."""
         namespace = self._cache.namespaces.get(space.fingerprint)
         if namespace is None or not (uncounted := self._uncounted.get(namespace)):
@@ -705,37 +727,6 @@ class Tiering:
                 if fill.namespace is not namespace:
                     break  # all of a tag are of one
                 fill.level.forget(fill)
-
-    def namespace_of(self, space: Space) -> Namespace | None:
-        """The namespace of a space, if it is open and was not reset since."""
-        namespace = self._cache.namespaces.get(space.fingerprint)
-        return namespace if namespace is not None and namespace.generation == space.generation else None
-
-
-class Reports:
-    """What the tiers tell of themselves, as their ``TierListener``: KV events of disks' blocks, lines in the log."""
-
-    def __init__(self, tiering: Tiering, events: CacheListener, clock: Callable[[], float]) -> None:
-        self._tiering, self._events, self._clock = tiering, events, clock
-        self._logged: dict[tuple[str, str], float] = {}
-        """Tiers and kinds of their errors that were logged, and when; the tiers count them."""
-
-    def stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
-        if (namespace := self._tiering.namespace_of(space)) is not None:
-            self._events.stored(namespace, space.group, list(keys), MEDIUM_STORAGE)
-
-    def removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
-        if (namespace := self._tiering.namespace_of(space)) is not None:
-            self._events.removed(namespace, space.group, list(keys), MEDIUM_STORAGE)
-
-    def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        self._tiering.answered(space, keys, found)
-
-    def error(self, tier: Tier, kind: str, sentence: str) -> None:
-        now = self._clock()
-        if now - self._logged.get((tier.name, kind), -LOGGED_S) >= LOGGED_S:
-            logger.warning("%s: %s", tier.name, sentence)
-            put_newest(self._logged, (tier.name, kind), now, MOST_LOGGED)
 
 
 def run_end(states: bytes | bytearray) -> int:

@@ -161,20 +161,15 @@ class _Known:
         self.slot_bytes = HEADER_BYTES + sum(map(page_up, self.space.lengths))
 
 
-@dataclass(slots=True, eq=False)
-class _Leaving:
-    """A space that was removed as a whole and has slots still.
-
-    Attributes:
-        regions: those that may have some of them.
-        removal: the number of the removal.
-        wiped: whether headers go too.
-    """
+class _Leaving(NamedTuple):
+    """A space that was removed as a whole and has slots still."""
 
     known: _Known
     regions: list[int]
+    """That may have some of them."""
     removal: int
     wiped: bool
+    """Headers go too."""
 
 
 def _failed(file: DiskFile, job: Job, verb: str, error: OSError) -> End:
@@ -868,7 +863,7 @@ class DiskTier(Tier):
             known.blocks += 1
             self._blocks += 1
             self._bytes += job.space.nbytes
-            self._listener.stored(self, job.space, [job.key])
+            self._listener.blocks_stored(self, job.space, [job.key])
             if job.removals:  # of what was in the slot before
                 self._notes.put(Note(removals=job.removals))
         else:
@@ -991,7 +986,7 @@ class DiskTier(Tier):
             known.blocks -= 1
             self._blocks -= 1
             self._bytes -= known.space.nbytes
-            self._listener.removed(self, known.space, [key])
+            self._listener.blocks_removed(self, known.space, [key])
         return tag, key
 
     def _clear(self, region: _Region, place: int, slot: int) -> None:

@@ -164,10 +164,10 @@ class Result(StrEnum):
 
 
 class TierListener(Protocol):
-    def stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+    def blocks_stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         """A disk has these blocks from now on (for KV events). Shared tiers do not call it."""
 
-    def removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+    def blocks_removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         """A disk has these blocks no more, whatever the reason. Shared tiers do not call it."""
 
     def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:

@@ -159,7 +159,7 @@ class FakeTier(Tier):
 
     def _tell_removed(self, block: Block) -> None:
         if not self._asks:
-            self._news.append(lambda: self.listener.removed(self, block.space, [block.key]))
+            self._news.append(lambda: self.listener.blocks_removed(self, block.space, [block.key]))
 
     @property
     def lifetime_bytes(self) -> int:
@@ -205,7 +205,7 @@ class FakeTier(Tier):
             self.known[block.space.tag, block.key] = True
             self.written_blocks += 1
             if not self._asks:
-                self._news.append(lambda: self.listener.stored(self, block.space, [block.key]))
+                self._news.append(lambda: self.listener.blocks_stored(self, block.space, [block.key]))
         job.on_end(result)
 
     def _end_read(self, job: Job, result: Result) -> None:

@@ -45,12 +45,12 @@ class TieringHarness(CacheRig):
 
     def add_disk(self, most_blocks: int = 0, most_jobs: int = 2**30) -> FakeTier:
         name = f"disk:/fake/{len(self.tiering.disks.tiers)}"
-        tier = FakeTier(self.memory, self.tiering.reports, name=name, most_blocks=most_blocks, most_jobs=most_jobs)
+        tier = FakeTier(self.memory, self.tiering, name=name, most_blocks=most_blocks, most_jobs=most_jobs)
         self.tiering.disks.tiers.append(tier)
         return tier
 
     def share(self, settings: TieringSettings, name: str = "redis://fake") -> FakeTier:
-        tier = FakeTier(self.memory, self.tiering.reports, name=name, asks=True)
+        tier = FakeTier(self.memory, self.tiering, name=name, asks=True)
         self.tiering.share(tier, settings)
         return tier
 

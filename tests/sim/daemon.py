@@ -149,7 +149,7 @@ class SimDaemon:
         if objects is not None:
             rng = self.world.scenario.rng(f"shared {life}")
             drained = drained or rng.random() < 0.7  # or the disk has most of what is asked for
-            tiers.share([SimShared(objects, self, rng, tiers.use().reports)])
+            tiers.share([SimShared(objects, self, rng, tiers.use())])
         if drained:
             disk.takes_writes = False
         return tiers

@@ -29,7 +29,7 @@ class SimTiers(Tiers):
         """What the request that is served waits for, once all that it drops is dropped."""
         tiering = self.use()
         self._disks.append(entry := Disk(DiskSize("/", 1), CounterWindows(service.clock)))
-        self._opened(entry, disk.open(tiering.reports, service), tiering)
+        self._opened(entry, disk.open(tiering, service), tiering)
         disk.check_dropped(disk.blocks())
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:

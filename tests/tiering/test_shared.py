@@ -316,7 +316,7 @@ def test_memory_of_namespaces_and_servers_is_bounded(
 ) -> None:
     monkeypatch.setattr("kvoffd.tiering.tiering.MOST_UNSHARED", 100)
     monkeypatch.setattr("kvoffd.tiering.tiering.MOST_LOGGED", 100)
-    space, reports = rig.open(), rig.tiering.reports
+    space, reports = rig.open(), rig.tiering
     rig.tiering.unshare(space.fingerprint)
     for number in range(1000):
         rig.tiering.unshare(number.to_bytes(32, "big"))

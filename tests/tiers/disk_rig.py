@@ -48,12 +48,12 @@ class Told:
         self.blocks: set[tuple[int, bytes]] = set()
         self.kinds: Counter[str] = Counter()
 
-    def stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+    def blocks_stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         names = {(space.tag, key) for key in keys}
         assert not names & self.blocks
         self.blocks |= names
 
-    def removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+    def blocks_removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         self.blocks -= {(space.tag, key) for key in keys}
 
     def answered(self, *told: object) -> None:

@@ -73,10 +73,10 @@ class SharedRig:
             generations=generations,
         )
 
-    def stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+    def blocks_stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         raise AssertionError("nothing is told of what a shared tier has")
 
-    def removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+    def blocks_removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         raise AssertionError("nothing is told of what a shared tier has")
 
     def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
