@@ -274,8 +274,8 @@ class SharedTier(Tier):
         return [question]
 
     def _next_blocks(self, waiting: deque[Read | Write | Removal]) -> list[Read | Write | Removal]:
-        """Half of the blocks that wait, as far as a connection takes them at once, or objects to be removed."""
-        most = min(self._store.blocks_at_once, 1 + len(waiting) // 2)
+        """Half of the blocks that wait, if they are many, as far as a connection takes them at once; or a removal."""
+        most = min(self._store.blocks_at_once, max(self._store.blocks_at_once // 4, len(waiting) // 2))
         batch = [waiting.popleft()]
         room = self._store.bytes_at_once - _nbytes(batch[0])
         while waiting and len(batch) < most and not isinstance(batch[0], Removal):
