@@ -11,7 +11,7 @@ import time
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from math import ceil, inf
 from urllib.parse import parse_qs, urlsplit
@@ -103,13 +103,7 @@ class RedisCluster(Store):
         self._seed = (host, port)
         self._tls = tls
         self.servers: Servers = servers
-
-        def open_node(address: Address) -> Redis:
-            node = Redis(*address, 0, credentials, tls=tls, ttl_s=ttl_s)
-            node.clustered = True
-            return node
-
-        self._open = open_node
+        self._open = partial(Redis, database=0, credentials=credentials, tls=tls, ttl_s=ttl_s, clustered=True)
         self._nodes: dict[Address, Redis] = {}
         self._down_until: dict[Address, float] = {}
         self._owners: list[Address | None] = []
@@ -160,7 +154,7 @@ class RedisCluster(Store):
         failure: StoreError | None = None
         known = dict.fromkeys([*self._nodes, self._seed])
         for address in sorted(known, key=lambda one: self._down_until.get(one, 0.0)):
-            node = self._nodes.get(address) or self._open(address)
+            node = self._nodes.get(address) or self._open(*address)
             try:
                 node.connect()
                 text = node.text([b"CLUSTER", b"NODES"], time.monotonic() + CONNECT_S)
@@ -180,7 +174,7 @@ class RedisCluster(Store):
             if address not in dict(masters):
                 node.close()
             kept = {
-                master: self._nodes.get(master) or (node if master == address else self._open(master))
+                master: self._nodes.get(master) or (node if master == address else self._open(*master))
                 for master, _ in masters
             }
             for gone in set(self._nodes) - set(kept):

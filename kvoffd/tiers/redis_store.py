@@ -68,7 +68,15 @@ class Redis(Store):
     writers = 2
 
     def __init__(
-        self, host: str, port: int, database: int, credentials: Credentials, *, tls: bool, ttl_s: int = 0
+        self,
+        host: str,
+        port: int,
+        database: int,
+        credentials: Credentials,
+        *,
+        tls: bool,
+        ttl_s: int = 0,
+        clustered: bool = False,
     ) -> None:
         self._address = (host, port)
         self._name = name_of((host, port))
@@ -86,7 +94,7 @@ class Redis(Store):
         self._coming_bytes = 0
         self._answered = False
         """Whether anything has come over this connection."""
-        self.clustered = False
+        self._clustered = clustered
         """Whether it is of a cluster: keys that it does not have now are absent, which is no failure."""
         self.elsewhere = 0
         """Answers so far that a key is elsewhere."""
@@ -293,7 +301,7 @@ class Redis(Store):
         self._check(self._line(deadline), b"+")
 
     def _is_elsewhere(self, line: bytes) -> bool:
-        found = self.clustered and line.startswith(ELSEWHERE)
+        found = self._clustered and line.startswith(ELSEWHERE)
         self.elsewhere += found
         if found:
             self.moved = self.moved or line.startswith(b"-MOVED")
