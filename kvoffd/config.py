@@ -71,10 +71,9 @@ class Kind(NamedTuple):
 def _at_least(kind: Kind, little: str, minimum: float) -> Kind:
     def parse(value: object) -> Any:
         if (found := kind.parse(value)) < minimum:
-            digits = str(value).strip()
-            meant = f". A number alone is bytes: write {digits}GiB" * (
-                little == "small" and digits.isdecimal() and found > 0
-            )
+            digits, meant = str(value).strip(), ""
+            if little == "small" and digits.isdecimal() and found > 0:
+                meant = f". A number alone is bytes: write {digits}GiB"
             raise ValueError(f"{quoted(value)} is too {little}; at least {kind.show(minimum)} is needed{meant}")
         return found
 

@@ -116,7 +116,8 @@ class BlockTable(Structure):
         self._misses = np.zeros(KNOWN_MISSES, np.uint64)
         arrays = self.state, self.shard, self.pins, self.missing, self.group, self.next, self.pages, self._misses
         self._native = native()
-        self._counts = array("Q", bytes(8 * 20))
+        self._counts = array("Q", bytes(8 * 18))
+        """The most that C writes there: ``struct found`` of blocks.c."""
         self.at_records = records.ctypes.data
         self.at_state, self.at_shard, self.at_pins, self.at_missing, self.at_group, self.at_next, *others = (
             one.ctypes.data for one in arrays

@@ -181,9 +181,9 @@ static uint64_t enter(struct blocks *x, const struct block_group *g, const uint3
     return count;
 }
 
-/* Makes blocks of up to `count` keys, none of which is there, in slots that are free, each on its rank's node first: what
- * one size has another may lack, then all ask for less. Finds the slots, [blocks][ranks], and returns how many blocks; NONE
- * where a key is there or no memory. */
+/* Makes blocks of up to `count` keys, none of which is there, in slots that are free, each on its rank's node first. Where
+ * one rank gets none, since another slot size has taken the free regions, all ask for half as many. Finds the slots,
+ * [blocks][ranks], and returns how many blocks; NONE where a key is there or there is no memory. */
 uint64_t kvoffd_blocks_take(struct blocks *x, struct slots *slots, const struct block_group *g, const uint8_t *keys,
                             uint64_t count)
 {

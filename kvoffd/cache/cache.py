@@ -827,7 +827,7 @@ class Cache:
                 else:
                     count = min(count, entered + len(victims))  # where they are fewer, nothing else may go
                     slots = self._replace(group, victims, left)
-                found.append(slots)  # and maybe more, where one rank took what another lacked
+                found.append(slots)  # fewer than are wanted where slots ran out: space is made for the rest
                 entered += len(slots)
         except BaseException:
             for slots in found:

@@ -446,7 +446,7 @@ class Jobs:
         self.running: dict[Job, None] = {}
         """All whose copy may still touch memory, oldest first."""
         self.quiet_at = -inf
-        """When engines will have copied nothing for ``QUIET_S``."""
+        """When engines will have copied nothing for ``QUIET_S``; ``inf`` while they copy."""
         self.verify_due = 0.0
         """From 1 on a load compares all its slots: ``verify_share`` of the loads do."""
         self.with_results: dict[int, Session] = {}

@@ -151,7 +151,7 @@ class Service:
                         f"{MAX_PENDING} requests of the session wait for their replies, its limit; wait for some.",
                         ErrorCode.TOO_MANY,
                     )
-                if not isinstance(request, m.Lookup):  # which calls it when it has answered
+                if not isinstance(request, m.Lookup):  # its reply goes first: it changes no block that was found
                     self.cache.note_requests()
                 answer = handler(self, session, request)
         except codec.CODEC_ERRORS as error:

@@ -203,8 +203,8 @@ class Writer:
             self._wait(blocks)
 
     def used(self, group: Group, blocks: BlockIds) -> None:
-        """Note blocks that a lookup found."""
-        if self.mode in (WriteMode.REUSE, WriteMode.ALWAYS) and self._available:
+        """Note blocks that a lookup found, while a tier is available."""
+        if self.mode in (WriteMode.REUSE, WriteMode.ALWAYS):
             self._wait(self._lacking(group, blocks[:MAX_LOOKED_AT])[0])
             self._wait(blocks[MAX_LOOKED_AT:])  # looked at when it is their turn
 

@@ -73,7 +73,7 @@ HEADERS_TRIED = 8
 READERS = 16
 """Threads, where the kernel does not read several blocks for one of them."""
 HANG_TIMEOUT_S = 10.0
-"""A call that takes longer hangs."""
+"""A call that takes longer hangs; of a read, also what waits for the kernel or a thread is counted."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 """After a write that failed."""
 _PUT_ASIDE_SHARE = 100
@@ -244,6 +244,7 @@ class Reads:
             for at, length in zip(job.shards, lengths, strict=True):
                 parts += self._pool_at + at, page_up(length)
             header, count = (self._headers_at + number * HEADER_BYTES, HEADER_BYTES), 1 + len(lengths)
+            # The parts are the header, of which no checksum is wanted, and the shards.
             read = array("Q", [number, job.offset, 0, count, *header, *parts, 0, *lengths, *[0] * count])
             if not self._reading:
                 self._busy_since = self._clock()

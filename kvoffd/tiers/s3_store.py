@@ -323,9 +323,10 @@ class S3(Store):
             code = "PermanentRedirect"
         status = found[1] if (found := re.search("status code: ([0-9]{3})", text)) else ""
         if answer := " ".join(filter(None, (status, code))):
-            kind, _, hint = next((one for one in ERRORS if re.search(one[1], answer)), ("protocol", "", ""))
-            final = kind not in ("full", "busy", "protocol")
-            return StoreError(kind, f"{name} answers {answer}{hint and ': '}{hint}.", final=final)
+            for kind, told_by, hint in ERRORS:
+                if re.search(told_by, answer):
+                    return StoreError(kind, f"{name} answers {answer}: {hint}.", final=kind not in ("full", "busy"))
+            return StoreError("protocol", f"{name} answers {answer}.")
         if "certificate" in text.lower():
             why = f"{name} does not prove who it is: {_first_line(error)}. Name its authority in SSL_CERT_FILE."
             return StoreError("tls", why, final=True)

@@ -58,7 +58,7 @@ MOST_ASKED = 65_536
 """Keys that may be being asked for at a time."""
 MOST_READS, MOST_WRITES = 4096, 64
 MOST_REMOVALS, REMOVED_AT_ONCE = 16, 1000
-"""Removals that may wait among the writes, and objects of one."""
+"""Tasks that may wait beyond ``MOST_WRITES`` before removals are left out, and objects of one removal."""
 MOST_NAMESPACES = 65_536
 """Of which it is known when it was looked whether they were reset: as many as may be open."""
 MOST_OBJECT_BYTES = 500 * 2**20
@@ -101,7 +101,7 @@ its turn may take."""
 
 
 class Breaker:
-    """Stops work with a store that fails. Open, it lets nobody through but a probe every few seconds. For any thread.
+    """Stops work with a store that fails. Open, it lets nobody through but a probe every second or two. For any thread.
 
     Work is to ask, read or write: a server may do one and not the other, and answers a probe all the same. So failures
     are counted apart, and only what succeeds forgets its own: after a probe, one more of what opened it opens it again.

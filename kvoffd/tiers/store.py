@@ -83,7 +83,8 @@ class Server(NamedTuple):
 
 
 class Servers:
-    """What is known of the servers of a store, by the connections of all threads. Each change is one of a dict."""
+    """What is known of the servers of a store, by the connections of all threads. Without a lock: what one
+    notes while another is in ``update`` may be lost, until the server fails or comes back again."""
 
     def __init__(self, *names: str) -> None:
         self._known = {name: Server(name) for name in names}

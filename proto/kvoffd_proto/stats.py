@@ -379,7 +379,7 @@ class DiskStats(Part, frozen=True):
     queued_writes: Annotated[Count, doc("Writes that wait.")] = 0
     running_reads: Annotated[Count, doc("Reads that run.")] = 0
     running_writes: Annotated[Count, doc("Writes that run.")] = 0
-    busy_seconds: Annotated[Seconds, doc("Seconds that threads spent reading and writing the disk.")] = 0.0
+    busy_seconds: Annotated[Seconds, doc("Seconds in which blocks were read, and that threads spent writing.")] = 0.0
     direct: Annotated[bool, doc("Whether the file bypasses the page cache (O_DIRECT).")] = False
     errors: Annotated[Labelled, counter("Errors of the disk; the log has the sentences.", "kind", DiskFault)] = {}
 
