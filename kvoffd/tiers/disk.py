@@ -89,7 +89,7 @@ class DiskOptions(NamedTuple):
     """What tests and benches have otherwise."""
 
     most_reads: int = 128
-    """For which the kernel is asked at the same time; MOST_READS of disk_index.c at most."""
+    """Blocks that are read at the same time."""
     writers: int = 2
     """They slow reads down."""
     merge_bytes: int = 2 << 20
@@ -185,12 +185,14 @@ def _failed(file: DiskFile, job: Job, verb: str, error: OSError) -> End:
 
 
 class Reads:
-    """Blocks that are being read, and those that wait for that: all that is done to a block without the interpreter is
-    done in one thread (``kvoffd_reader_work``), which asks the kernel for many at once. For the daemon's thread.
+    """Blocks that are being read, and those that wait for that. For the daemon's thread.
+
+    One thread (``kvoffd_reader_work``) asks the kernel for many blocks at once and takes their checksums, without the
+    interpreter. Where the kernel does not take many, as without O_DIRECT, ``READERS`` threads read one each.
 
     Args:
         name: of the threads.
-        most: read at the same time.
+        most: read at the same time; 128 at most (MOST_READS of disk_index.c).
         on_end: called once for each.
 
     Raises NoMoreThreads; then none runs.
@@ -206,6 +208,7 @@ class Reads:
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
+        assert 0 < most <= 128, "more has no room in disk_index.c"
         self._name, self._file, self._pool = name, file, pool
         self._on_end, self._post, self._clock = on_end, post, clock
         self._waiting: deque[Job] = deque()

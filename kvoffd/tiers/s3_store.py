@@ -59,7 +59,7 @@ ERRORS = (
     ),
     ("busy", "429|503|SlowDown", "it has too much to do"),
 )
-"""Kinds of errors, what of an answer's status and code they are told by, and what to say: the first that fits."""
+"""Kinds of errors, a pattern of an answer's status and code, and what to say: the first that fits."""
 KEY_VARIABLES = {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"}
 _CODE = re.compile(r"(?:<Code>|\(code: )([A-Za-z0-9]+)(?:</Code>|\))")
 """Of a request, or of one object of those that one request removes, which succeeds although none is."""
@@ -323,8 +323,8 @@ class S3(Store):
             code = "PermanentRedirect"
         status = found[1] if (found := re.search("status code: ([0-9]{3})", text)) else ""
         if answer := " ".join(filter(None, (status, code))):
-            for kind, told_by, hint in ERRORS:
-                if re.search(told_by, answer):
+            for kind, pattern, hint in ERRORS:
+                if re.search(pattern, answer):
                     return StoreError(kind, f"{name} answers {answer}: {hint}.", final=kind not in ("full", "busy"))
             return StoreError("protocol", f"{name} answers {answer}.")
         if "certificate" in text.lower():
