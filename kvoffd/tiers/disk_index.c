@@ -296,8 +296,9 @@ int kvoffd_reader_work(struct reader *r)
         int64_t got = r->context ? syscall(SYS_io_getevents, r->context, 0, MOST_READS, events, &none) : 0;
         for (int64_t i = 0; i < got; i++, r->under_way--)
             fill(r, (struct block_read *)events[i].data, events[i].res);
-        late = got <= 0 && !poll(&event, 1, untold ? TOLD_WITHIN_MS : -1);
-        if (got <= 0 && !late)
+        int woken = got > 0 ? -1 : poll(&event, 1, untold ? TOLD_WITHIN_MS : -1); /* -1 too where a signal came */
+        late = woken == 0;
+        if (woken > 0)
             eventfd_read(r->event, &ignored);
     }
 }
