@@ -15,7 +15,7 @@
 void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *sum, uint64_t slots);
 
 enum { ROW = 64 }; /* bytes for a key: MAX_KEY_BYTES of pool/slot_table.py */
-enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_READS = 128, TOLD_WITHIN_MS = 1 };
+enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_READS = 128, REPORTED_WITHIN_MS = 1 };
 
 /* What is known of a region's slots, by their places in it. */
 struct disk_region {
@@ -139,7 +139,7 @@ struct reader {
     aio_context_t context; /* 0: each thread reads one block at a time */
     int fd, event;         /* `event` counts blocks that were added, and with a context those that the kernel has read */
     uint32_t waiting, ended, under_way; /* of which `under_way` is the thread's */
-    int told, stopped; /* `told`: somebody comes for those that have ended */
+    int reported, stopped; /* `reported`: kvoffd_reader_ended will be called for those that have ended */
     struct block_read *wait[MOST_READS], *end[MOST_READS];
 };
 
@@ -201,7 +201,7 @@ uint64_t kvoffd_reader_ended(struct reader *r, uint64_t *numbers, uint64_t most)
         numbers[i] = r->end[i]->number;
     r->ended -= (uint32_t)count;
     memmove(r->end, r->end + count, r->ended * sizeof *r->end);
-    r->told = r->ended > 0;
+    r->reported = r->ended > 0;
     pthread_mutex_unlock(&r->lock);
     return count;
 }
@@ -263,7 +263,8 @@ static int submit(struct reader *r, struct block_read **some, uint64_t count)
     return begun < (int64_t)count;
 }
 
-/* Reads what was added. Returns 1 when blocks have ended of which nobody was told yet, 0 when it is stopped. */
+/* Reads what was added. Returns 1 when blocks have ended and kvoffd_reader_ended is to be called for them: a
+ * quarter of those under way, or fewer after a millisecond. Returns 0 when it is stopped. */
 int kvoffd_reader_work(struct reader *r)
 {
     struct block_read *some[MOST_READS];
@@ -275,10 +276,11 @@ int kvoffd_reader_work(struct reader *r)
 
     for (;;) {
         pthread_mutex_lock(&r->lock);
-        int untold = r->ended && !r->told, ends = untold && (late || 4 * r->ended >= r->under_way), stopped = r->stopped;
+        int unreported = r->ended && !r->reported, stopped = r->stopped;
+        int ends = unreported && (late || 4 * r->ended >= r->under_way);
         uint64_t count = ends ? 0 : r->context ? r->waiting : r->waiting > 0;
         if (ends)
-            r->told = 1;
+            r->reported = 1;
         memcpy(some, r->wait, count * sizeof *some);
         r->waiting -= (uint32_t)count;
         memmove(r->wait, r->wait + count, r->waiting * sizeof *some);
@@ -296,7 +298,7 @@ int kvoffd_reader_work(struct reader *r)
         int64_t got = r->context ? syscall(SYS_io_getevents, r->context, 0, MOST_READS, events, &none) : 0;
         for (int64_t i = 0; i < got; i++, r->under_way--)
             fill(r, (struct block_read *)events[i].data, events[i].res);
-        int woken = got > 0 ? -1 : poll(&event, 1, untold ? TOLD_WITHIN_MS : -1); /* -1 too where a signal came */
+        int woken = got > 0 ? -1 : poll(&event, 1, unreported ? REPORTED_WITHIN_MS : -1); /* -1 too where a signal came */
         late = woken == 0;
         if (woken > 0)
             eventfd_read(r->event, &ignored);
