@@ -143,17 +143,21 @@ class Learned(InOrder):
         made = self._native.learned_admit(
             self._at, group.number, keys, count, size, group.block_bytes, begins, len(starts), self._buffer_at
         )
-        learned = group.namespace.counters.keys_asked * group.block_bytes >= self._pool_bytes
+        learned = self._is_learned_of(group)
         runs = _OFFER.iter_unpack(self._buffer[: made * _OFFER.size // 4].tobytes())
         return [(length, score if learned or score == REJECTED else inf) for score, length in runs]
+
+    def _is_learned_of(self, group: Group) -> bool:
+        """Whether what was learned is of this group's keys, too: its namespace asked for as much as the pool holds."""
+        return group.namespace.counters.keys_asked * group.block_bytes >= self._pool_bytes
 
     def rejected(self, group: Group, keys: bytes) -> None:
         self._native.learned_rejected(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)
 
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         size, count = group.key_bytes, len(keys) // group.key_bytes
-        if group.namespace.counters.keys_asked * group.block_bytes < self._pool_bytes:
-            return np.ones(count)  # what was learned is of other namespaces' keys
+        if not self._is_learned_of(group):
+            return np.ones(count)
         single = (keys[at * size : (at + 1) * size] for at in range(count))
         chance = self._native.learned_chance
         return np.array([chance(self._at, group.number, key, size, within_bytes) for key in single], np.float64)

@@ -19,7 +19,7 @@ from kvoffd.cache.tickets import FillTicket
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.writer import Writer, space_of
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier, make_space
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
 
@@ -494,8 +494,7 @@ class Tiering:
             start = run_end(answer[number]) if limit is None else max(0, limit - most)
             stop = start + most if limit is None else limit
             names: list[bytes] = np.frombuffer(keys, namespace.key_type)[start:stop].tolist()
-            lengths = self._cache.group(namespace, group).lengths
-            space = make_space(namespace.fingerprint, namespace.generation, group, lengths)
+            space = space_of(self._cache.group(namespace, group))
             some = _Range(space, names, memoryview(answer[number])[start:stop], self._coming.get(space.tag, {}))
             if limit is None:
                 asking |= self._find_run(lookup, some)

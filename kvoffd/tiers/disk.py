@@ -73,7 +73,7 @@ HEADERS_TRIED = 8
 READERS = 16
 """Threads, where the kernel does not read several blocks for one of them."""
 HANG_TIMEOUT_S = 10.0
-"""A call that takes longer hangs; of a read, also what waits for the kernel or a thread is counted."""
+"""A disk hangs when a write takes longer, or none of its reads has ended for so long."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 """After a write that failed."""
 _PUT_ASIDE_SHARE = 100
@@ -212,21 +212,25 @@ class Reads:
         self._name, self._file, self._pool = name, file, pool
         self._on_end, self._post, self._clock = on_end, post, clock
         self._waiting: deque[Job] = deque()
-        self._reading: dict[int, tuple[float, Job, array[int]]] = {}
-        """By number: since when, the oldest first; what is read; and its ``struct block_read``."""
+        self._reading: dict[int, tuple[Job, array[int]]] = {}
+        """By number: what is read, and its ``struct block_read``."""
         self._free = list(range(most))
         """Numbers of nothing that is being read."""
         self._headers = aligned_buffer(most * HEADER_BYTES)
         """By number."""
         self._pool_at, self._headers_at = address_of(pool), address_of(self._headers)
         self.busy_seconds = 0.0
+        self._progress_at = 0.0
+        """When the last block ended, or the first was begun: counted as busy up to there."""
         self._open()
 
     def _open(self) -> None:
         self._native, fd = native(), self._file.fd
         self._reader = self._native.reader_open(fd, True) if self._file.direct else None
-        threads = 1 if self._reader else READERS
-        self._reader = self._reader or self._native.reader_open(fd, False)
+        threads = 1
+        if not self._reader:  # each thread reads one block; the others wait here, where their deadlines are looked at
+            threads, self._reader = READERS, self._native.reader_open(fd, False)
+            del self._free[READERS:]
         if not self._reader:
             raise MemoryError
         with OnError(partial(self._native.reader_stop, self._reader)):
@@ -250,8 +254,8 @@ class Reads:
             # The parts are the header, of which no checksum is wanted, and the shards.
             read = array("Q", [number, job.offset, 0, count, *header, *parts, 0, *lengths, *[0] * count])
             if not self._reading:
-                self._busy_since = self._clock()
-            self._reading[number] = self._clock(), job, read
+                self._progress_at = self._clock()
+            self._reading[number] = job, read
             self._add(read)
 
     def _add(self, read: array[int]) -> None:
@@ -265,14 +269,16 @@ class Reads:
         numbers = self._take_ended() if self._reading else ()
         if len(numbers) == ENDED_AT_ONCE:  # there may be more
             self._post(self._deliver)
+        if numbers:
+            now = self._clock()
+            self.busy_seconds += now - self._progress_at
+            self._progress_at = now
         for number in numbers:
-            _, job, read = self._reading.pop(number)
+            job, read = self._reading.pop(number)
             end = self._compared(job, self._headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES], read)
             self._free.append(number)
             self._finish(job, end)
         self._begin()
-        if numbers and not self._reading:
-            self.busy_seconds += self._clock() - self._busy_since
 
     def _compared(self, job: Job, header: memoryview, read: array[int]) -> End:
         """Whether what was read is the block that was asked for, and as it was written."""
@@ -318,17 +324,15 @@ class Reads:
 
     @property
     def longest_s(self) -> float:
-        """How long the oldest takes that is being read."""
-        now = self._clock()
-        since, *_ = next(iter(self._reading.values()), (now,))
-        return now - since
+        """For how long none has ended of what is being read: many at once are slow, and do not hang."""
+        return self._clock() - self._progress_at if self._reading else 0.0
 
     def close(self, until: float) -> bool:
         """As ``Workers.close``."""
         while self._reading:
             self._deliver()
-            if time.monotonic() >= until:
-                return not self._reading
+            if self._reading and time.monotonic() >= until:
+                return False
             time.sleep(0.001)
         return self._stop(until)
 

@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -83,35 +84,40 @@ class Server(NamedTuple):
 
 
 class Servers:
-    """What is known of the servers of a store, by the connections of all threads. Without a lock: what one
-    notes while another is in ``update`` may be lost, until the server fails or comes back again."""
+    """What is known of the servers of a store, by the connections of all threads."""
 
     def __init__(self, *names: str) -> None:
+        self._lock = threading.Lock()
         self._known = {name: Server(name) for name in names}
         self._unraised: dict[str, StoreError] = {}
 
     def __iter__(self) -> Iterator[Server]:
-        return iter(list(self._known.values()))
+        with self._lock:
+            return iter(list(self._known.values()))
 
     def update(self, names: Iterable[str]) -> None:
         """The store has these servers now."""
-        self._known = {name: self._known.get(name) or Server(name) for name in names}
+        with self._lock:
+            self._known = {name: self._known.get(name) or Server(name) for name in names}
 
     def answered(self, name: str) -> None:
-        if (server := self._known.get(name)) is not None:
-            self._known[name] = server._replace(answers=True)
+        with self._lock:
+            if name in self._known:
+                self._known[name] = self._known[name]._replace(answers=True)
 
     def failed(self, name: str, error: StoreError, *, raised: bool) -> None:
         """``raised``: the store has raised the error, and does not go on without the server."""
-        if name in self._known:
-            self._known[name] = Server(name, False, error.sentence)
-            if not raised:
-                self._unraised[name] = error
+        with self._lock:
+            if name in self._known:
+                self._known[name] = Server(name, False, error.sentence)
+                if not raised:
+                    self._unraised[name] = error
 
     def take_unraised(self) -> dict[str, StoreError]:
         """Servers that the store went on without since the last call, each with why."""
-        found, self._unraised = self._unraised, {}
-        return found
+        with self._lock:
+            found, self._unraised = self._unraised, {}
+            return found
 
 
 class GetRequest(NamedTuple):

@@ -562,6 +562,21 @@ def test_a_device_that_hangs_has_nothing_until_it_answers() -> None:
     rig.check()
 
 
+def test_a_slow_device_whose_reads_end_does_not_hang() -> None:
+    rig = DiskRig()
+    blocks = [block_of(number) for number in range(1, 9)]
+    rig.write(*blocks)
+    for block in blocks:
+        rig.begin_read(block, 1000.0)
+    while rig.reads.running:
+        rig.clock.now += HANG_TIMEOUT_S - 1
+        rig.tier.tick()
+        assert not rig.tier.hangs
+        rig.reads.do(rig.reads.added.popleft())
+        rig.deliver()
+    assert rig.tier.stats().busy_seconds >= 8 * (HANG_TIMEOUT_S - 1)
+
+
 def test_a_call_that_does_not_end_keeps_the_files_open(rig: DiskRig) -> None:
     rig.write(block_of(1))
     ends = rig.begin_read(block_of(1), 1000.0)
