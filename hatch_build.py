@@ -24,6 +24,7 @@ SOURCES = [
     "kvoffd/cache/learned.c",
     "kvoffd/pool/slots.c",
     "kvoffd/tiers/disk_index.c",
+    "kvoffd/tiers/disk_reads.c",
     "kvoffd/transfer/host_copy.c",
     "kvoffd/transfer/plan.c",
     "kvoffd/transfer/cuda/gpu_copy.c",

@@ -13,7 +13,7 @@ from msgspec import Struct
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport, split
+from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport, split_keys
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS
 from kvoffd_proto.events import SEQUENCE_BYTES, AllBlocksCleared, KvEvent, decode_event_batch, kv_topic
@@ -278,7 +278,7 @@ class SchedulerClient(Session):
         """What one request may name, of each request the places of its groups in ``groups`` and their keys."""
         assert self._limits is not None
         size = self._namespace.key_bytes
-        parts = split([len(one.keys) // size for one in groups], self._limits.max_keys_per_request)
+        parts = split_keys([len(one.keys) // size for one in groups], self._limits.max_keys_per_request)
         return [
             (
                 [place for place, *_ in part],

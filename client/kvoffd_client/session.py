@@ -538,7 +538,7 @@ class Session(Closing):
         return False
 
 
-def split(counts: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
+def split_keys(counts: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
     """Cut groups of so many keys into parts of at most ``most`` keys: of each part the groups' places, begins and ends.
 
     A group without keys is in one part too.

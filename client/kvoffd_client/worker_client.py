@@ -23,7 +23,7 @@ from kvoffd_client.session import (
     ReplyOrError,
     Session,
     Transport,
-    split,
+    split_keys,
 )
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS, decode_completions
@@ -117,7 +117,7 @@ class Job:
         keys = min(most[0], max(1, size[0] * most[1] // max(size[1], most[1])))
         parts = [
             [_slice(self.groups[place], begin, end, key_bytes, blocks_per_key) for place, begin, end in part if end]
-            for part in split([len(one.keys) // key_bytes for one in self.groups], keys)
+            for part in split_keys([len(one.keys) // key_bytes for one in self.groups], keys)
         ]
         return [
             Job(first_id + number, part, self.lease_id, self.keep_lease or part is not parts[-1])

@@ -192,7 +192,7 @@ class Reads:
 
     Args:
         name: of the threads.
-        most: read at the same time; 128 at most (MOST_READS of disk_index.c).
+        most: read at the same time; 128 at most (MOST_READS of disk_reads.c).
         on_end: called once for each.
 
     Raises NoMoreThreads; then none runs.
@@ -208,7 +208,7 @@ class Reads:
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
-        assert 0 < most <= 128, "more has no room in disk_index.c"
+        assert 0 < most <= 128, "more has no room in disk_reads.c"
         self._name, self._file, self._pool = name, file, pool
         self._on_end, self._post, self._clock = on_end, post, clock
         self._waiting: deque[Job] = deque()
