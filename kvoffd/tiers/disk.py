@@ -72,6 +72,8 @@ HEADERS_TRIED = 8
 """Blocks of a space that are looked at when a disk is opened, to learn which space it is."""
 READERS = 16
 """Threads, where the kernel does not read several blocks for one of them."""
+MOST_READ_BYTES = 64 << 20
+"""Of blocks that are read at the same time, or one block: what is late can be given up only before it is begun."""
 HANG_TIMEOUT_S = 10.0
 """A disk hangs when a write takes longer, or none of its reads has ended for so long."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
@@ -214,6 +216,8 @@ class Reads:
         self._waiting: deque[Job] = deque()
         self._reading: dict[int, tuple[Job, array[int]]] = {}
         """By number: what is read, and its ``struct block_read``."""
+        self._nbytes = 0
+        """Of these blocks."""
         self._free = list(range(most))
         """Numbers of nothing that is being read."""
         self._headers = aligned_buffer(most * HEADER_BYTES)
@@ -246,6 +250,8 @@ class Reads:
 
     def _begin(self) -> None:
         while self._waiting and self._free:
+            if self._reading and self._nbytes + self._waiting[0].nbytes > MOST_READ_BYTES:
+                return
             job, number, parts = self._waiting.popleft(), self._free.pop(), list[int]()
             lengths = job.space.lengths
             for at, length in zip(job.shards, lengths, strict=True):
@@ -256,6 +262,7 @@ class Reads:
             if not self._reading:
                 self._progress_at = self._clock()
             self._reading[number] = job, read
+            self._nbytes += job.nbytes
             self._add(read)
 
     def _add(self, read: array[int]) -> None:
@@ -275,6 +282,7 @@ class Reads:
             self._progress_at = now
         for number in numbers:
             job, read = self._reading.pop(number)
+            self._nbytes -= job.nbytes
             end = self._compared(job, self._headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES], read)
             self._free.append(number)
             self._finish(job, end)
@@ -680,6 +688,8 @@ class DiskTier(Tier):
         # While it is pinned the slot gets no other block: what is there, if anything, is what was read.
         known = self._numbered.get(region.spaces[place])
         is_there = known is not None and self._spaces.get(known.space.tag) is known
+        if not is_there and end.result in (Result.DONE, Result.CORRUPT):
+            end = End(Result.GONE)  # it was removed during the read, which may have found its header cleared
         if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and region.found[place]:
             end = end._replace(fault=DiskFault.TORN)
         if end.fault is not None:
@@ -687,8 +697,6 @@ class DiskTier(Tier):
         if is_there and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED):
             self._drop(job.slot)
             self._note_gone([job.slot])
-        elif not is_there and end.result is Result.DONE:
-            end = End(Result.GONE)  # it was removed during the read
         if end.result is Result.DONE:
             region.found[place], region.used[place] = 0, 1
             self.counters.read_blocks += 1

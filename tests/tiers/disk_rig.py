@@ -117,13 +117,17 @@ class DiskRig:
     def reads(self) -> ReadsWithoutThreads:
         return cast("ReadsWithoutThreads", self.tier._reads)
 
+    @property
+    def notes(self) -> WorkersWithoutThreads:
+        return cast("WorkersWithoutThreads", self.tier._notes)
+
     def work(self) -> None:
-        notes, busy = cast("WorkersWithoutThreads", self.tier._notes), True
+        busy = True
         while busy:
-            busy = bool(self.writes.waiting or self.reads.added or notes.waiting or self.posted)
+            busy = bool(self.writes.waiting or self.reads.added or self.notes.waiting or self.posted)
             self.writes.work()
             self.reads.work()
-            notes.work()
+            self.notes.work()
             self.deliver()
 
     def deliver(self) -> None:

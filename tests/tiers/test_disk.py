@@ -104,6 +104,16 @@ def test_a_read_that_is_late_is_not_begun() -> None:
     assert rig.read(block_of(1)) is DONE
 
 
+def test_no_more_bytes_are_read_at_once_than_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = DiskRig()
+    monkeypatch.setattr("kvoffd.tiers.disk.MOST_READ_BYTES", 1)
+    rig.write(block_of(1))
+    ends = [rig.begin_read(block_of(1), slot=slot) for slot in (16, 17, 18)]
+    assert (len(rig.reads.added), rig.reads.waiting) == (1, 2)
+    rig.work()
+    assert ends == [[DONE]] * 3
+
+
 # --- the hand --------------------------------------------------------------------------------------
 
 
@@ -318,12 +328,16 @@ def test_removed_while_it_is_written_it_is_not_there(ok: bool) -> None:
     rig.check()
 
 
-def test_removed_while_it_is_read_it_is_gone(rig: DiskRig) -> None:
+@pytest.mark.parametrize("cleared_first", [False, True])
+def test_removed_while_it_is_read_it_is_gone(rig: DiskRig, cleared_first: bool) -> None:
     rig.write(block_of(1))
     ends = rig.begin_read(block_of(1))
     rig.remove(1)
+    if cleared_first:
+        rig.notes.work()
     rig.work()
     assert ends == [Result.GONE]
+    assert not rig.told.kinds, "a disk is no worse for it"
     rig.check()
 
 
