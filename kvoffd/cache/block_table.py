@@ -226,7 +226,8 @@ class BlockTable(Structure):
             self._fit(count)
         offered = group, keys, count, key_bytes, rank, first_block
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):
-            return np.flatnonzero(self._bytes[:count] == 0).tolist()
+            lacking: list[int] = np.flatnonzero(self._bytes[:count] == 0).tolist()
+            return lacking
         blocks, its_slots = self._numbers[: 2 * count].reshape(2, count).copy()
         return blocks, its_slots, self._offsets[:count].copy()
 
