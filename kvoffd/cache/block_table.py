@@ -119,20 +119,22 @@ class BlockTable(Structure):
         self._counts = array("Q", bytes(8 * 18))
         """The most that C writes there: ``struct found`` of blocks.c."""
         self.at_records = records.ctypes.data
-        self.at_state, self.at_shard, self.at_pins, self.at_missing, self.at_group, self.at_next, *others = (
-            one.ctypes.data for one in arrays
-        )
-        self.at_pages, self.at_misses = others
+        self.at_state, self.at_shard, self.at_pins, self.at_missing = (one.ctypes.data for one in arrays[:4])
+        self.at_group, self.at_next, self.at_pages, self.at_misses = (one.ctypes.data for one in arrays[4:])
         self._arrays_bytes = sum(one.nbytes for one in arrays)
         self.address = ctypes.addressof(self)  # type: ignore[arg-type]
         if not self._native.blocks_open(self.address, os.urandom(16)):
             raise MemoryError
         self._close = weakref.finalize(self, self._native.blocks_close, self.address)
         self.at_counts, _ = self._counts.buffer_info()
+        self._room = 0
         self._fit(512)
 
     def _fit(self, count: int) -> None:
-        """Have the buffers hold twice as many numbers, and as many keys: the next are likely to be as many."""
+        """Have the buffers hold so many numbers, and as many keys."""
+        if count <= self._room:
+            return
+        # Twice as many: the next are likely to be as many.
         buffers = np.empty(4 * count, np.uint32), np.empty(128 * count, np.uint8), np.empty(2 * count, np.uint64)
         self._numbers, self._bytes, self._offsets = buffers  # all or none
         self.at_numbers, self.at_bytes, self.at_offsets = (one.ctypes.data for one in buffers)
@@ -146,16 +148,14 @@ class BlockTable(Structure):
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
         """By key: the state of its block and the number; FREE and NO_BLOCK where there is none."""
         count = len(keys) // key_bytes
-        if count > self._room:
-            self._fit(count)
+        self._fit(count)
         self._native.blocks_find(self.address, group, keys, count, key_bytes)
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
     def lookup(self, group: int, keys: bytes, key_bytes: int, *, pin: bool) -> Found:
         """Find keys, and pin the blocks of those that are READY."""
         count, pinned_bytes = len(keys) // key_bytes, self.pinned_bytes
-        if count > self._room:
-            self._fit(count)
+        self._fit(count)
         self._native.blocks_lookup(self.address, group, keys, count, key_bytes, pin)
         ready, run, *misses = self._counts
         states, blocks = self._bytes[:count].tobytes(), self._numbers[:ready].copy()
@@ -175,8 +175,7 @@ class BlockTable(Structure):
                 if number < count:
                     firsts[number] = first
             offered = firsts.tobytes()
-        if count > self._room:
-            self._fit(count)
+        self._fit(count)
         if not self._native.blocks_plan(self.address, group, keys, count, key_bytes, rank, offered):
             raise MemoryError
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
@@ -186,8 +185,7 @@ class BlockTable(Structure):
         free slots for. Returns their slots, [blocks, ranks]. All shards are still to be written."""
         assert 0 <= count * group.key_bytes <= len(keys)
         ranks = len(group.sizes)
-        if count * ranks > self._room:
-            self._fit(count * ranks)
+        self._fit(count * ranks)
         taken = self._native.blocks_take(self.address, slots.address, group.packed, keys, count)
         assert taken != NO_BLOCK, "a key is there, or there is no memory"
         return self._numbers[: taken * ranks].reshape(taken, ranks).copy()
@@ -200,8 +198,7 @@ class BlockTable(Structure):
         Returns the slots, [blocks, ranks], the keys of those that are gone, and how many slots were UNVERIFIED.
         """
         count, ranks, size = len(blocks), len(group.sizes), group.key_bytes
-        if count * ranks > self._room:
-            self._fit(count * ranks)
+        self._fit(count * ranks)
         replaced = self._native.blocks_replace(self.address, group.packed, packed(blocks), count, keys, reason)
         assert replaced == count, "a block is held, or a key is there"
         slots = self._numbers[: count * ranks].reshape(count, ranks).copy()
@@ -210,10 +207,8 @@ class BlockTable(Structure):
     def begin_writes(self, slots: SlotAllocator, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
         """A rank's shards of WRITING blocks are written from now on. Returns their slots, and where these are."""
         count = len(blocks)
-        assert blocks.dtype == np.uint32
-        if count > self._room:
-            self._fit(count)
-        self._native.blocks_begin_writes(self.address, slots.address, blocks.tobytes(), count, rank)
+        self._fit(count)
+        self._native.blocks_begin_writes(self.address, slots.address, packed(blocks), count, rank)
         return self._numbers[:count].copy(), self._offsets[:count].copy()
 
     def begin_load(
@@ -222,8 +217,7 @@ class BlockTable(Structure):
         """Pin blocks of which a rank can read its shards whole, the first from ``first_block`` on. Returns them, the
         rank's slots and where these are; or nothing is pinned, and returns the numbers of the keys that it cannot."""
         count = len(keys) // key_bytes
-        if count > self._room:
-            self._fit(count)
+        self._fit(count)
         offered = group, keys, count, key_bytes, rank, first_block
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):
             lacking: list[int] = np.flatnonzero(self._bytes[:count] == 0).tolist()
@@ -249,11 +243,9 @@ class BlockTable(Structure):
         count = len(blocks)
         firsts, sums = None if first_blocks is None else array("H", first_blocks).tobytes(), checksums.tobytes()
         assert 8 * count == 8 * len(slots) == len(sums)
-        assert blocks.dtype == slots.dtype == np.uint32
         assert firsts is None or 2 * count == len(firsts)
-        if count > self._room:
-            self._fit(count)
-        written = blocks.tobytes(), slots.tobytes(), count
+        self._fit(count)
+        written = packed(blocks), packed(slots), count
         found = self._native.blocks_publish(self.address, *written, firsts, length, sums)
         assert found != NO_BLOCK, "a block is not WRITING"
         return self._numbers[:found].copy(), self._bytes[: found * key_bytes].tobytes()
@@ -268,8 +260,7 @@ class BlockTable(Structure):
 
         Returns their keys, and what ``release`` does.
         """
-        if len(blocks) * ranks > self._room:
-            self._fit(len(blocks) * ranks)
+        self._fit(len(blocks) * ranks)
         dropped = self._native.blocks_drop(self.address, packed(blocks), len(blocks), reason)
         assert dropped == len(blocks), "a block is not in the index"
         return self._bytes[: len(blocks) * key_bytes].tobytes(), *self._released()
@@ -280,8 +271,7 @@ class BlockTable(Structure):
 
         Slots whose shard is CORRUPT keep that mark, in their records too, and must not be used again.
         """
-        if len(blocks) * ranks > self._room:
-            self._fit(len(blocks) * ranks)
+        self._fit(len(blocks) * ranks)
         self._native.blocks_release(self.address, packed(blocks), len(blocks))
         return self._released()
 
@@ -305,10 +295,8 @@ class BlockTable(Structure):
 
     def unpin(self, blocks: BlockIds) -> BlockIds:
         """Undo one pin for each time a block is named. Returns those that nothing pins any more."""
-        if len(blocks) > self._room:
-            self._fit(len(blocks))
-        assert blocks.dtype == np.uint32
-        return self._numbers[: self._native.blocks_unpin(self.address, blocks.tobytes(), len(blocks))].copy()
+        self._fit(len(blocks))
+        return self._numbers[: self._native.blocks_unpin(self.address, packed(blocks), len(blocks))].copy()
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] the slots of blocks that have so many, or more."""
@@ -340,8 +328,7 @@ class BlockTable(Structure):
     def keys(self, blocks: BlockIds, key_bytes: int) -> bytes:
         """The keys of blocks of one group, end to end."""
         count = len(blocks)
-        if count > self._room:
-            self._fit(count)
+        self._fit(count)
         self._native.blocks_keys(self.address, packed(blocks), count, key_bytes)
         return self._bytes[: count * key_bytes].tobytes()
 

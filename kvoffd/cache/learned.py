@@ -25,7 +25,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.block_table import BlockIds, packed
 from kvoffd.cache.policy import REJECTED, Chain, Group, InOrder
 from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats, PolicyClass
@@ -120,9 +120,8 @@ class Learned(InOrder):
             )
 
     def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
-        assert blocks.dtype == np.uint32
         twice = self._native.learned_insert(
-            self._at, group.number, keys, len(blocks), group.key_bytes, group.block_bytes, blocks.tobytes()
+            self._at, group.number, keys, len(blocks), group.key_bytes, group.block_bytes, packed(blocks)
         )
         assert not twice, "inserted twice"
 

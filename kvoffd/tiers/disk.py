@@ -26,7 +26,7 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import FileCalls, OnError, ShortRead, address_of, aligned_buffer, read_all, write_all
 from kvoffd.system.native import SlotIndex, native
 from kvoffd.system.threads import DaemonThreads
-from kvoffd.tiers.disk_file import RECORD, RECORDS_AT, DiskFile, OpeningStopped, runs_of
+from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
 from kvoffd.tiers.tier import (
     ABSENT,
     ENDED_AT_ONCE,
@@ -841,10 +841,10 @@ class DiskTier(Tier):
         ends = list[End]()
         for job in jobs:
             hour, key = int(self._wall_clock()) // _HOUR_S, job.key.ljust(MAX_KEY_BYTES, b"\0")
-            record = np.array([(job.space.tag, job.space.nbytes, hour, len(job.key), key, b"")], RECORD).tobytes()
+            record = np.array([(job.space.tag, job.space.nbytes, hour, len(job.key), key, b"")], RECORD)
             end = End(Result.DONE)
             try:
-                write_all(file.calls, file.index_fd, [memoryview(record)], RECORDS_AT + job.slot * RECORD.itemsize)
+                file.write_records(job.slot, record)
             except OSError as error:
                 why = f"The disk tier could not note a block in the index of {file.path}: {error.strerror or error}."
                 end = End(Result.DONE, None, DiskFault.RECORD_FAILED, why)

@@ -67,7 +67,7 @@ _SUM = Struct("<Q")
 HEAD_PAGES = 2
 _SIZES_AT = HEAD_PAGES * PAGE_BYTES
 MAX_REGIONS = 1 << 16
-RECORDS_AT = _SIZES_AT + 4 * MAX_REGIONS
+_RECORDS_AT = _SIZES_AT + 4 * MAX_REGIONS
 _REGIONS, _LEAST_REGIONS = 64, 16
 _LEAST_REGION_BYTES, _MOST_REGION_BYTES = 16 << 20, 1 << 30
 _METADATA_SHIFT = 9
@@ -206,20 +206,20 @@ class DiskFile:
 
     def _allocate_records(self, region: int, count: int) -> None:
         """So that a file system that others fill up loses none."""
-        at = RECORDS_AT + region * self.slots_per_region * RECORD.itemsize
+        at = _RECORDS_AT + region * self.slots_per_region * RECORD.itemsize
         self.calls.allocate(self.index_fd, at, count * RECORD.itemsize)
 
     def write_records(self, first: int, records: npt.NDArray[np.void]) -> None:
         """Write the records of slots that follow one another. Raises OSError."""
-        at = RECORDS_AT + first * RECORD.itemsize
+        at = _RECORDS_AT + first * RECORD.itemsize
         write_all(self.calls, self.index_fd, [memoryview(records.tobytes())], at)
 
     def clear_records(self, first: int, count: int) -> None:
         """Clear what records there are of slots that follow one another. Raises OSError."""
-        left = self.calls.stat(self.index_fd).st_size - (RECORDS_AT + first * RECORD.itemsize)
+        left = self.calls.stat(self.index_fd).st_size - (_RECORDS_AT + first * RECORD.itemsize)
         there = min(count, -(-left // RECORD.itemsize))
         if there > 0:
-            data = self._read_index(RECORDS_AT + first * RECORD.itemsize, there * RECORD.itemsize)
+            data = self._read_index(_RECORDS_AT + first * RECORD.itemsize, there * RECORD.itemsize)
             if np.frombuffer(data, np.uint64).any():
                 self.write_records(first, np.zeros(there, RECORD))
 
@@ -234,7 +234,7 @@ class DiskFile:
 
     def read_records(self, first: int, count: int) -> npt.NDArray[np.void]:
         """The records of slots that follow one another. Raises OSError."""
-        return np.frombuffer(self._read_index(RECORDS_AT + first * RECORD.itemsize, count * RECORD.itemsize), RECORD)
+        return np.frombuffer(self._read_index(_RECORDS_AT + first * RECORD.itemsize, count * RECORD.itemsize), RECORD)
 
     def _read_index(self, offset: int, nbytes: int) -> bytearray:
         """Zeros behind the end of the file. Raises OSError."""
@@ -345,7 +345,7 @@ class DiskFile:
             self.head = replace(head, regions=regions)
             self.write_head(is_open=True, sync=True)
             self.calls.truncate(self.fd, self._end(regions))
-            records_end = RECORDS_AT + regions * self.slots_per_region * RECORD.itemsize
+            records_end = _RECORDS_AT + regions * self.slots_per_region * RECORD.itemsize
             if self.calls.stat(self.index_fd).st_size > records_end:  # lest they come back where it grows again
                 self.calls.truncate(self.index_fd, records_end)
         elif status.st_size < self._end(head.regions) and head.regions:
