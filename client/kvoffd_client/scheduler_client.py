@@ -213,12 +213,6 @@ class SchedulerClient(Session):
 
     # --- with the lock held ----------------------------------------------------------------------
 
-    def on_reply(self, reply: m.AnyReply, now: float) -> None:
-        is_awaited = reply.request_id in self._pending
-        super().on_reply(reply, now)
-        if isinstance(reply, m.LookupReply) and reply.pinned and not is_awaited:  # the daemon stood still
-            self._release(reply.lease_id)
-
     def _release(self, lease_id: int, unused: str = "") -> None:
         if (found := self._leases.pop(lease_id, None)) is not None:
             found.stale_at = 0.0
@@ -291,6 +285,10 @@ class SchedulerClient(Session):
 
     def _topics(self) -> Sequence[bytes]:
         return [] if self._events_topic is None else [self._events_topic]
+
+    def _on_late_reply(self, reply: m.AnyReply) -> None:
+        if isinstance(reply, m.LookupReply) and reply.pinned:
+            self._release(reply.lease_id)
 
     def _role_disconnected(self, now: float) -> None:
         self._role_due = NEVER

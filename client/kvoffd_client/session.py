@@ -360,6 +360,8 @@ class Session(Closing):
                 self.disconnect(str(refusal), now)
         elif on_reply is not None:
             on_reply(reply, now)
+        else:
+            self._on_late_reply(reply)
         self._transport.notify()
 
     def _expire(self, now: float) -> None:
@@ -528,6 +530,9 @@ class Session(Closing):
         if now - self._refusal_logged_at >= REFUSALS_LOGGED_S:
             self._refusal_logged_at = now
             log.warning("The kvoffd daemon refused a message: %s", refusal)
+
+    def _on_late_reply(self, reply: m.AnyReply) -> None:
+        """Nobody waits for it any more: the daemon stood still."""
 
     def _role_disconnected(self, now: float) -> None:
         """The connection has ended; once more when the session has drained."""

@@ -38,6 +38,13 @@ SEND_QUEUE = 1000
 """Messages that wait to be sent to the daemon; beyond it requests fail at once."""
 RECEIVE_QUEUE = 10_000
 """Messages that wait to be read; what the daemon publishes beyond it is dropped, and asked for again."""
+BUSY_WAIT_S = 150e-6
+"""How long a reply is polled for before its thread sleeps. A lookup of 64 keys took 119 µs, and 169 where it slept at
+once: to wake threads on idle CPUs is most of it."""
+LONG_YIELD_S = 500e-6
+"""Where a thread that yields its CPU gets it back as late as that, others want it."""
+NO_BUSY_WAIT_S = 30.0
+"""Nothing is polled for so long after that."""
 MAX_MESSAGE_BYTES = 1 << 28
 """Largest message taken from the daemon: a bound against garbage."""
 
@@ -86,6 +93,7 @@ class SocketTransport:
         self._reading: int | None = None
         """While a thread holds the lock that reads the sockets: its descriptor among these, -1 where it has none. It
         sees by itself what it has changed."""
+        self._busy_wait_from = 0.0
         self._closed = False
         self._last_error = ""
         self._session: Session
@@ -132,7 +140,8 @@ class SocketTransport:
                         wake_fd, poller = self._idle_wakers.pop() if self._idle_wakers else self._new_waker()
                         self._waiting.append(wake_fd)
                         self._wakes_thread.modify(self._messages.fileno(), 0)  # this one reads them
-                if (wake_fd, select.POLLIN) in poller.poll(0 if unread else (deadline - now) * 1000):
+                woken = poller.poll(0) if unread else self._poll_busily(poller) or poller.poll((deadline - now) * 1000)
+                if (wake_fd, select.POLLIN) in woken:
                     os.eventfd_read(wake_fd)
         finally:
             if wake_fd >= 0:
@@ -144,6 +153,19 @@ class SocketTransport:
                         self._idle_wakers.append((wake_fd, poller))
                         if not self._waiting:
                             self._wakes_thread.modify(self._messages.fileno(), select.EPOLLIN)
+
+    def _poll_busily(self, poller: select.poll) -> list[tuple[int, int]]:
+        """Poll for a moment, as long as nobody else wants the CPU. Returns what ``poller`` found."""
+        now = time.monotonic()
+        end = now + BUSY_WAIT_S
+        while self._busy_wait_from <= now < end:
+            if woken := poller.poll(0):
+                return woken
+            os.sched_yield()  # to the threads that bring the reply
+            began, now = now, time.monotonic()
+            if now - began > LONG_YIELD_S:
+                self._busy_wait_from = now + NO_BUSY_WAIT_S
+        return []
 
     def _new_waker(self) -> tuple[int, select.poll]:
         wake_fd = os.eventfd(0, os.EFD_CLOEXEC)

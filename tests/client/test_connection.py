@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import os
 import socket
 import threading
 import time
@@ -66,6 +67,20 @@ def test_eof_fails_requests_and_jobs(fake: FakeDaemon, scheduler: SchedulerClien
         (1, ErrorCode.SESSION_ENDED),
         (2, ErrorCode.SESSION_ENDED),
     ]
+
+
+def test_a_wait_polls_for_a_moment_and_then_sleeps(
+    fake: FakeDaemon, scheduler: SchedulerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.answers[m.Lookup] = lambda *_: None
+    began = time.thread_time()
+    assert not scheduler.lookup(KEYS).wait(0.2)
+    assert time.thread_time() - began < 0.05
+    yields: list[int] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: (yields.append(1), time.sleep(0.001)))
+    for _ in range(3):
+        assert not scheduler.lookup(KEYS).wait(0.01)
+    assert len(yields) <= 1  # others want the CPU: not again for a while
 
 
 def test_garbage_replies_end_the_connection_and_a_new_one_works(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
