@@ -24,16 +24,20 @@ enum { SIZES = 13, PIECES = 131072, PIECE_TOKENS = 512, BUCKETS = 2 * PIECES, NO
  * shorter than its longest. */
 enum { PARTS = 32, MOST_SMALL = PARTS + 64 * PARTS / 2 };
 
-/* Pieces of each kind that are kept at most: then half of them go. */
-static const uint32_t most[KINDS] = {PIECES / 4, PIECES / 4, PIECES / 2 - 1};
+/* Pieces of each kind have places of their own, from here to where those of the next one begin. The first place is none. */
+static const uint32_t begin[KINDS + 1] = {1, PIECES / 4, PIECES / 2, PIECES};
+/* Of a request: pieces of each kind that are looked at while a sample becomes smaller; and moves from one segment to the
+ * next, beside those that its own pieces cause. */
+enum { SWEPT = 256, MOVED = 4096 };
 
 struct piece {
     uint64_t hash; /* of its first key */
     uint64_t last; /* of the last of its keys */
     uint32_t newer, older; /* in the list; also, of a free one, the next free one */
     uint32_t next; /* in its bucket */
-    uint32_t bytes, keys;
+    uint32_t bytes, keys; /* no keys where the place is free */
     uint8_t kind, segment;
+    uint8_t halvings; /* of its kind's sample when its weight was last taken */
 };
 
 /* A piece of the request that is sampled. */
@@ -57,10 +61,10 @@ struct curve {
     double seen_bytes; /* of the blocks of all pieces in the list, about */
     double width[SIZES]; /* bytes between two sizes */
     double held[SIZES]; /* bytes in each segment */
-    double scale[KINDS];
-    uint64_t below[KINDS]; /* pieces with a smaller hash are sampled */
-    uint32_t kept[KINDS];
-    uint32_t newest, free;
+    uint32_t halvings[KINDS]; /* of the sample: that so many upper bits of a hash are 0 */
+    uint32_t hand[KINDS]; /* pieces behind it were not looked at since the last of them */
+    uint32_t free[KINDS], top[KINDS]; /* places: from `top` on none was ever used */
+    uint32_t newest;
     uint32_t oldest[SIZES]; /* of each segment; NONE where that is empty */
     uint64_t seed[2];
     struct use *uses;
@@ -89,9 +93,20 @@ static uint32_t find(struct curve *c, uint64_t hash)
     return at;
 }
 
-static double weight(const struct curve *c, const struct piece *piece)
+static int is_sampled(const struct curve *c, int kind, uint64_t hash)
 {
-    return piece->bytes * c->scale[piece->kind];
+    return hash <= UINT64_MAX >> c->halvings[kind];
+}
+
+/* The pieces that stand behind a sampled one. */
+static double scale(uint32_t halvings)
+{
+    return (double)((uint64_t)1 << halvings);
+}
+
+static double weight(const struct piece *piece)
+{
+    return piece->bytes * scale(piece->halvings);
 }
 
 /* The piece's newer neighbour, if that is in this segment. */
@@ -107,7 +122,7 @@ static void unlink_piece(struct curve *c, uint32_t at)
 {
     struct piece *piece = &c->pieces[at];
 
-    c->held[piece->segment] -= weight(c, piece);
+    c->held[piece->segment] -= weight(piece);
     if (c->oldest[piece->segment] == at)
         c->oldest[piece->segment] = before(c, at, piece->segment);
     if (piece->newer != NONE)
@@ -127,16 +142,16 @@ static void forget(struct curve *c, uint32_t at)
     while (*link != at)
         link = &c->pieces[*link].next;
     *link = piece->next;
-    c->kept[piece->kind]--;
-    piece->older = c->free;
-    c->free = at;
+    piece->keys = 0;
+    piece->older = c->free[piece->kind];
+    c->free[piece->kind] = at;
 }
 
-/* Push what a segment has too much of into the next; what the last one has too much of is forgotten. */
-static void settle(struct curve *c)
+/* Push what a segment has too much of into the next, in so many steps; what the last one has too much of is forgotten. */
+static void settle(struct curve *c, uint64_t steps)
 {
     for (int segment = 0; segment < SIZES; segment++) {
-        while (c->held[segment] > c->width[segment] && c->oldest[segment] != NONE) {
+        for (; c->held[segment] > c->width[segment] && c->oldest[segment] != NONE && steps; steps--) {
             uint32_t at = c->oldest[segment];
             struct piece *piece = &c->pieces[at];
 
@@ -145,8 +160,8 @@ static void settle(struct curve *c)
                 continue;
             }
             c->oldest[segment] = before(c, at, segment);
-            c->held[segment] -= weight(c, piece);
-            c->held[segment + 1] += weight(c, piece);
+            c->held[segment] -= weight(piece);
+            c->held[segment + 1] += weight(piece);
             piece->segment = segment + 1;
             if (c->oldest[segment + 1] == NONE)
                 c->oldest[segment + 1] = at;
@@ -156,29 +171,44 @@ static void settle(struct curve *c)
     }
 }
 
-/* Have half of the pieces of a kind stand for all of them. */
-static void thin(struct curve *c, int kind)
+/* Look at the next pieces of a kind whose sample was halved: those that are in it no more are forgotten, and what stands
+ * behind the others has doubled. */
+static void sweep(struct curve *c, int kind, int count)
 {
-    uint32_t at, older, last = NONE;
+    for (; count-- && c->hand[kind] < begin[kind + 1]; c->hand[kind]++) {
+        struct piece *piece = &c->pieces[c->hand[kind]];
 
-    c->below[kind] /= 2;
-    for (at = c->newest; at != NONE; at = older) {
-        older = c->pieces[at].older;
-        if (c->pieces[at].kind == kind && c->pieces[at].hash >= c->below[kind])
-            forget(c, at);
-        else
-            last = at;
+        if (!piece->keys)
+            continue;
+        if (!is_sampled(c, kind, piece->hash)) {
+            forget(c, c->hand[kind]);
+            continue;
+        }
+        c->held[piece->segment] -= weight(piece);
+        piece->halvings = c->halvings[kind];
+        c->held[piece->segment] += weight(piece);
     }
-    c->scale[kind] *= 2;
-    /* All of them into the first segment, from where they settle. */
-    memset(c->held, 0, sizeof c->held);
-    memset(c->oldest, 0, sizeof c->oldest);
-    for (at = c->newest; at != NONE; at = c->pieces[at].older) {
-        c->pieces[at].segment = 0;
-        c->held[0] += weight(c, &c->pieces[at]);
+}
+
+/* A free place for a piece that is sampled; NONE where it is not, since there were too many. */
+static uint32_t new_place(struct curve *c, int kind, uint64_t hash)
+{
+    uint32_t at;
+
+    while (!c->free[kind] && c->top[kind] == begin[kind + 1]) {
+        if (c->hand[kind] == begin[kind + 1]) {
+            c->halvings[kind]++;
+            c->hand[kind] = begin[kind];
+        }
+        sweep(c, kind, 1);
     }
-    c->oldest[0] = last;
-    settle(c);
+    if (!is_sampled(c, kind, hash))
+        return NONE;
+    at = c->free[kind];
+    if (!at)
+        return c->top[kind]++;
+    c->free[kind] = c->pieces[at].older;
+    return at;
 }
 
 static void use(struct curve *c, const struct use *used, uint64_t bytes)
@@ -187,19 +217,13 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
     struct piece *piece;
 
     if (at == NONE) {
-        while (c->kept[used->kind] >= most[used->kind])
-            thin(c, used->kind);
-        if (used->hash >= c->below[used->kind])
+        if ((at = new_place(c, used->kind, used->hash)) == NONE)
             return;
-        at = c->free;
         piece = &c->pieces[at];
-        c->free = piece->older;
         piece->hash = used->hash;
         piece->kind = used->kind;
         piece->next = *bucket(c, used->hash);
         *bucket(c, used->hash) = at;
-        c->kept[piece->kind]++;
-        piece->keys = 0;
     } else {
         unlink_piece(c, at);
         piece = &c->pieces[at];
@@ -209,13 +233,14 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
         piece->last = used->last;
     }
     piece->bytes = bytes * piece->keys < UINT32_MAX ? bytes * piece->keys : UINT32_MAX;
+    piece->halvings = c->halvings[piece->kind];
     piece->segment = 0;
     piece->newer = NONE;
     piece->older = c->newest;
     if (c->newest != NONE)
         c->pieces[c->newest].newer = at;
     c->newest = at;
-    c->held[0] += weight(c, piece);
+    c->held[0] += weight(piece);
     if (c->oldest[0] == NONE)
         c->oldest[0] = at;
 }
@@ -264,10 +289,10 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
             continue;
         c->seen[place] = one.hash;
         counts->total[one.kind] += (double)(tokens * n);
-        if (one.hash >= c->below[one.kind])
+        if (!is_sampled(c, one.kind, one.hash))
             continue;
         one.last = n > 1 ? hash_of(c, group, key + (n - 1) * key_bytes, key_bytes) : one.hash;
-        counts->sampled[one.kind] += tokens * (double)n * c->scale[one.kind];
+        counts->sampled[one.kind] += tokens * (double)n * scale(c->halvings[one.kind]);
         if ((at = find(c, one.hash)) != NONE) {
             const struct piece *known = &c->pieces[at];
             if (known->keys < n) /* it has grown, or is another one from somewhere in the middle */
@@ -276,13 +301,16 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
                             : known->keys / 2.0;
             else
                 there = known->keys == n && known->last != one.last ? n / 2.0 : n;
-            counts->hits[one.kind][known->segment] += tokens * there * c->scale[one.kind];
+            counts->hits[one.kind][known->segment] += tokens * there * scale(c->halvings[one.kind]);
         }
         c->uses[used++] = one;
     }
+    for (int kind = 0; kind < KINDS; kind++)
+        sweep(c, kind, SWEPT);
+    pieces = used;
     while (used) /* the tail first: it is what an LRU evicts first */
         use(c, &c->uses[--used], bytes);
-    settle(c);
+    settle(c, MOVED + SIZES * pieces);
     c->seen_bytes = 0;
     for (int segment = 0; segment < SIZES; segment++)
         c->seen_bytes += c->held[segment];
@@ -300,12 +328,8 @@ struct curve *kvoffd_curve_new(const double sizes[SIZES], const uint8_t seed[16]
     for (int size = 0; size < SIZES; size++)
         c->width[size] = sizes[size] - (size ? sizes[size - 1] : 0);
     for (int kind = 0; kind < KINDS; kind++) {
-        c->scale[kind] = 1;
-        c->below[kind] = UINT64_MAX;
-    }
-    for (uint32_t at = PIECES - 1; at > NONE; at--) {
-        c->pieces[at].older = c->free;
-        c->free = at;
+        c->top[kind] = begin[kind];
+        c->hand[kind] = begin[kind + 1];
     }
     return c;
 }
