@@ -20,13 +20,20 @@ def start(thread: threading.Thread) -> None:
 class DaemonThreads:
     """Starts a thread for each function, given with the thread's name. An executor's threads would be waited for.
 
-    Raises NoMoreThreads; those that were started then run.
+    ``stop`` has them return. Raises NoMoreThreads; then none runs.
     """
 
-    def __init__(self, works: Iterable[tuple[str, Callable[[], None]]]) -> None:
-        self._threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in works]
-        for thread in self._threads:
-            start(thread)
+    def __init__(self, works: Iterable[tuple[str, Callable[[], None]]], stop: Callable[[], object]) -> None:
+        self._threads: list[threading.Thread] = []
+        try:
+            for name, work in works:
+                start(thread := threading.Thread(target=work, name=name, daemon=True))
+                self._threads.append(thread)
+        except NoMoreThreads:
+            stop()
+            for thread in self._threads:
+                thread.join()
+            raise
 
     def join(self, until: float) -> bool:
         """Wait for all to end; False where one still runs at ``until`` (of ``time.monotonic``)."""

@@ -237,8 +237,9 @@ class Reads:
             del self._free[READERS:]
         if not self._reader:
             raise MemoryError
-        with OnError(partial(self._native.reader_stop, self._reader)):
-            self._threads = DaemonThreads((f"{self._name}-{number}", self._work) for number in range(threads))
+        works = ((f"{self._name}-{number}", self._work) for number in range(threads))
+        with OnError(partial(self._native.reader_close, self._reader)):
+            self._threads = DaemonThreads(works, partial(self._native.reader_stop, self._reader))
 
     def _work(self) -> None:
         while self._native.reader_work(self._reader):
@@ -487,8 +488,10 @@ class DiskTier(Tier):
             """By fingerprint, the highest generations of which blocks were found."""
             self._reads = make_reads(name, file, pool, options.most_reads, self._read_ended, post, clock)
             writes = [self._write] * options.writers, self._bug, self._write_ended, post, clock
-            self._writes = make_workers(f"{name}-w", *writes, self._next_write)
-            self._notes = make_workers(f"{name}-n", [self._note], self._bug, self._note_ended, post, clock)
+            with OnError(lambda: self._reads.close(time.monotonic() + HANG_TIMEOUT_S)):
+                self._writes = make_workers(f"{name}-w", *writes, self._next_write)
+                with OnError(lambda: self._writes.close(time.monotonic() + HANG_TIMEOUT_S)):
+                    self._notes = make_workers(f"{name}-n", [self._note], self._bug, self._note_ended, post, clock)
         self.found_blocks = self._blocks
         self._opened_at = clock()
         self.open_seconds = self._opened_at - begun

@@ -58,7 +58,7 @@ MOST_ASKED = 65_536
 """Keys that may be being asked for at a time."""
 MOST_READS, MOST_WRITES = 4096, 64
 MOST_REMOVALS, REMOVED_AT_ONCE = 16, 1000
-"""Tasks that may wait beyond ``MOST_WRITES`` before removals are left out, and objects of one removal."""
+"""Tasks that may wait beyond ``MOST_WRITES`` before removals are dropped, and objects of one removal."""
 MOST_NAMESPACES = 65_536
 """Of which it is known when it was looked whether they were reset: as many as may be open."""
 MOST_OBJECT_BYTES = 500 * 2**20
@@ -190,7 +190,8 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class Removal:
-    """Removes objects, as far as that can be done."""
+    """Removes objects, as far as that can be done. One that stays is read like any other: a miss where its bytes are
+    wrong, and a load that fails where it holds less than the load wants."""
 
     names: Sequence[bytes]
 
@@ -402,8 +403,11 @@ class SharedTier(Tier):
     def _remove_objects(self, space: Space, keys: Sequence[bytes]) -> None:
         stored = self._stored(space)
         for at in range(0, len(keys), REMOVED_AT_ONCE):
+            removal = Removal([object_key(stored, key) for key in keys[at : at + REMOVED_AT_ONCE]])
             if self._writing.waiting < MOST_WRITES + MOST_REMOVALS:
-                self._writing.put(Removal([object_key(stored, key) for key in keys[at : at + REMOVED_AT_ONCE]]))
+                self._writing.put(removal)
+            else:
+                self._write_ended(removal, Result.FAILED)
 
     def _stored(self, space: Space) -> Space:
         """A space as objects have it."""
@@ -568,6 +572,8 @@ class SharedTier(Tier):
 
     def _write_ended(self, write: Write | Removal, result: Result) -> None:
         if isinstance(write, Removal):
+            if result is not Result.DONE:
+                self.counters.dropped_removals += len(write.names)
             return
         space, key, counters = write.space, write.stored.key, self.counters
         del self._writes[space.tag, key]

@@ -23,7 +23,6 @@ from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import xxhash
 
-from kvoffd.errors import NoMoreThreads
 from kvoffd.system.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
@@ -202,6 +201,7 @@ class TierStats:
     refused_writes: int = 0
     already_stored: int = 0
     dropped_writes: int = 0
+    dropped_removals: int = 0
     mismatches: int = 0
     queued_reads: int = 0
     queued_writes: int = 0
@@ -335,14 +335,8 @@ class Workers(Generic[T, R]):
         self._start()
 
     def _start(self) -> None:
-        self._threads = DaemonThreads([])
-        try:
-            self._threads = DaemonThreads(
-                (f"{self._name}-{number}", partial(self._run, number)) for number in range(len(self._works))
-            )
-        except NoMoreThreads:
-            self._stop(time.monotonic())
-            raise
+        works = ((f"{self._name}-{number}", partial(self._run, number)) for number in range(len(self._works)))
+        self._threads = DaemonThreads(works, self._stop)
 
     def put(self, task: T) -> None:
         with self._changed:
@@ -386,7 +380,10 @@ class Workers(Generic[T, R]):
         """
         idle = self._wait_idle(until)
         self._deliver(len(self._ended))
-        return idle and self._stop(until)
+        if not idle:
+            return False
+        self._stop()
+        return self._threads.join(until)
 
     def _wait_idle(self, until: float) -> bool:
         with self._idle:
@@ -394,11 +391,10 @@ class Workers(Generic[T, R]):
                 lambda: not self._waiting and not self._running, max(0.0, until - time.monotonic())
             )
 
-    def _stop(self, until: float) -> bool:
+    def _stop(self) -> None:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        return self._threads.join(until)
 
     def _deliver_some(self) -> None:
         self._posted = False

@@ -184,7 +184,7 @@ class CopyQueue:
         works: list[tuple[str, Callable[[], None]]]
         works = [(f"{name}-{number}", partial(self._copy_all, copy)) for number, copy in enumerate(copies)]
         works += [(f"{name}-sums-{number}", self._read_all) for number in range(readers)]
-        self._threads = DaemonThreads(works)
+        self._threads = DaemonThreads(works, self.stop)
 
     def hangs_s(self) -> float:
         """See ``CopyEngine``.
@@ -295,7 +295,7 @@ class CopyQueue:
                     self._read(transfer.read_slots)
                 except Exception:
                     _failed(transfer)
-            self._end(transfer, transfer.ending or Outcome.DONE)
+            self._came_back(transfer)
 
     def _read_all(self) -> None:
         self._on_start()
@@ -319,7 +319,7 @@ class CopyQueue:
                 reading.open -= 1
                 ended = not reading.open
             if ended:
-                self._end(transfer, transfer.ending or Outcome.DONE)
+                self._came_back(transfer)
 
     def _read(self, read: Callable[[], None]) -> None:
         began = time.thread_time()
@@ -329,10 +329,14 @@ class CopyQueue:
             with self._wake:
                 self._checksum_seconds += time.thread_time() - began
 
-    def _end(self, transfer: Transfer, outcome: Outcome) -> None:
+    def _came_back(self, transfer: Transfer) -> None:
         with self._wake:
-            self._running.pop(transfer, None)
+            del self._running[transfer]
             self._overdue.pop(transfer, None)
+        self._end(transfer, transfer.ending or Outcome.DONE)
+
+    @staticmethod
+    def _end(transfer: Transfer, outcome: Outcome) -> None:
         try:
             transfer.on_done(transfer, outcome)
         except Exception:

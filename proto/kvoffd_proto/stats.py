@@ -431,6 +431,7 @@ class SharedStats(Part, frozen=True):
     written_bytes: Annotated[ByteCount, counter("Bytes written to the shared store.")] = 0
     already_stored: Annotated[Count, doc("Blocks that were to be written and were there already.")] = 0
     dropped_writes: Annotated[Count, counter("Blocks not written to the store: it was full, slow or away.")] = 0
+    dropped_removals: Annotated[Count, doc("Objects not removed there: the store was slow or away.")] = 0
     queued_writes: Annotated[Count, doc("Writes that wait or run.")] = 0
     mismatches: Annotated[Count, doc("Objects that were not the block that they should be; they are removed.")] = 0
     promotions_failed: Annotated[Labelled, doc("Blocks that the shared store had and that were not promoted.")] = {}

@@ -30,7 +30,7 @@ class WorkersWithoutThreads(Workers[Any, Any]):
     """What the threads would do, tests do."""
 
     def _start(self) -> None:
-        self._threads = DaemonThreads(())
+        self._threads = DaemonThreads((), lambda: None)
 
     def begin(self, number: int = 0) -> list[Any]:
         """What a thread that has nothing to do would do now."""

@@ -265,6 +265,23 @@ def test_no_more_is_queued_than_the_bounds_allow(store: FaultyStore, rig: Shared
     rig.until(lambda: len(ends) == 64, 30.0)
 
 
+def test_a_shorter_copy_that_is_not_removed_is_counted_and_remains_as_short(
+    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffd.tiers.shared.REFUSED_S", 0.0)
+    rig.store(block := rig.block(1, first=3))
+    store.forced = {b"UNLINK": b"-NOPERM User default has no permissions to run the 'unlink' command\r\n"}
+    rig.remove(block)
+    rig.until(lambda: rig.tier.counters.dropped_removals == 1)
+    assert rig.load(block) is DONE
+    assert rig.read_block.first_blocks == (3,), "no load gets what is before it"
+    store.delay_s = 0.2
+    for number in range(100):
+        rig.tier.remove(block.space, [number.to_bytes(32, "big")], "partial")
+    assert 19 <= rig.tier.counters.dropped_removals - 1 <= 21, "what waits is bounded"
+    store.delay_s = 0.0
+
+
 def test_memory_of_namespaces_is_bounded(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffd.tiers.shared.MOST_NAMESPACES", 10)
     asked = [number.to_bytes(32, "big") for number in range(100)]

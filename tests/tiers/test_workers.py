@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import cast
 
 import pytest
 
-from kvoffd.tiers.tier import Workers
+from kvoffd.errors import NoMoreThreads
+from kvoffd.tiers.disk import DiskTier
+from kvoffd.tiers.tier import TierListener, Workers
 from tests.kit.waiting import deliver_until
 
 DEADLINE_S = 10.0
@@ -81,3 +89,27 @@ def test_workers_whose_call_hangs(rig: Rig) -> None:
     assert rig.workers.close(time.monotonic() + DEADLINE_S)
     assert sorted(rig.ended[3:]) == [("a", "A"), ("b", "B"), ("c", "C"), ("d", "D")]  # by close: nobody ran the loop
     assert rig.workers.longest_s == 0.0
+
+
+@pytest.mark.parametrize("started", range(5))
+def test_a_disk_leaves_nothing_where_a_thread_does_not_start(
+    tmp_path: Path, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        if next(numbers) == started:
+            raise RuntimeError("can't start new thread")
+        real_start(thread)
+
+    numbers, real_start = itertools.count(), threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+    def resources() -> tuple[int, int, int]:
+        contexts = Path("/proc/self/maps").read_text().count("[aio]")
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), contexts
+
+    before = resources()
+    listener, pool = cast("TierListener", None), memoryview(bytearray(4096))
+    open_disk = partial(DiskTier, tmp_path, 1 << 24, pool=pool, clock=time.monotonic, post=print, listener=listener)
+    with pytest.raises(NoMoreThreads) if started < 4 else nullcontext():
+        open_disk(generation=lambda _: 0).close(DEADLINE_S)
+    assert resources() == before

@@ -386,6 +386,11 @@ def _shared(one: SharedStats) -> Iterator[Line]:
         f"{format_count(one.already_stored)} more were there already, {format_count(one.queued_writes)} waiting, "
         f"{format_count(one.dropped_writes)} dropped"
     )
+    if one.dropped_removals:
+        yield (
+            f"  {format_count(one.dropped_removals)} damaged or shorter copies of blocks could not be removed: "
+            "lookups that find them miss, or a load fails and is computed"
+        )
     for server in one.servers:
         problem = f"cannot be used: {server.problem or 'not tried yet'}"
         yield f"  server {server.name}: {'answers' if server.up else problem}", "" if server.up else "yellow"

@@ -193,6 +193,7 @@ class GpuEngine(CopyEngine):
                 readers = checksum_threads() if one is Direction.STORE else 0
                 threads = f"kvoffd-gpu-{one.value}"
                 queues[one] = CopyQueue(threads, clock, [copier.copy], readers, lambda: run_near(locality))
+                undo.callback(queues[one].stop)
             self._undo = undo.pop_all()
         super().__init__(queues)
 
