@@ -57,7 +57,7 @@ nightly: $(VENV)/.engine .cuda/.fetched ## run what is too long for every change
 	$(BIN)/python -m tests.chaos
 	$(BIN)/python -m tests.sim.soak --seconds 1800
 
-shapes: $(VENV)/.engine .venv-torchvision/.built ## run a real vLLM in every shape of client/SHAPES.md that CI has no time for (half an hour)
+shapes: $(VENV)/.engine .venv-torchvision/.built ## run a real vLLM in every shape of client/README.md that CI has no time for (half an hour)
 	$(BIN)/pytest -m 'shapes and not gpu' $(ARGS)
 
 routers: $(VENV)/.engine .venv-routers/.built ## have Dynamo's indexer and vLLM's router read engines' KV events (0.4 GB)

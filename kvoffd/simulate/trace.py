@@ -69,7 +69,7 @@ class Trace(NamedTuple):
 def read_trace(path: Path) -> Trace:
     """Read a trace in Mooncake's format: a line is a JSON object whose ``hash_ids`` are the blocks of a request.
 
-    ``kvoffd-cli trace record`` writes that, with more fields, compressed by gzip: client/TRACE.md. Where no line says
+    ``kvoffd-cli trace record`` writes that, with more fields, compressed by gzip: client/README.md. Where no line says
     how many tokens a block has, and the lengths of requests fit a power of two and not 512, it is that. A file that was
     cut off is read as far as it goes.
 

@@ -55,7 +55,7 @@ def record(
     """Record what engines ask for, until Ctrl-C or for --duration.
 
     The file has a line for each request: its keys as numbers, hashed with a random salt that is not saved. No text, no
-    token and no name is in it. client/TRACE.md describes the lines.
+    token and no name is in it. client/README.md describes the lines.
 
     Exit status: 0 done, 1 the daemon went away and the file has what came before, 2 an error.
     """

@@ -78,7 +78,7 @@ ENVIRONMENT = (
 METHODS_WITHOUT_KV = frozenset({"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"})
 
 JUDGED_FIELDS = Path(__file__).with_name("judged_fields.txt")
-"""Fields of vLLM's configuration that client/FINGERPRINT.md judges: a class in each line, and its fields."""
+"""Why each field of vLLM's configuration is a factor or none: a class, and below it its fields, four columns in."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
 SAMPLES_PER_FILE = 256
@@ -168,13 +168,24 @@ def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sal
     }
 
 
+def judged_fields() -> dict[str, dict[str, str]]:
+    """Of each class in ``JUDGED_FIELDS`` its fields, each with the only release that has it, "" for all of them."""
+    judged: dict[str, dict[str, str]] = {}
+    fields: dict[str, str] = {}
+    for line in JUDGED_FIELDS.read_text().splitlines():
+        if line.startswith("    "):
+            fields.update((field, release) for field, _, release in (each.partition("@") for each in line.split()))
+        elif line and not line.startswith((" ", "#")):
+            fields = judged[line] = {}
+    return judged
+
+
 def unjudged(vllm_config: VllmConfig) -> dict[str, object]:
     """Return what a release that nobody tested has in its configuration beside the fields that were judged, by path.
 
     Any of it may decide bytes of blocks. Where it does not, engines share less than they could.
     """
-    lines = (line.split() for line in JUDGED_FIELDS.read_text().splitlines())
-    judged = {name: frozenset(fields) for name, *fields in lines}
+    judged = judged_fields()
 
     def found_in(config: Any, path: str) -> dict[str, object]:
         found: dict[str, object] = {}
