@@ -64,8 +64,7 @@ def test_the_unit_is_hardened_and_what_remains_open_is_explained() -> None:
     assert float(overall[1]) <= MAX_EXPOSURE
     remaining = {item["name"] for item in json.loads(security("--json=short")) if item["exposure"]}
     assert len(remaining) > 5  # else the list was not read
-    rows = re.findall(r"^\| `([^`]+)` \| .+ \|$", (SYSTEMD.parent / "README.md").read_text(), re.MULTILINE)
-    assert not remaining - {name.replace("\\|", "|") for name in rows}
+    assert not remaining - set(re.findall(r"^#   (\S+)   \S", UNIT, re.MULTILINE))
 
 
 def test_the_unit_is_what_the_daemon_needs() -> None:
