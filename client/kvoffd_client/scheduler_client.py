@@ -168,14 +168,12 @@ class SchedulerClient(Session):
                 for _, keys in self._split(groups):
                     self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, list(keys)))
 
-    def report(
-        self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
-    ) -> None:
-        """Tell operators what the engine learned: tokens a second, and what it counted since the last call.
+    def report(self, prefill_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0) -> None:
+        """Tell operators what the engine learned: prompt tokens a second, and what it counted since the last call.
 
         ``late_lookups``: those whose answers came too late to be used.
         """
-        fields = prefill_rate, load_rate, skipped_loads, paused_stores, late_lookups
+        fields = prefill_rate, skipped_loads, paused_stores, late_lookups
         with self._transport.lock:
             if self.ready:
                 self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))

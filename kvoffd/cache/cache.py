@@ -133,7 +133,6 @@ class Cache:
         self.quarantined_slots = self.quarantined_bytes = 0
         self.unverified_slots = 0
         """Slots that an earlier daemon wrote and nobody has checked, or whose checksum is still to be taken."""
-        self.shortened_lookups = 0
         """Lookups answered with fewer READY keys than there are, since leases may not pin more."""
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
         """``note_requests`` passes each request on to them, after the policy."""
@@ -417,7 +416,6 @@ class Cache:
                 part = self._leasable(held, len(fresh), loose_bytes)
             if part < 1.0:
                 self.blocks.unpin(fresh)
-                self.shortened_lookups += 1
                 found = [_shortened(one, lease.blocks, part) for one in found]
                 ready = np.concatenate([one.ready for one in found])
                 fresh = ready[~np.isin(ready, lease.blocks)]

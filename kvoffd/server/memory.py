@@ -73,11 +73,6 @@ class MemoryMapper:
         self.gpus = gpus
 
     @property
-    def kinds(self) -> list[str]:
-        """Kinds of handles that can be mapped, as Welcome names them."""
-        return ["memfd", "cuda_ipc", "cuda_vmm"] if self.gpus.available else ["memfd"]
-
-    @property
     def stuck(self) -> bool:
         """A copy in host memory hangs: engines wait for it, and for all behind it, until this process ends.
 

@@ -49,18 +49,13 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
             f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
             ErrorCode.BAD_VERSION,
         )
-    config = service.config
     service.sessions.say_hello(session, message.role, printable(message.name), printable(message.software))
     session.operator = message.operator
     return m.Welcome(
         message.request_id,
         session.id,
-        __version__,
-        [*service.memory.kinds, "kv_events"],
-        filled(m.Limits, config.limits),
+        filled(m.Limits, service.config.limits),
         0 if message.role is m.Role.ADMIN else service.sessions.credit_bytes,
-        round(config.limits.lease_ttl_s * 1000),
-        round(config.limits.job_deadline_s * 1000),
     )
 
 

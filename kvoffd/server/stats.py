@@ -18,7 +18,7 @@ from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.sessions import Session
 from kvoffd.server.tiers import Disk
-from kvoffd.server.traffic import counts_of, figures, pending_keys
+from kvoffd.server.traffic import counts_of, figures
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
@@ -70,7 +70,6 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         lookup_seconds=service.lookup_times.counted(),
         loop_blocked_seconds=service.loop_watch.loop_blocked,
         loop_blocked_max_seconds=service.loop_watch.loop_blocked_maximum_seconds,
-        shortened_lookups=cache.shortened_lookups,
         cancelled_stores=jobs.cancelled_stores,
         pool=_pool_stats(service),
         store=_copy_stats(service, Direction.STORE),
@@ -109,7 +108,6 @@ def _namespace_stats(
         ready_blocks=namespace.ready_blocks,
         ready_bytes=namespace.ready_bytes,
         disk_bytes=on_disk[namespace.fingerprint],
-        pending_keys=pending_keys(namespace),
         quota_bytes=service.cache.quotas.get(namespace.fingerprint),
         curve=curve,
         **figures(counts_of(namespace)),
@@ -200,7 +198,6 @@ def _pool_stats(service: Service) -> s.PoolStats:
         unpinnable_bytes=pinning.refused_bytes,
         pinning_gpu_bytes=pinning.gpu_bytes,
         index_bytes=cache.blocks.nbytes,
-        table_bytes=pool.table_bytes,
         numa_remote_slots=pool.slots.slots_on_other_nodes,
     )
 
@@ -230,7 +227,6 @@ def _tiering_stats(service: Service) -> s.TieringStats | None:
         demoted_blocks=writer.written_blocks,
         demoted_bytes=writer.written_bytes,
         demotions_waiting=writer.waiting_blocks,
-        writes_throttled=writer.over_budget,
         writes_avoided=writer.spared_blocks,
         writes_missed=writer.missed_blocks,
         write_budget_left_bytes=writer.budget.left_bytes,

@@ -124,13 +124,6 @@ def counts_of(namespace: Namespace) -> dict[str, float]:
     return counts
 
 
-def pending_keys(namespace: Namespace) -> int:
-    """Keys that lookups asked for and that a tier is still reading, or being asked for."""
-    counters, misses = namespace.counters, namespace.counters.misses
-    known = counters.keys_ready + counters.found_disk + counters.found_shared + misses.total()
-    return max(0, counters.keys_asked - known + misses[MissReason.LATE] + misses[MissReason.SKIPPED])
-
-
 def figures(counts: Mapping[str, float]) -> dict[str, Any]:
     """The fields of a Traffic: every key that was asked for is loaded, not needed, or a miss."""
     misses, causes = (

@@ -30,8 +30,8 @@ MAX_COLD_BLOCKS = 1024
 """Blocks at the cold end of the policy's order that are looked at in one tick."""
 DAY_S = 86_400.0
 LEAST_CHANCE, LEAST_OF_MEAN = 0.1, 0.5
-"""To come back while a full tier would keep it, of a block that is worth a write: so much, or so much of what those had
-lately that were to be written, if that is less."""
+"""A block is written whose chance to come back while a full tier would keep it is so high, or so high a part of the
+mean of those that were to be written lately, if that is less."""
 SAVED_SHARE = 1 / 8
 """Share of a day's bytes that may be saved up and written at once."""
 NOTED_AHEAD_SHARE = 1 / 8
@@ -174,15 +174,13 @@ class Writer:
         self.waiting: _Noted = {}
         self.cold: _Noted = {}
         self._left_out_cold: set[tuple[int, int]] = set()
-        """Those at the cold end that are not worth a write."""
+        """Those at the cold end that are unlikely to return."""
         self.under_way: dict[int, Write] = {}
         """By block."""
         self.under_way_bytes = 0
         self.written_blocks = self.written_bytes = 0
-        self.over_budget = 0
-        """Times that something was to be written and the budget did not allow it."""
         self.spared_blocks = 0
-        """Blocks that were to be written and were not worth it."""
+        """Blocks that were not written, since they are unlikely to return."""
         self.missed_blocks = 0
         """Blocks that were to be written and were evicted before their turn."""
         self._least_chance = 0.0
@@ -244,10 +242,10 @@ class Writer:
                     left_bytes -= len(some) * group.block_bytes
                 blocks, keys = self._lacking(group, some)
                 generations = self._generations[blocks].tolist()
-                for block, generation, worth in zip(
-                    blocks.tolist(), generations, self._are_worth(group, keys), strict=True
+                for block, generation, likely in zip(
+                    blocks.tolist(), generations, self._may_return(group, keys), strict=True
                 ):
-                    if worth:
+                    if likely:
                         self.cold[block] = generation
                         continue
                     self._left_out_cold.add((block, generation))
@@ -307,9 +305,9 @@ class Writer:
         for group, alike in self._cache.by_group(self._still_ready(some)):
             blocks, keys = self._lacking(group, alike)
             if waiting is self.waiting:  # what is at the cold end was judged there
-                worth = np.array(self._are_worth(group, keys), bool)
-                self._spare(group, len(worth) - int(worth.sum()))
-                blocks = blocks[worth]
+                likely = np.array(self._may_return(group, keys), bool)
+                self._spare(group, len(likely) - int(likely.sum()))
+                blocks = blocks[likely]
             if blocks.size:
                 space = space_of(group)
                 chosen |= {write.number: write for write in writes_of(self._cache, group, space, blocks)}
@@ -322,7 +320,6 @@ class Writer:
         """Begin to write a block; False where no more can be begun now."""
         nbytes = write.copy.space.nbytes
         if not self.budget.take(nbytes):
-            self.over_budget += 1
             if not self.budget.left_bytes:
                 self.waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
                 self.cold.clear()
@@ -365,7 +362,7 @@ class Writer:
             wanted &= tier.wants(space, keys)
         return blocks[wanted], [keys[at] for at in np.flatnonzero(wanted).tolist()]
 
-    def _are_worth(self, group: Group, keys: Sequence[bytes]) -> list[bool]:
+    def _may_return(self, group: Group, keys: Sequence[bytes]) -> list[bool]:
         """Whether each may come back before the tiers, which are full, would have evicted it."""
         within = self._lifetime_bytes if self.mode is not WriteMode.ALWAYS else 0
         if not within or not keys:
@@ -384,7 +381,7 @@ class Writer:
         self._offered_bytes += blocks * sum(group.lengths)
 
     def _judge(self, read_bytes: int) -> None:
-        """See how often what was to be written was read: where nothing comes back often, little is worth a write."""
+        """See how often what was to be written was read: where little does, a lower chance is enough."""
         self._read_bytes += read_bytes - self._read_before
         self._read_before = read_bytes
         if self._offered_bytes > self._lifetime_bytes > 0:

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """Raised whenever a message, a field or its meaning changes. Both ends must speak the same one; none is negotiated."""
 
 FINGERPRINT_BYTES = 32
@@ -315,12 +315,8 @@ class Welcome(Reply, frozen=True):
     """Answer to Hello: the session is open."""
 
     session_id: SessionId
-    daemon_version: Annotated[str, doc("Release of the daemon.")]
-    capabilities: Annotated[list[str], doc("Handle kinds and features, e.g. ``memfd``, ``kv_events``.")]
     limits: Annotated[Limits, doc("Limits of this session.")]
     credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding.")]
-    lease_ttl_ms: Annotated[int, doc("Lifetime of a lease, in milliseconds.", ge=1)]
-    job_deadline_ms: Annotated[int, doc("Time after which an unfinished job is failed, in milliseconds.", ge=1)]
 
 
 @exchange(ANY_ROLE)
@@ -465,11 +461,10 @@ class Reset(Request[Done], frozen=True):
 
 @exchange(SCHEDULER)
 class ReportEngine(Request[Done], frozen=True):
-    """Tells how fast an engine computes and loads, and what it left out since its last report."""
+    """Tells how fast an engine computes, and what it left out since its last report."""
 
     namespace: Fingerprint
     prefill_tokens_per_second: Annotated[Speed, doc("Prompt tokens that it computes a second; 0 if not known.")]
-    load_tokens_per_second: Annotated[Speed, doc("Tokens that loads bring it a second; 0 if not known.")]
     skipped_loads: Annotated[int, doc("Loads left out, as computing is faster.", ge=0, le=MAX_REPORTED)] = 0
     paused_stores: Annotated[int, doc("Stores left out, as it had waited too often.", ge=0, le=MAX_REPORTED)] = 0
     late_lookups: Annotated[int, doc("Lookups that it did not wait for.", ge=0, le=MAX_REPORTED)] = 0

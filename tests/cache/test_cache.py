@@ -214,7 +214,6 @@ def test_beyond_the_first_half_each_session_leases_an_equal_part() -> None:
     assert leased(2, *range(40, 60)) == 20, "an equal part"
     assert leased(2, *range(35)) == 35, "what others hold takes nothing from anybody"
     assert leased(3, *range(60, 80)) == 13
-    assert rig.cache.shortened_lookups == 1
     assert namespace.counters.misses[MissReason.LEASE_LIMIT] == 7
     rig.cache.end_session(2)
     rig.cache.release(1, [100])

@@ -101,7 +101,7 @@ def greet(session: SchedulerClient | WorkerClient, now: float, epoch: int = EPOC
 
 def welcome(session: SchedulerClient | WorkerClient, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
     hello = link.last(m.Hello)
-    session.on_reply(m.Welcome(hello.request_id, SESSION_ID, "1", ["memfd"], LIMITS, 1000, 600_000, 30_000), now)
+    session.on_reply(m.Welcome(hello.request_id, SESSION_ID, LIMITS, 1000), now)
     session.on_reply(m.NamespaceOpened(link.last(m.OpenNamespace).request_id, True), now)
 
 
@@ -233,7 +233,7 @@ def test_a_wrong_answer_in_the_handshake_ends_it(new_scheduler: SchedulerClient,
     greet(new_scheduler, 0.0)
     if step == "namespace":
         hello = link.last(m.Hello)
-        new_scheduler.on_reply(m.Welcome(hello.request_id, SESSION_ID, "1", [], LIMITS, 0, 1000, 1000), 0.0)
+        new_scheduler.on_reply(m.Welcome(hello.request_id, SESSION_ID, LIMITS, 0), 0.0)
     new_scheduler.on_reply(m.Done(link.sent[-1].request_id), 0.0)
     assert not link.is_open
     assert "Done" in (new_scheduler.problem or "")

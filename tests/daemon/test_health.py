@@ -102,7 +102,7 @@ def test_health_many_late_lookups_are_degraded_until_they_are_few() -> None:
             before = admin.stats().since_start.late_lookups
             for _ in range(lookups):
                 engine.lookup(keys(1))
-            engine.scheduler.report(0.0, 0.0, 0, 0, late)
+            engine.scheduler.report(0.0, 0, 0, late)
             wait_until(lambda: admin.stats().since_start.late_lookups == before + late)
             return [cause.reason for cause in admin.health().causes]
 

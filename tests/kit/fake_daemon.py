@@ -264,8 +264,7 @@ class FakeDaemon(Starting):
         match request:
             case m.Hello():
                 peer.role = request.role
-                said = "fake", ["memfd", "kv_events"], LIMITS, 1 << 20, 600_000, 30_000
-                return m.Welcome(*head, peer.session_id, *said)
+                return m.Welcome(*head, peer.session_id, LIMITS, 1 << 20)
             case m.OpenNamespace():
                 return m.NamespaceOpened(*head, True)
             case m.Register():

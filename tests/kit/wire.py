@@ -426,7 +426,7 @@ class WireClient(Closing):
 
     def report(self, skipped_loads: int, namespace: bytes = NAMESPACE) -> None:
         """Report what an engine counted."""
-        self.ask(m.ReportEngine, namespace, 1.0, 1.0, skipped_loads)
+        self.ask(m.ReportEngine, namespace, 1.0, skipped_loads)
 
     def reset(self, namespace: bytes = NAMESPACE) -> int:
         """Drop every block of a namespace; how many there were."""

@@ -93,7 +93,7 @@ class Load:
 def scripted(load: Load) -> None:
     """Misses for every reason that a client can bring about."""
     engine = load.engine
-    engine.scheduler.report(1000.0, 10_000.0, 0, 0, 2)
+    engine.scheduler.report(1000.0, 0, 0, 2)
     load.look_up(keys(0, 8), 0, "unknown")
     assert engine.store(keys(0, 8), range(8)).ok
     load.look_up(keys(0, 8), 8)
@@ -167,7 +167,7 @@ def test_what_comes_up_after_its_request_was_given_up_is_late(tmp_path: Path) ->
         space = NamespaceSpec(b"\x03" * 32, MODEL, 1, 32, GROUPS)
         with FakeEngine(daemon.directory, space) as engine:
             load = Load(engine)
-            engine.scheduler.report(1000.0, 10_000.0, 0, 0)
+            engine.scheduler.report(1000.0, 0, 0)
             from_disk(load, daemon)
             check_views(daemon, port, {MODEL: load})
 

@@ -229,7 +229,7 @@ def test_every_panel_shows_data_of_a_daemon_under_load(tmp_path: Path) -> None:
     ):
         wait_until(lambda: query('up{job="kvoffd"} == 1'), 60)
         block_keys = [bytes([number]) * 32 for number in range(64)]
-        engine.scheduler.report(1000.0, 10_000.0, 1, 0, 1)
+        engine.scheduler.report(1000.0, 1, 0, 1)
         before = time.monotonic()
 
         def some_traffic() -> list[str]:
@@ -240,7 +240,7 @@ def test_every_panel_shows_data_of_a_daemon_under_load(tmp_path: Path) -> None:
                     engine.load(some[:found], range(found))
                 else:
                     engine.store(some, range(8))
-            engine.scheduler.report(1000.0, 10_000.0, 1, 0, 1)
+            engine.scheduler.report(1000.0, 1, 0, 1)
             engine.load([b"n" * 32], [0])  # of nothing: it fails
             with WireClient(daemon.directory) as other:
                 assert refused(other.raw, b"\xc1") == "malformed"

@@ -44,7 +44,7 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         AdminClient(daemon.directory) as admin,
     ):
         admin.ask(SetQuota, limited.namespace.fingerprint, 1 << 30)
-        engine.scheduler.report(100.0, 1000.0, 0, 0)
+        engine.scheduler.report(100.0, 0, 0)
         block_keys = [bytes([number]) * 32 for number in range(8)]
         assert engine.store(block_keys[:4], range(4)).ok
         assert engine.lookup(block_keys) == 4

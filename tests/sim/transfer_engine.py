@@ -166,7 +166,7 @@ class SimQueue(CopyQueue):
                 return
         self._copying = False
         if transfer.ending is not None or not storing or checksums is None:
-            self._end(transfer, transfer.ending or Outcome.DONE)
+            self._came_back(transfer)
         elif self._rng.random() < 0.5:
             self._finish_sums(transfer)
         else:
@@ -177,7 +177,7 @@ class SimQueue(CopyQueue):
 
     def _finish_sums(self, transfer: Transfer) -> None:
         transfer.read_slots()
-        self._end(transfer, transfer.ending or Outcome.DONE)
+        self._came_back(transfer)
 
     def _move(self, copy: _Copy, until: int) -> None:
         """Copy up to byte ``until`` of the plan."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from kvoffd.cache.namespace import MissReason, Namespace
-from kvoffd.server.traffic import pending_keys
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.tiering import ANSWER_S, MOST_KEYS, READ_AGAIN_S, Level, last_window
 from kvoffd.tiers.tier import Block, Result, TierStats
@@ -32,6 +31,13 @@ def shared(rig: TieringHarness) -> FakeTier:
 
 def split(keys: bytes) -> list[bytes]:
     return [keys[at : at + 8] for at in range(0, len(keys), 8)]
+
+
+def pending_keys(namespace: Namespace) -> int:
+    """Keys that lookups asked for and that a tier is still reading, or being asked for."""
+    counters, misses = namespace.counters, namespace.counters.misses
+    known = counters.keys_ready + counters.found_disk + counters.found_shared + misses.total()
+    return counters.keys_asked - known + misses[MissReason.LATE] + misses[MissReason.SKIPPED]
 
 
 def give(rig: TieringHarness, tier: FakeTier, space: Namespace, *numbers: int, group: int = 0) -> None:

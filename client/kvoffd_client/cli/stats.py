@@ -358,15 +358,17 @@ def _disk(disk: DiskStats) -> Iterator[Line]:
 
 def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
     left = tiers.write_budget_left_bytes
+    limit = "no daily limit" if left is None else f"{format_size(left)} may be written now"
     speed = f", lately {format_rate(tiers.promotion_bytes_per_second)}" if tiers.promotion_bytes_per_second else ""
     yield (
         f"promoted {count_blocks(tiers.promoted_blocks)} ({format_size(tiers.promoted_bytes)}){speed}, "
         f"{format_count(tiers.promotions_waiting)} waiting, failed: {_failed(tiers.promotions_failed)}"
     )
+    avoided = f", {format_count(tiers.writes_avoided)} left out (no reuse expected)" if tiers.writes_avoided else ""
     missed = f", {format_count(tiers.writes_missed)} were evicted before their turn" if tiers.writes_missed else ""
     yield (
-        f"demoted {count_blocks(tiers.demoted_blocks)} ({format_size(tiers.demoted_bytes)}){missed}, disk_write "
-        f"{tiers.write_mode}, {'no daily limit' if left is None else f'{format_size(left)} may be written now'}"
+        f"demoted {count_blocks(tiers.demoted_blocks)} ({format_size(tiers.demoted_bytes)}){avoided}{missed}, "
+        f"disk_write {tiers.write_mode}, {limit}"
     )
 
 

@@ -395,8 +395,9 @@ class KvoffdManager(OffloadingManager):
             self._reported = Counter(self._counters)
             counts = [min(news[name], MAX_REPORTED) for name in metrics.REPORTED]
             # What is not new is reported too: the daemon may have been restarted.
-            if any((*self.harm.rates, *counts)):
-                self.namespace.client.report(*self.harm.rates, *counts)
+            prefill_rate = self.harm.prefill.tokens_per_second
+            if any((prefill_rate, *counts)):
+                self.namespace.client.report(prefill_rate, *counts)
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """The daemon's blocks, for the engine's own stream. The output of the first of the steps that run has come."""
