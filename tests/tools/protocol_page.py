@@ -1,12 +1,14 @@
 """Prints the wire's reference page: ``python -m tests.tools.protocol_page > proto/PROTOCOL.md``.
 
-The prose is in ``proto/PROTOCOL.template.md``, with ``$Name`` where the Struct of that name is described.
-Messages, fields, ranges and error sentences are put into it from the Structs themselves.
+The prose is in ``proto/PROTOCOL.template.md``, with ``$Name`` where the Struct of that name is described. Requests,
+replies and parts of messages that have no place there are described at ``$requests`` and ``$parts``. Fields, ranges and
+error sentences are put into it from the Structs themselves.
 """
 
 from __future__ import annotations
 
 import textwrap
+import typing
 from collections.abc import Iterable, Sequence
 from enum import Enum, IntEnum
 from pathlib import Path
@@ -25,15 +27,27 @@ from kvoffd_proto.paths import SYSTEM_DIRECTORY, SocketPaths
 TEMPLATE = Path(__file__).parents[2] / "proto" / "PROTOCOL.template.md"
 
 MODULES = (m, admin, stats, lifeline, events, errors)
+_KINDS = {kind for module in MODULES for kind in vars(module).values() if isinstance(kind, type)}
+_STRUCTS = {kind.__name__: kind for kind in _KINDS if issubclass(kind, Struct)}
 REQUESTS = {exchange.answer: request for request, exchange in m.EXCHANGES.items()}
 """By what answers them: a reply that answers nothing else needs no sentence of its own."""
 
 
 def reference() -> str:
     """The page, as Markdown."""
-    sockets = SocketPaths(SYSTEM_DIRECTORY)
-    return Template(TEMPLATE.read_text()).substitute(
-        _descriptions(),
+    sockets, template = SocketPaths(SYSTEM_DIRECTORY), Template(TEMPLATE.read_text())
+    described = _descriptions()
+    placed = [_STRUCTS[name] for name in template.get_identifiers() if name in _STRUCTS]
+    requests = dict.fromkeys(one for request, exchange in m.EXCHANGES.items() for one in (request, exchange.answer))
+    known = [*placed, *(one for one in requests if one not in placed)]
+    above = len(known)
+    for one in known:  # which grows: a part may have parts
+        of_one = dict.fromkeys(part for _, hint, _ in fields_of(one) for part in structs_in(hint))
+        known += [part for part in of_one if part not in known]
+    return template.substitute(
+        described,
+        requests="\n".join(described[one.__name__] for one in known[len(placed) : above]),
+        parts="\n".join(described[one.__name__] for one in known[above:]),
         version=m.PROTOCOL_VERSION,
         directory=SYSTEM_DIRECTORY,
         sockets="\n".join(
@@ -49,9 +63,15 @@ def reference() -> str:
 
 def _descriptions() -> dict[str, str]:
     """The description of every type of the wire by its name. The template says which are described where."""
-    kinds = {kind for module in MODULES for kind in vars(module).values() if isinstance(kind, type)}
-    structs = {kind.__name__: _struct(kind) for kind in kinds if issubclass(kind, Struct)}
-    return structs | {kind.__name__: _enum(kind) for kind in kinds if issubclass(kind, Enum)}
+    structs = {name: _struct(kind) for name, kind in _STRUCTS.items()}
+    return structs | {kind.__name__: _enum(kind) for kind in _KINDS if issubclass(kind, Enum)}
+
+
+def structs_in(hint: object) -> list[type[Struct]]:
+    """The types of messages in the type of a field."""
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        return [hint]
+    return list(dict.fromkeys(one for argument in typing.get_args(hint) for one in structs_in(argument)))
 
 
 def _exchange_table() -> str:

@@ -1,6 +1,6 @@
 """kvoffd and LMCache's multiprocess server, the same work on the same machine: ``make bench-peers``.
 
-README.md beside this file says what is measured and how.
+README.md in the folder above says what is measured and how.
 """
 
 from __future__ import annotations
