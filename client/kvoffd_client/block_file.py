@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -121,10 +122,13 @@ class BlockFile(Closing):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            self._file = self.path.open("rb")
+            # A pipe's writer is not waited for.
+            self._file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
         except OSError as error:
             raise BlockFileError(f"{path} cannot be opened ({error.strerror}).") from error
         try:
+            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                raise self._no_block_file("it is a pipe or a device")
             self._read_header()
         except BaseException:
             self._file.close()

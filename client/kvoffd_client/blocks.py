@@ -15,15 +15,31 @@ import numpy.typing as npt
 import xxhash
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.errors import BlockDamaged, BlockUnavailable, DaemonUnavailable, RequestRefused, RequestTimeout
+from kvoffd_client.errors import (
+    BlockDamaged,
+    BlockUnavailable,
+    DaemonUnavailable,
+    KvoffdClientError,
+    RequestRefused,
+    RequestTimeout,
+)
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import Geometry
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.session import ClientOptions, Closing
 from kvoffd_client.worker_client import GroupTransfer, Job, WorkerClient
-from kvoffd_proto.admin import CHECKSUM_BYTES, BlockInfo, DescribeNamespace, ListBlocks, PageSpec, ShardSpec
+from kvoffd_proto.admin import (
+    CHECKSUM_BYTES,
+    MAX_KEY_DIGITS,
+    BlockInfo,
+    DescribeNamespace,
+    ListBlocks,
+    PageSpec,
+    ShardSpec,
+)
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import READY, GroupKeys, JobResult, PageRef, TensorLayout
+from kvoffd_proto.units import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -360,6 +376,8 @@ class BlockClient(AdminClient):
 
     def list_blocks(self, namespace: str | bytes, group: int = 0, prefix: str = "") -> Iterator[BlockInfo]:
         """Yield the blocks of a group whose keys begin with some hex digits, in no order."""
+        if len(prefix) > MAX_KEY_DIGITS:
+            raise KvoffdClientError(f"{quoted(prefix)} has {len(prefix)} digits; a key has {MAX_KEY_DIGITS} at most.")
         fingerprint, position = self.find_namespace(namespace), 0
         while True:
             page = self.ask(ListBlocks, fingerprint, group, position, BLOCKS_PER_LIST, prefix)

@@ -36,14 +36,17 @@ class LoopWatch:
     """Beats in the loop and measures how late each is, less the time for which the thread had no CPU to run on.
 
     A thread of its own wakes about as often. It looks at the loop's stack when a beat is late, which costs the loop
-    nothing and knows every callback. Where it could not look either, and the process used little CPU, nothing ran.
+    nothing and knows every callback. Where it did not run either for most of that time, and the process used little
+    CPU, nothing ran.
     """
 
     def __init__(self) -> None:
         self._blocked = DurationHistogram(BOUNDS_S)
         self.loop_blocked_maximum_seconds = 0.0
         self._due_at = 0.0
-        self._seen = 0.0, ""  # the beat that was late, and what ran then
+        # The beat that was late, what ran then, and for how long at a stretch the thread that looks did not run.
+        self._seen = 0.0, "", 0.0
+        self._wake_at = 0.0
         self._warnings = RareWarnings(logger)
         self._ended = threading.Event()
         self._schedstat = -1
@@ -84,11 +87,12 @@ class LoopWatch:
         self._blocked.observe(late_s)
         self.loop_blocked_maximum_seconds = max(self.loop_blocked_maximum_seconds, late_s)
         if late_s > LOGGED_S:
-            due_at, what = self._seen
+            due_at, what, absent_s = self._seen
             if due_at != self._due_at:
-                what = STOP
-            if what == STOP and time.process_time() - self._process_s > late_s / 2:
-                what = "what was not seen"
+                what = ""
+            if not what or max(absent_s, now - self._wake_at) > late_s / 2:
+                idle = time.process_time() - self._process_s <= late_s / 2
+                what = STOP if idle else what or "what was not seen"
             self._warnings.warn("The loop was blocked for %.0f ms by %s.", late_s * 1000, what)
         self._beat_again(now)
 
@@ -107,13 +111,15 @@ class LoopWatch:
     def _watch(self, watched: int) -> None:
         """Look at the loop's stack while a beat is late. In a thread."""
         while True:
-            wake_at = max(time.monotonic() + SAMPLED_S / 4, self._due_at + SAMPLED_S)
-            if self._ended.wait(wake_at - time.monotonic()):
+            self._wake_at = max(time.monotonic() + SAMPLED_S / 4, self._due_at + SAMPLED_S)
+            if self._ended.wait(self._wake_at - time.monotonic()):
                 return
             now, due_at = time.monotonic(), self._due_at
-            if now - due_at >= SAMPLED_S and self._seen[0] != due_at:
-                late = now - wake_at > (now - due_at) / 2  # what runs now has not blocked the loop
-                self._seen = due_at, STOP if late else describe(sys._current_frames().get(watched))
+            if now - due_at >= SAMPLED_S:
+                seen, what, absent_s = self._seen
+                if seen != due_at:
+                    what, absent_s = describe(sys._current_frames().get(watched)), 0.0
+                self._seen = due_at, what, max(absent_s, now - self._wake_at)
 
 
 def describe(frame: FrameType | None) -> str:

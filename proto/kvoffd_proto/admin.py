@@ -173,6 +173,7 @@ class SetQuota(Request[Done], frozen=True):
 
 
 CHECKSUM_BYTES = 8
+MAX_KEY_DIGITS = 128
 
 
 class PageSpec(Wire, frozen=True):
@@ -247,7 +248,7 @@ class ListBlocks(Request[BlocksListed], frozen=True):
     group: GroupIndex
     position: Annotated[Count, doc("0 for the first page, else ``next_position`` of the page before.")] = 0
     limit: Annotated[int, doc("Most blocks on the page.", ge=1, le=4096)] = 1024
-    prefix: Annotated[str, doc("List only keys that begin with these hex digits.", max_length=128)] = ""
+    prefix: Annotated[str, doc("List only keys that begin with these hex digits.", max_length=MAX_KEY_DIGITS)] = ""
 
 
 # --- traces ----------------------------------------------------------------------------------------

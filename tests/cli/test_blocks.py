@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -155,3 +156,20 @@ def test_an_import_does_not_hold_the_file_in_memory(cli: Cli, tmp_path: Path) ->
                 assert said[1].endswith("blocks of the file were evicted: the pool is too small for all.")
     # The buffer, as many blocks beside it, and what the client itself needs.
     assert most_kib[0] - most_kib[1] < 40 << 10, most_kib
+
+
+def test_what_cannot_be_a_key_or_a_file_of_blocks_is_one_sentence(engine: FakeEngine, cli: Cli, tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for command, words in (
+        ((*SHOW_BLOCK, os.fsdecode(b"\xff"), *NAMED), "is not UTF-8"),
+        ((*SHOW_BLOCK, "a" * 129, *NAMED), "has 129 digits"),
+        ((*LIST_BLOCKS, *NAMED, "--prefix", "a" * 200), "has 200 digits"),
+        ((*EXPORT, str(tmp_path / "out"), *NAMED, "--prefix", "a" * 200), "has 200 digits"),
+        ((*IMPORT, str(pipe)), "it is a pipe or a device"),
+        ((*IMPORT, str(tmp_path)), "(Is a directory)"),
+        ((*IMPORT, "/dev/zero"), "it is a pipe or a device"),
+    ):
+        status, out, err = cli(*command)
+        assert (status, out, err.count("\n")) == (2, "", 1), err
+        assert words in err
+    assert list(tmp_path.iterdir()) == [pipe]

@@ -16,6 +16,7 @@ from kvoffd_client.cli.health import fitted
 from kvoffd_client.cli.target import CliError
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.paths import is_utf8
 
 EXIT_REFUSED, EXIT_NOT_NOTED, EXIT_INTERRUPTED = 2, 3, 130
 COMPLETION = "_KVOFFD_CLI_COMPLETE"
@@ -81,6 +82,9 @@ def run(given: list[str]) -> int:
     0 is success, 2 an error with one sentence on stderr, 3 done but not written down, 130 Ctrl-C; each command's help
     names the others.
     """
+    for word in given:
+        if not is_utf8(word):
+            return _refuse(f"{os.fsencode(word)!r} is not UTF-8; give it in UTF-8.")
     command = make_command(given[:1] if given and given[0] in COMMANDS else COMMANDS)
     try:
         # Not Command.main(), which has its own way with Ctrl-C and with a reader that closes its pipe.

@@ -322,7 +322,7 @@ class KvoffdManager(OffloadingManager):
             began, now = now, self._clock()
             self._wait_left_s -= now - began
             if not came:
-                self._counters[metrics.LOOKUP_WAITS_IN_VAIN] += 1
+                self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += 1
                 self._no_wait_before = now + WAIT_PAUSE_S
         else:
             self.namespace.client.poll()

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 CONNECTED = "vllm:kvoffd_connected"
 LOOKUPS = "vllm:kvoffd_lookups"
 LOOKUP_WAITS = "vllm:kvoffd_lookup_waits"
-LOOKUP_WAITS_IN_VAIN = "vllm:kvoffd_lookup_waits_in_vain"
+LOOKUP_WAITS_TIMED_OUT = "vllm:kvoffd_lookup_waits_timed_out"
 LATE_LOOKUPS = "vllm:kvoffd_late_lookups"
 FAILED_LOADS = "vllm:kvoffd_failed_loads"
 FAILED_STORES = "vllm:kvoffd_failed_stores"
@@ -29,7 +29,7 @@ _GAUGES = {
 _COUNTERS = {
     LOOKUPS: "Lookups sent to the kvoffd daemon.",
     LOOKUP_WAITS: "Times that the scheduler waited for a lookup's answer: 1 ms a step at most, 5 if it is idle.",
-    LOOKUP_WAITS_IN_VAIN: "Waits of these in which no answer came; each ends all such waiting for 0.1 s.",
+    LOOKUP_WAITS_TIMED_OUT: "Waits of these in which no answer came; each ends all such waiting for 0.1 s.",
     LATE_LOOKUPS: ("Lookups that counted as misses since no answer came in the time that computing the prompt takes."),
     FAILED_LOADS: "Loads that failed; their requests were recomputed.",
     FAILED_STORES: "Stores of which at least one block was not stored.",
