@@ -181,6 +181,19 @@ def test_a_refused_segment_is_a_refusal_with_the_daemons_sentence(new_worker: Wo
     assert not link.is_open
 
 
+def test_descriptors_are_attached_one_after_the_other(new_worker: WorkerClient, link: PaperLink) -> None:
+    """The kernel bounds those of a user that are on their way, and the stream's buffer is small."""
+    new_worker.tick(0.0)
+    greet(new_worker, 0.0)
+    welcome(new_worker, link, 0.0)
+    for segment in range(2):
+        assert link.attached == list(range(segment + 1))
+        new_worker.on_lifeline_message(lifeline.Attached(segment), 0.0)
+    assert link.count(m.Register) == 1
+    new_worker.on_lifeline_message(lifeline.Attached(7), 0.0)
+    assert not link.is_open, "that was not sent"
+
+
 def test_pauses_between_attempts_double_up_to_the_bound(new_scheduler: SchedulerClient, link: PaperLink) -> None:
     link.refuse_to_open = True
     now, pauses = 0.0, []

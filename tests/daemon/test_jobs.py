@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -419,6 +420,18 @@ def test_unregister_ends_the_hold_on_the_memory(faulty: DaemonProcess) -> None:
         assert "memfd:unregistered" not in Path(f"/proc/{faulty.pid}/maps").read_text()
         assert "registrations" not in books(faulty.directory).held
         assert refused(worker.store, cache, keys(8), [0]) == "unknown_registration"
+
+
+def test_the_last_word_to_a_client_that_leaves_is_that_its_memory_is_free(faulty: DaemonProcess) -> None:
+    """After the last byte of a copy that runs. Without it the client would have to wait for the daemon's process."""
+    with SharedMemory(32 * PAGE_BYTES, "left") as memory, engine(faulty) as (worker, _):
+        cache = worker.register(memory)
+        with faulty.fault("store slow 1"):
+            worker.submit(cache, [store_of(1, keys(7), [0])])
+            wait_until(lambda: books(faulty.directory).store.running_jobs == 1)
+            worker.stream.shutdown(socket.SHUT_WR)
+            assert worker.is_released()
+            assert books(faulty.directory).store.running_jobs == 0
 
 
 def test_a_store_whose_end_fails_inside_has_a_result(faulty: DaemonProcess, memory: SharedMemory) -> None:

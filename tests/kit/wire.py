@@ -319,6 +319,12 @@ class WireClient(Closing):
         except ConnectionResetError:
             pass
 
+    def is_released(self) -> bool:
+        """Whether the daemon's last word over the lifeline is that it touches the client's memory no more."""
+        while data := self.stream.recv(4096):
+            self._bodies += self._frames.feed(data)
+        return [*map(lifeline.decode_from_daemon, self._bodies)][-1:] == [lifeline.MemoryReleased()]
+
     # --- requests -------------------------------------------------------------------------------
 
     def next_number(self) -> int:

@@ -6,13 +6,16 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
 
+from kvoffd.pool import backing as backing_module
 from kvoffd.pool.allocator import PoolSegment, cut_pool
-from kvoffd.pool.backing import MemfdBacking
+from kvoffd.pool.backing import FileBacking, MemfdBacking
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.slot_table import FREE_RECORD, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
 from kvoffd.system.limits import MemoryLimit
@@ -76,6 +79,27 @@ def test_descriptors_that_are_no_pool_are_refused_with_a_reason() -> None:
 
 
 # --- the table's format ------------------------------------------------------------------------
+
+
+def test_memory_that_a_pool_has_already_is_there_for_it(pool_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a daemon that starts again would be refused on a machine that its pool nearly fills."""
+    monkeypatch.setattr(backing_module, "memory_limit", lambda: MemoryLimit(1000, "what is free"))
+
+    def limit(backing: MemfdBacking | FileBacking) -> int:
+        with closing(backing):
+            return backing.limit().bytes
+
+    with closing(FileBacking(pool_file)) as backing:
+        assert backing.limit().bytes == 1000
+        made = Pool(MIB, limit=MemoryLimit(2 * MIB, "the test"), backing=backing)
+        made.touch(1, lambda _: None)
+        backing.publish()
+        made.close()
+    assert limit(FileBacking(pool_file)) == 1000 + pool_file.stat().st_blocks * 512 > MIB
+    fds = os.memfd_create("pool"), os.memfd_create("table")
+    for fd in fds:
+        os.pwrite(fd, bytes(8192), 0)
+    assert limit(MemfdBacking(fds)) == 1000 + 2 * 8192
 
 
 def test_the_table_is_at_most_two_percent_of_the_pool() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,15 @@ def test_damage_of_any_byte_is_seen(
             state.restore()
             assert "is of no use" in caplog.text
             assert state.file.flush(10.0)
+
+
+def test_a_file_of_deeply_nested_brackets_is_of_no_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, next_state: Callable[[], State]
+) -> None:
+    body = b'{"lifetime":{"x":' + b"[" * 50_000
+    (tmp_path / STATE_FILE).write_bytes(b"%08x\n" % zlib.crc32(body) + body)
+    assert next_state().generation(ONE) == 0
+    assert "is of no use" in caplog.text
 
 
 def test_generations_only_rise_and_all_are_raised_at_once(next_state: Callable[[], State]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, KvoffdError
 from kvoffd.server.jobs import checked_parts
+from kvoffd.server.lifeline import Connection
 from kvoffd.server.memory import EngineMemory, OnMapped
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
@@ -146,6 +148,26 @@ def test_load_fails_when_others_find_its_block_corrupt(bench: Bench) -> None:
     assert (result.error, result.failed) == (ErrorCode.CHECKSUM, [m.GroupKeys(0, KEY)])
 
 
+def test_load_compares_what_an_earlier_daemon_wrote_until_somebody_has_compared_it(bench: Bench) -> None:
+    """Whatever share of the loads is compared."""
+    cache, worker, scheduler = bench.service.cache, bench.session(), bench.session(m.Role.SCHEDULER)
+    bench.copy(worker)
+    bench.end_copy()
+    (check,) = cache.checks(cache.slots.in_use.nonzero()[0])
+    cache.table.records["checksum"][check.slot] = 5  # as it is found in an earlier daemon's pool
+    compared: list[object] = []
+    for number in (1, 2):
+        lease = scheduler.id << 32 | number
+        bench.ask(scheduler, m.Lookup(1, NAMESPACE, lease, [m.GroupKeys(0, KEY)]))
+        bench.copy(worker, lease)
+        checksums = bench.copies[0].checksums
+        compared.append(checksums and checksums.expected)
+        if checksums is not None:
+            checksums.sums[:] = [5]
+        bench.end_copy()
+    assert compared == [[5], None]
+
+
 def test_the_policy_knows_what_was_asked_for_before_it_judges_a_store(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +206,18 @@ def test_checksums_that_stores_left_out_are_taken_when_there_is_time() -> None:
     assert (scrubber.report(1).checked_slots, scrubber.report(1).mismatches) == (3, 0)
 
 
+def test_a_step_of_scrubbing_reads_no_more_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of engines wait for it."""
+    rig = CacheRig(units=64, region_units=8)
+    rig.commit(rig.begin(rig.open("one"), 0, 0, keys_of(1, 2, 3)), checksum=0)
+    monkeypatch.setattr("kvoffd.server.scrubber.STEP_BYTES", 1)
+    scrubber = Scrubber(rig.cache, lambda: 0.0)
+    for _ in range(3):
+        (check,) = scrubber.next_step()
+        scrubber.finish_step([check], [7])
+    assert not scrubber.has_work
+
+
 # --- registrations ---------------------------------------------------------------------------------
 
 
@@ -204,6 +238,18 @@ def test_register_of_a_session_that_ends_meanwhile(bench: Bench, monkeypatch: py
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
     assert service.outgoing()[1] == []
+
+
+def test_a_peer_that_wrote_before_it_died_is_dead() -> None:
+    """What it wrote is unread, and would hide its end from who peeks; a store of it must not be committed."""
+    ours, theirs = socket.socketpair()
+    lifeline = Connection(ours, os.close)
+    theirs.send(b"unread")
+    assert lifeline.alive()
+    theirs.close()
+    assert not lifeline.alive()
+    lifeline.close()
+    assert not lifeline.alive()
 
 
 # --- what a job names ------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import uvloop
@@ -167,6 +167,33 @@ def test_calls_of_other_threads_are_made_and_what_they_leave_is_sent(directory: 
         assert made == list(range(500))
 
     with_clients(directory, run, service)
+
+
+class Noting:
+    """A socket that notes its name before each frame that it sends."""
+
+    def __init__(self, name: str, socket: object, sent: list[str]) -> None:
+        self._name, self._socket, self._sent = name, socket, sent
+
+    def __getattr__(self, name: str) -> object:
+        if name == "send":
+            self._sent.append(self._name)
+        return getattr(self._socket, name)
+
+
+def test_results_go_out_before_the_reply_that_tells_of_them(directory: Path) -> None:
+    service, sent = Echo(), list[str]()
+    service.during = lambda _: service.publications.append((b"topic", b"1", b"payload"))
+
+    def run(room: Room) -> None:
+        sockets: Any = room.sockets
+        sockets._jobs, sockets._events = Noting("reply", sockets._jobs, sent), Noting("result", sockets._events, sent)
+        client = room.client()
+        client.send(b"request")
+        assert client.recv() == b"request"
+
+    with_clients(directory, run, service)
+    assert sent == ["result"] * 3 + ["reply"] * 2
 
 
 def test_a_busy_daemon_leaves_turns_of_the_loop_to_others(directory: Path) -> None:

@@ -64,6 +64,11 @@ def test_the_tightest_cgroup_or_the_machine_bounds(tmp_path: Path) -> None:
         assert source in limit.source
 
 
+def test_where_there_is_no_proc_nothing_bounds(tmp_path: Path) -> None:
+    """As in a sandbox: the pool is refused by the kernel or not at all."""
+    assert memory_limit(tmp_path / "proc", tmp_path / "cgroup").bytes > 2**60
+
+
 def test_a_pool_that_does_not_fit_is_refused_with_both_numbers() -> None:
     limit = MemoryLimit(5 * GIB, "the memory cgroup /x")
     check_fits(5 * GIB, limit)

@@ -54,6 +54,17 @@ def test_a_status_cannot_bring_in_another_field(listener: socket.socket, notifie
     assert len(said["STATUS"]) == 1024
 
 
+def test_a_long_start_asks_for_more_time_and_what_is_stored_is_not_watched(
+    listener: socket.socket, notifier: Notifier
+) -> None:
+    """To touch a large pool takes minutes. A descriptor that systemd watches it drops at its EOF."""
+    notifier.starting("Touching the pool: 1 of 2.")
+    assert heard(listener) == {"EXTEND_TIMEOUT_USEC": "30000000", "STATUS": "Touching the pool: 1 of 2."}
+    with open(os.devnull, "rb") as stored:
+        notifier.store_fd("pool", stored.fileno())
+        assert heard(listener) == {"FDSTORE": "1", "FDNAME": "pool", "FDPOLL": "0"}
+
+
 @pytest.mark.parametrize("address", ["vsock:2:1", "relative/path"])
 def test_an_address_that_cannot_be_used_is_said_and_ignored(address: str, caplog: pytest.LogCaptureFixture) -> None:
     notifier = Notifier({"NOTIFY_SOCKET": address})

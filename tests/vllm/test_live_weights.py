@@ -83,6 +83,21 @@ def test_each_tensor_of_a_composed_parameter_counts() -> None:
     assert LiveWeights(lambda: [unreadable]).digest() is None
 
 
+def test_layers_that_lora_has_wrapped_are_the_same_weights() -> None:
+    """vLLM does so where LoRA is on; plain prompts of such engines and others share their blocks."""
+
+    def model(*, wrapped: bool) -> torch.nn.Module:
+        made: Any = torch.nn.Module()
+        made.layer = torch.nn.Module() if wrapped else torch.nn.Linear(2, 2, bias=False)
+        plain = made.layer
+        if wrapped:
+            plain = made.layer.base_layer = torch.nn.Linear(2, 2, bias=False)
+        plain.weight.data.fill_(1.0)
+        return made  # type: ignore[no-any-return]
+
+    assert digest(model(wrapped=True)) == digest(model(wrapped=False))
+
+
 class WithExperts(Model):
     """A rank's model that computes with experts of other ranks too."""
 
