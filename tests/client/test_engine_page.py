@@ -19,7 +19,7 @@ pytest_plugins = ["kvoffd_client.fixtures"]
 
 
 def test_the_lines_of_the_page_run(shared_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    program, whole_engine, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    program, whole_engine = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert f"A test runs these {sum(bool(line) for line in program.splitlines())} lines." in PAGE.read_text()
     exec(compile(program, str(PAGE), "exec"), {"directory": shared_daemon.directory})  # noqa: S102 - the page is ours
     assert capsys.readouterr().out == "Job 1 copied 16384 bytes.\n"
