@@ -143,7 +143,7 @@ class BlockTable(Structure):
     @property
     def nbytes(self) -> int:
         """Memory of the index and the arrays, untouched pages among it."""
-        return int(8 << self.index.bits) + self._arrays_bytes
+        return int(self.index.nbytes) + self._arrays_bytes
 
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
         """By key: the state of its block and the number; FREE and NO_BLOCK where there is none."""

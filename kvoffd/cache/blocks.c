@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 /* Of everything that C and Python share: system/native.py has it too, and refuses another one. */
-const uint32_t kvoffd_version = 9;
+const uint32_t kvoffd_version = 10;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
@@ -50,12 +50,15 @@ void kvoffd_blocks_close(struct blocks *x)
 static void find_some(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                       uint64_t *hashed, uint8_t *states, uint32_t *blocks)
 {
+    uint64_t *places[TOGETHER];
+
     for (uint64_t i = 0; i < count; i++) {
         hashed[i] = hash(x, group, keys + i * key_bytes, key_bytes);
-        __builtin_prefetch(&x->index.entries[home(&x->index, hashed[i])]);
+        places[i] = home(&x->index, hashed[i]);
+        __builtin_prefetch(places[i]);
     }
     for (uint64_t i = 0; i < count; i++) {
-        uint64_t entry = x->index.entries[home(&x->index, hashed[i])];
+        uint64_t entry = *places[i];
         if (!entry)
             continue;
         __builtin_prefetch(key_of(x, slot_of(entry)));
@@ -63,7 +66,7 @@ static void find_some(const struct blocks *x, uint32_t group, const uint8_t *key
         __builtin_prefetch(&x->state[slot_of(entry)]);
     }
     for (uint64_t i = 0; i < count; i++) {
-        uint64_t entry = x->index.entries[find(x, hashed[i], group, keys + i * key_bytes, key_bytes)];
+        uint64_t entry = *find_from(x, places[i], hashed[i], group, keys + i * key_bytes, key_bytes);
         blocks[i] = entry ? slot_of(entry) : NONE;
         states[i] = entry ? x->state[slot_of(entry)] : FREE;
     }
@@ -148,15 +151,15 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
 }
 
 /* Makes blocks of free slots, [count][ranks], for keys none of which is there: their records name the namespace and its
- * group, and all their shards are still to be written. The index has room. Returns how many: fewer where a key is there. */
+ * group, and all their shards are still to be written. Returns how many: fewer where a key is there or there is no memory. */
 static uint64_t enter(struct blocks *x, const struct block_group *g, const uint32_t *slots, uint64_t count,
                       const uint8_t *keys)
 {
     for (uint64_t i = 0; i < count; i++) {
         const uint8_t *key = keys + i * g->key_bytes;
         const uint32_t *of_block = slots + i * g->ranks;
-        uint64_t hashed = hash(x, g->number, key, g->key_bytes), place = find(x, hashed, g->number, key, g->key_bytes);
-        if (x->index.entries[place])
+        uint64_t hashed = hash(x, g->number, key, g->key_bytes), *entry;
+        if (*find(x, hashed, g->number, key, g->key_bytes) || !(entry = new_place(&x->index, hashed)))
             return i;
         for (uint64_t rank = 0; rank < g->ranks; rank++) {
             uint32_t slot = of_block[rank];
@@ -175,8 +178,7 @@ static uint64_t enter(struct blocks *x, const struct block_group *g, const uint3
         }
         x->missing[of_block[0]] = g->ranks;
         x->pages[of_block[0]] = g->pages;
-        x->index.entries[place] = entry_of(hashed, of_block[0]);
-        x->index.used++;
+        *entry = entry_of(hashed, of_block[0]);
     }
     return count;
 }
@@ -189,8 +191,6 @@ uint64_t kvoffd_blocks_take(struct blocks *x, struct slots *slots, const struct 
 {
     uint64_t found[MOST_RANKS], least, first;
 
-    if (!make_room(&x->index, count))
-        return NONE;
     for (;; count /= 2) {
         least = count;
         for (uint64_t rank = 0; rank < g->ranks; rank++) {
@@ -361,10 +361,10 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t c
         uint32_t block = blocks[i], at = block;
         const uint8_t *key = key_of(x, block);
         uint64_t key_bytes = record_of(x, block)[KEY_BYTES], hashed = hash(x, x->group[block], key, key_bytes);
-        uint64_t place = find(x, hashed, x->group[block], key, key_bytes);
-        if (!x->index.entries[place] || slot_of(x->index.entries[place]) != block)
+        uint64_t *entry = find(x, hashed, x->group[block], key, key_bytes);
+        if (!*entry || slot_of(*entry) != block)
             return i;
-        remove_at(&x->index, place);
+        remove_at(&x->index, entry);
         memcpy(keys, key, key_bytes);
         keys += key_bytes;
         if (reason)
@@ -380,7 +380,8 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t c
 }
 
 /* Drops blocks of a group, and enters others of it, for keys none of which is there, in their slots: finds the keys of the
- * former, and the slots, [count][ranks]. Returns how many it entered: fewer where a block was held or a key is there. */
+ * former, and the slots, [count][ranks]. Returns how many it entered: fewer where a block was held, a key is there, or there
+ * is no memory. */
 uint64_t kvoffd_blocks_replace(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count,
                                const uint8_t *keys, uint64_t reason)
 {
@@ -390,7 +391,7 @@ uint64_t kvoffd_blocks_replace(struct blocks *x, const struct block_group *g, co
         return 0;
     if (released->slots < count * g->ranks || released->corrupt)
         return 0;
-    return enter(x, g, x->numbers, count, keys); /* the index has as many fewer */
+    return enter(x, g, x->numbers, count, keys);
 }
 
 /* The number of the group that all the blocks are of; 0 where one has pins and they should be `loose`. */
@@ -438,7 +439,7 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
             verdicts[i] = AGAIN;
             continue;
         }
-        uint64_t entry = x->index.entries[find(x, hashed, group, key, key_bytes)];
+        uint64_t entry = *find(x, hashed, group, key, key_bytes);
         verdicts[i] = LACKING;
         if (entry) {
             uint32_t block = blocks[i] = slot_of(entry), slot = slot_of_rank(x, block, rank);

@@ -60,22 +60,25 @@ static inline uint64_t hash(const struct blocks *x, uint32_t group, const uint8_
     return hash_of(&x->index, group, key, key_bytes);
 }
 
-/* The place of the key's entry, or the empty one where it belongs. */
-static inline uint64_t find(const struct blocks *x, uint64_t hashed, uint32_t group, const uint8_t *key,
-                            uint64_t key_bytes)
+/* The place of the key's entry, from its home on, or an empty one. */
+static inline uint64_t *find_from(const struct blocks *x, uint64_t *place, uint64_t hashed, uint32_t group,
+                                  const uint8_t *key, uint64_t key_bytes)
 {
-    for (uint64_t place = home(&x->index, hashed);; place = next_place(&x->index, place)) {
-        uint64_t entry = x->index.entries[place];
-        if (!entry)
-            return place;
+    for (uint64_t entry; (entry = *place); place++)
         if (entry >> 32 == hashed >> 32 && x->group[slot_of(entry)] == group &&
             !memcmp(key_of(x, slot_of(entry)), key, key_bytes))
-            return place;
-    }
+            break;
+    return place;
+}
+
+static inline uint64_t *find(const struct blocks *x, uint64_t hashed, uint32_t group, const uint8_t *key,
+                             uint64_t key_bytes)
+{
+    return find_from(x, home(&x->index, hashed), hashed, group, key, key_bytes);
 }
 
 /* The place of a block's entry, or an empty one where it has none. */
-static inline uint64_t place_of(const struct blocks *x, uint32_t block)
+static inline uint64_t *place_of(const struct blocks *x, uint32_t block)
 {
     const uint8_t *record = record_of(x, block);
     uint64_t key_bytes = record[KEY_BYTES];

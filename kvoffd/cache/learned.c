@@ -4,7 +4,8 @@
  * of 64 bits, never 0, and nothing else of it is kept: two keys with one hash would be taken for one, which with 100
  * million keys happens once in 3,700 daemons and costs a decision about one block.
  */
-#include "../system/key_hash.h"
+#define WORDS 2 /* struct place */
+#include "../system/slot_index.h"
 
 #include <math.h>
 #include <stdint.h>
@@ -64,6 +65,7 @@ struct keys {
     uint64_t hashes[]; /* and behind them handles of blocks, 0 for none */
 };
 
+/* Where a key is. */
 struct place {
     uint64_t hash; /* 0 where the entry is empty */
     uint32_t span, place;
@@ -99,9 +101,7 @@ struct learned {
     struct known known;
     struct counts counts;
     double admission_score[CLASSES];
-    uint64_t seed[2];
-    struct place *places; /* [2^place_bits] open addressing with linear probing, by the upper bits of a hash */
-    uint32_t place_bits;
+    struct slot_index places; /* of known keys */
     struct span *spans; /* [span_room], by number, of which those from `span_top` on were never used */
     uint32_t span_room, span_top, unused_spans; /* the latter linked by `child` */
     uint64_t keys_bytes; /* of all spans' keys */
@@ -141,44 +141,20 @@ static void *scratch(struct learned *l, uint64_t nbytes)
     return l->scratch;
 }
 
-enum { FEWEST_BITS = 10 };
-
-static uint64_t place_room(const struct learned *l)
-{
-    return 1ULL << l->place_bits;
-}
-
-/* Where a key's entry is, unless others were there. */
-static uint64_t home_of(const struct learned *l, uint64_t hash)
-{
-    return hash >> (64 - l->place_bits);
-}
-
-/* Where a key is, or would be. */
+/* Where a key is, or an empty place. */
 static struct place *find_place(const struct learned *l, uint64_t hash)
 {
-    for (uint64_t at = home_of(l, hash);; at = (at + 1) & (place_room(l) - 1))
-        if (!l->places[at].hash || l->places[at].hash == hash)
-            return &l->places[at];
+    struct place *there = (struct place *)home(&l->places, hash);
+
+    while (there->hash && there->hash != hash)
+        there++;
+    return there;
 }
 
 /* A key will be looked for soon. */
 static void fetch_place(const struct learned *l, uint64_t hash)
 {
-    __builtin_prefetch(&l->places[home_of(l, hash)]);
-}
-
-static void make_places(struct learned *l, uint32_t bits)
-{
-    struct place *before = l->places;
-    uint64_t room = before ? place_room(l) : 0;
-
-    l->place_bits = bits;
-    l->places = or_end(calloc(place_room(l), sizeof *l->places));
-    for (uint64_t at = 0; at < room; at++)
-        if (before[at].hash)
-            *find_place(l, before[at].hash) = before[at];
-    free(before);
+    __builtin_prefetch(home(&l->places, hash));
 }
 
 /* Says where a key is, wherever it was. */
@@ -187,10 +163,7 @@ static void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t 
     struct place *there = find_place(l, hash);
 
     if (!there->hash) {
-        if (4 * (l->known.known_keys + 1) > 3 * place_room(l)) {
-            make_places(l, l->place_bits + 1);
-            there = find_place(l, hash);
-        }
+        there = or_end(new_place(&l->places, hash));
         l->known.known_keys++;
     }
     *there = (struct place){ .hash = hash, .span = span, .place = place };
@@ -200,17 +173,10 @@ static void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t 
 static void remove_place(struct learned *l, uint64_t hash, uint32_t span)
 {
     struct place *there = find_place(l, hash);
-    uint64_t hole = there - l->places, mask = place_room(l) - 1;
 
     if (!there->hash || there->span != span)
         return;
-    for (uint64_t at = (hole + 1) & mask; l->places[at].hash; at = (at + 1) & mask)
-        /* It may move up if its home is not behind the hole. */
-        if (((at - home_of(l, l->places[at].hash)) & mask) >= ((at - hole) & mask)) {
-            l->places[hole] = l->places[at];
-            hole = at;
-        }
-    l->places[hole].hash = 0;
+    remove_at(&l->places, &there->hash);
     l->known.known_keys--;
 }
 
@@ -776,7 +742,7 @@ static void forget_some(struct learned *l, uint64_t added)
         }
         done += forget_tail(l, number, most - done);
     }
-    l->known.nbytes = sizeof *l + place_room(l) * sizeof(struct place) + l->span_top * sizeof *l->spans + l->keys_bytes;
+    l->known.nbytes = sizeof *l + l->places.nbytes + l->span_top * sizeof *l->spans + l->keys_bytes;
 }
 
 /* --- what requests ask for and stores offer: their keys' spans, and the classes of these --- */
@@ -807,7 +773,7 @@ static void hash_keys(struct learned *l, uint64_t name, const uint8_t *keys, uin
                    uint64_t *hashes)
 {
     for (uint64_t i = 0; i < count; i++, keys += key_bytes) {
-        uint64_t found = key_hash(l->seed[0] ^ name, l->seed[1], keys, key_bytes);
+        uint64_t found = hash_of(&l->places, name, keys, key_bytes);
         hashes[i] = found ? found : 1;
     }
 }
@@ -1381,11 +1347,10 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
     if (!l)
         return NULL;
     l->known.lifetime = lifetime;
-    memcpy(l->seed, seed, sizeof l->seed);
     l->learn_at = lifetime / 4;
     for (int bin = 0; bin < BINS; bin++)
         l->counts.edges[bin] = AGES[bin] * lifetime;
-    make_places(l, FEWEST_BITS);
+    or_end(open_index(&l->places, seed) ? l : NULL);
     l->span_room = FEWEST;
     l->spans = or_end(calloc(FEWEST, sizeof *l->spans));
     l->span_top = 1; /* number 0 is none */
@@ -1400,7 +1365,7 @@ void kvoffd_learned_free(struct learned *l)
     for (uint32_t number = 1; number < l->span_top; number++)
         free(l->spans[number].keys);
     free(l->spans);
-    free(l->places);
+    close_index(&l->places);
     free(l->scratch);
     free(l);
 }

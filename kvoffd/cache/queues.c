@@ -41,12 +41,12 @@ static void take(struct queues *x, uint32_t at)
 }
 
 /* The place of an entry with this hash, or an empty one. */
-static uint64_t place_of(const struct queues *x, uint64_t hash)
+static uint64_t *place_of(const struct queues *x, uint64_t hash)
 {
-    uint64_t place = home(&x->index, hash), entry;
+    uint64_t *place = home(&x->index, hash);
 
-    while ((entry = x->index.entries[place]) && x->entries[slot_of(entry)].hash != hash)
-        place = next_place(&x->index, place);
+    while (*place && x->entries[slot_of(*place)].hash != hash)
+        place++;
     return place;
 }
 
@@ -131,11 +131,11 @@ uint64_t kvoffd_queues_insert(struct queues *x, uint32_t group, const uint8_t *k
 {
     for (uint64_t i = 0; i < count; i++) {
         uint64_t hash = x->most_ghosts ? hash_of(&x->index, group, keys + i * key_bytes, key_bytes) : 0;
-        uint64_t place = x->most_ghosts && make_room(&x->index, 1) ? place_of(x, hash) : NONE;
-        uint32_t at = 0, queue = ONCE;
-        if (place != NONE && x->index.entries[place]) {
+        uint64_t *entry = x->most_ghosts ? place_of(x, hash) : NULL;
+        uint32_t at, queue = ONCE;
+        if (entry && *entry) {
             double once = x->counts[ONCE_GHOSTS], again = x->counts[AGAIN_GHOSTS];
-            at = slot_of(x->index.entries[place]);
+            at = slot_of(*entry);
             if (x->entries[at].queue < ONCE_GHOSTS)
                 return i;
             if (x->entries[at].queue == ONCE_GHOSTS)
@@ -144,11 +144,11 @@ uint64_t kvoffd_queues_insert(struct queues *x, uint32_t group, const uint8_t *k
                 x->target -= once > again ? once / again : 1;
             take(x, at);
             queue = AGAIN;
-        } else if ((x->most_ghosts && place == NONE) || !(at = new_entry(x)))
-            return i;
-        else if (x->most_ghosts) {
-            x->index.entries[place] = entry_of(hash, at);
-            x->index.used++;
+        } else {
+            if ((entry && !(entry = new_place(&x->index, hash))) || !(at = new_entry(x)))
+                return i;
+            if (entry)
+                *entry = entry_of(hash, at);
         }
         x->entries[at].hash = hash;
         x->entries[at].block = blocks[i];

@@ -29,7 +29,6 @@ struct recovery {
     uint64_t heads_found, discarded_found, bad_found, used_found;
     /* Of the discarded: those of numbers that are not known, below `next_number` and from it on; of incomplete blocks. */
     uint64_t next_number, reset_found, unwritten_found, incomplete_found;
-    uint64_t expected; /* blocks, at most */
 };
 
 /* The size of the slot as its region has it; 0 where there is no such slot. */
@@ -96,21 +95,20 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
     if (!length || length != r->lengths[group->lengths_at + rank] || size != (pages < LEAST_SLOT ? LEAST_SLOT : pages))
         return 0;
     const uint8_t *key = record + KEY;
-    if (!make_room(&x->index, 1))
-        return 0;
     uint64_t hashed = hash(x, group->number, key, group->key_bytes);
-    uint64_t place = find(x, hashed, group->number, key, group->key_bytes);
+    uint64_t *entry = find(x, hashed, group->number, key, group->key_bytes), found = *entry;
+    if (!found && !(entry = new_place(&x->index, hashed)))
+        return 0;
     x->group[slot] = group->number;
     x->state[slot] = NOT_FIRST;
-    if (!x->index.entries[place]) {
-        x->index.entries[place] = entry_of(hashed, slot);
-        x->index.used++;
+    if (!found) {
+        *entry = entry_of(hashed, slot);
         x->next[slot] = slot;
         x->missing[slot] = group->ranks;
         r->heads[r->heads_found++] = slot;
         return 1;
     }
-    uint32_t head = slot_of(x->index.entries[place]), before = head;
+    uint32_t head = slot_of(found), before = head;
     do { /* a rank that is there twice keeps what is newer; one slot takes the other's place in the ring */
         uint32_t there = x->next[before];
         if (rank_of(x, there) == rank) {
@@ -120,7 +118,7 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
             if (there != before)
                 x->next[before] = slot;
             if (there == head) {
-                x->index.entries[place] = entry_of(hashed, slot);
+                *entry = entry_of(hashed, slot);
                 x->missing[slot] = x->missing[there];
                 r->heads[r->heads_found++] = slot;
             }
@@ -141,7 +139,7 @@ static void prefetch(const struct recovery *r, const uint8_t *record)
     const struct group *group = group_of(r, record);
 
     if (group && record[KEY_BYTES] == group->key_bytes)
-        __builtin_prefetch(&r->blocks->index.entries[home(&r->blocks->index, hash(r->blocks, group->number, record + KEY, group->key_bytes))]);
+        __builtin_prefetch(home(&r->blocks->index, hash(r->blocks, group->number, record + KEY, group->key_bytes)));
 }
 
 /* Judges `count` records, the first of which is of slot `first`. */
@@ -150,8 +148,6 @@ void kvoffd_recover_records(struct recovery *r, const uint8_t *records, uint64_t
     struct blocks *x = r->blocks;
     uint32_t crcs[RECORDS_TOGETHER];
 
-    if (!x->index.used)
-        make_room(&x->index, r->expected); /* at once: to grow takes longer */
     for (uint64_t i = 0; i < count; i++) {
         const uint8_t *record = records + i * RECORD;
         uint64_t state = READ(record, uint64_t, 0);
@@ -206,7 +202,7 @@ void kvoffd_recover_blocks(struct recovery *r)
             r->used[r->used_found++] = slots[rank];
         }
         if (slots[0] != head) {
-            uint64_t *entry = &x->index.entries[place_of(x, head)];
+            uint64_t *entry = place_of(x, head);
             *entry = entry_of(*entry, slots[0]);
         }
         x->state[slots[0]] = READY;

@@ -18,7 +18,6 @@ from kvoffd.cache.block_table import CORRUPT, NOT_FIRST, BlockIds, BlockTable
 from kvoffd.cache.policy import Group
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import FREE_RECORD, RECORD_BYTES, SlotTable
-from kvoffd.system.files import held_bytes
 from kvoffd.system.native import native
 
 _BATCH_BYTES = 4 << 20
@@ -63,10 +62,7 @@ class _Recovery(ctypes.Structure):
             )
         ),
         *((name, ctypes.c_uint64) for name in ("heads_found", "discarded_found", "bad_found", "used_found")),
-        *(
-            (name, ctypes.c_uint64)
-            for name in ("next_number", "reset_found", "unwritten_found", "incomplete_found", "expected")
-        ),
+        *((name, ctypes.c_uint64) for name in ("next_number", "reset_found", "unwritten_found", "incomplete_found")),
     )
 
 
@@ -109,7 +105,6 @@ def recover(
         *(heads.ctypes.data, generations.ctypes.data, discarded.ctypes.data, bad.ctypes.data, used.ctypes.data),
     )
     recovery.next_number = next_number
-    recovery.expected = min(count, held_bytes(os.fstat(fd)) // RECORD_BYTES)
     reference = ctypes.byref(recovery)
     _judge_records(fd, table, reference)
     native().recover_blocks(reference)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 9
+VERSION = 10
 """Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
 changes: an old library would read wrong memory."""
 
@@ -30,9 +30,11 @@ class SlotIndex(ctypes.Structure):
     """``struct slot_index`` of slot_index.h."""
 
     _fields_ = (
-        ("entries", ctypes.c_void_p),
+        ("segments", ctypes.c_void_p),
+        ("bits", ctypes.c_uint64),
+        ("shift", ctypes.c_uint64),
         ("used", ctypes.c_uint64),
-        ("bits", ctypes.c_uint32),
+        ("nbytes", ctypes.c_uint64),
         ("seed", ctypes.c_uint64 * 2),
     )
 

@@ -1,7 +1,11 @@
-/* A hash table that finds numbers of slots: open addressing with linear probing. An entry is the upper half of a key's hash
- * and, below it, the slot's number plus 1; 0 is an empty place. The place where a key belongs is the upper bits of its hash,
- * so the entries are nearly in the order of their hashes, and a table of another size is made in one pass without reading a
- * key. Its users know the keys.
+/* A hash table that grows a piece at a time, so that nobody waits while a large one is copied: it consists of segments of
+ * one size, and one that gets too full is split in two. The upper bits of a key's hash choose the segment. Others choose the
+ * place in it: open addressing with linear probing. An entry begins with the upper half of its key's hash, and its first
+ * word is not 0; 0 is an empty place. Its users know the keys.
+ *
+ * Most have entries of one word: below the hash is a slot's number plus 1.
+ *
+ * Source: R. Fagin et al., "Extendible Hashing - A Fast Access Method for Dynamic Files", TODS 1979.
  */
 #ifndef KVOFFD_SLOT_INDEX_H
 #define KVOFFD_SLOT_INDEX_H
@@ -10,30 +14,30 @@
 
 #include <stdlib.h>
 
-enum { FEWEST_BITS = 10, TOGETHER = 32 /* keys whose memory is fetched side by side */ };
+#ifndef WORDS
+#define WORDS 1 /* of an entry */
+#endif
+
+enum { PLACE_BITS = 11, PLACES = 1 << PLACE_BITS /* of a segment where keys belong */ };
+/* An entry is fewer steps behind the place where it belongs: where they would be more, the segment is split. It is about
+ * two thirds full then. So a segment ends with a place that is empty. */
+enum { FARTHEST = 128, SEGMENT_WORDS = (PLACES + FARTHEST) * WORDS, SEGMENT_BYTES = SEGMENT_WORDS * sizeof(uint64_t) };
+enum { TOGETHER = 32 /* keys whose memory is fetched side by side */ };
 static const uint32_t NONE = UINT32_MAX;
 
 /* SlotIndex of native.py has the same fields. */
 struct slot_index {
-    uint64_t *entries;
-    uint64_t used;
-    uint32_t bits; /* of a hash that say where a key belongs */
+    uint64_t **segments; /* [2^bits] by the upper bits of a hash; neighbours may be one */
+    uint64_t bits, shift; /* the latter is what is left of a hash's 64 */
+    uint64_t used; /* entries */
+    uint64_t nbytes; /* memory of the segments */
     uint64_t seed[2]; /* so that nobody can choose keys that fall together */
 };
 
-static inline uint64_t places(const struct slot_index *x)
+/* The place where a key belongs. If another key is there, it is in one of the next ones before an empty one. */
+static inline uint64_t *home(const struct slot_index *x, uint64_t hashed)
 {
-    return 1ULL << x->bits;
-}
-
-static inline uint64_t home(const struct slot_index *x, uint64_t entry)
-{
-    return entry >> (64 - x->bits);
-}
-
-static inline uint64_t next_place(const struct slot_index *x, uint64_t place)
-{
-    return (place + 1) & (places(x) - 1);
+    return x->segments[hashed >> x->shift] + (hashed >> 32 & (PLACES - 1)) * WORDS;
 }
 
 static inline uint32_t slot_of(uint64_t entry)
@@ -55,57 +59,89 @@ static inline uint64_t hash_of(const struct slot_index *x, uint32_t group, const
 /* Makes an empty table; returns whether there was the memory. */
 static inline int open_index(struct slot_index *x, const uint64_t seed[2])
 {
+    x->bits = 1;
+    x->shift = 63;
     x->used = 0;
-    x->bits = FEWEST_BITS;
+    x->nbytes = SEGMENT_BYTES;
     memcpy(x->seed, seed, sizeof x->seed);
-    x->entries = calloc(places(x), sizeof *x->entries);
-    return x->entries != NULL;
+    x->segments = calloc(2, sizeof *x->segments);
+    if (!x->segments)
+        return 0;
+    x->segments[0] = x->segments[1] = calloc(1, SEGMENT_BYTES);
+    return x->segments[0] != NULL;
 }
 
 static inline void close_index(struct slot_index *x)
 {
-    free(x->entries);
-    x->entries = NULL;
+    if (!x->segments)
+        return;
+    for (uint64_t at = 0; at < 1ULL << x->bits; at++)
+        if (!at || x->segments[at] != x->segments[at - 1])
+            free(x->segments[at]);
+    free(x->segments);
+    x->segments = NULL;
 }
 
-/* Makes the table larger if it would be nearly full with so many more; returns whether there is room for them. */
-static inline int make_room(struct slot_index *x, uint64_t more)
+/* Moves half of the entries of a segment, the one of this hash, to a new one; returns whether there was the memory. */
+static inline int split(struct slot_index *x, uint64_t hashed)
 {
-    struct slot_index old = *x;
+    uint64_t count = 1ULL << x->bits, at = hashed >> x->shift, span = 1, old[SEGMENT_WORDS];
+    uint64_t *segment = x->segments[at], *half, *place;
 
-    if (4 * (x->used + more) <= 3 * places(x))
-        return 1;
-    while (4 * (x->used + more) > 3 * places(x))
+    while (2 * span <= count && x->segments[at & -(2 * span)] == x->segments[at | (2 * span - 1)])
+        span *= 2; /* so many neighbours are this segment */
+    if (span == 1) {
+        uint64_t **wider = x->bits + PLACE_BITS < 32 ? malloc(2 * count * sizeof *wider) : NULL;
+        if (!wider)
+            return 0;
+        for (uint64_t i = 0; i < count; i++)
+            wider[2 * i] = wider[2 * i + 1] = x->segments[i];
+        free(x->segments);
+        x->segments = wider;
         x->bits++;
-    x->entries = calloc(places(x), sizeof *x->entries);
-    if (!x->entries) {
-        *x = old;
+        x->shift--;
+        at *= 2;
+        span = 2;
+    }
+    if (!(half = calloc(1, SEGMENT_BYTES)))
         return 0;
-    }
-    for (uint64_t place = 0; place < places(&old); place++) {
-        uint64_t entry = old.entries[place], at;
-        if (!entry)
-            continue;
-        for (at = home(x, entry); x->entries[at]; at = next_place(x, at))
-            ;
-        x->entries[at] = entry;
-    }
-    free(old.entries);
+    x->nbytes += SEGMENT_BYTES;
+    for (uint64_t i = 0; i < span / 2; i++)
+        x->segments[(at & -span) + i] = half;
+    memcpy(old, segment, sizeof old);
+    memset(segment, 0, sizeof old);
+    for (uint64_t *entry = old; entry < old + SEGMENT_WORDS; entry += WORDS)
+        if (*entry) { /* no place is taken that was not before */
+            for (place = home(x, *entry); *place; place += WORDS)
+                ;
+            memcpy(place, entry, WORDS * sizeof *entry);
+        }
     return 1;
 }
 
-/* Empties a place; what follows moves up. */
-static inline void remove_at(struct slot_index *x, uint64_t hole)
+/* Where to write the entry of a key that is not there; NULL where there is no memory. Others may move. */
+static inline uint64_t *new_place(struct slot_index *x, uint64_t hashed)
 {
-    uint64_t mask = places(x) - 1;
+    do {
+        uint64_t *place = home(x, hashed);
+        for (int steps = 0; steps < FARTHEST; steps++, place += WORDS)
+            if (!*place) {
+                x->used++;
+                return place;
+            }
+    } while (split(x, hashed));
+    return NULL;
+}
 
-    for (uint64_t place = next_place(x, hole); x->entries[place]; place = next_place(x, place))
-        /* It may move up to the hole if its home is not behind the hole. */
-        if (((place - home(x, x->entries[place])) & mask) >= ((place - hole) & mask)) {
-            x->entries[hole] = x->entries[place];
+/* Empties the place of an entry; what follows moves up. */
+static inline void remove_at(struct slot_index *x, uint64_t *hole)
+{
+    for (uint64_t *place = hole + WORDS; *place; place += WORDS)
+        if (home(x, *place) <= hole) {
+            memcpy(hole, place, WORDS * sizeof *place);
             hole = place;
         }
-    x->entries[hole] = 0;
+    *hole = 0;
     x->used--;
 }
 

@@ -22,25 +22,25 @@ static inline const struct disk_region *region_of(const struct disk_index *x, ui
     return &x->regions[slot / x->slots_per_region];
 }
 
-/* The place of the key's entry, or the empty one where it belongs. */
-static uint64_t find(const struct disk_index *x, uint64_t hashed, uint32_t space, const uint8_t *key, uint64_t key_bytes)
+/* The place of the key's entry, or an empty one. */
+static uint64_t *find(const struct disk_index *x, uint64_t hashed, uint32_t space, const uint8_t *key, uint64_t key_bytes)
 {
-    for (uint64_t place = home(&x->index, hashed);; place = next_place(&x->index, place)) {
-        uint64_t entry = x->index.entries[place];
-        if (!entry)
-            return place;
+    uint64_t *place = home(&x->index, hashed);
+
+    for (uint64_t entry; (entry = *place); place++) {
         if (entry >> 32 != hashed >> 32)
             continue;
         const struct disk_region *region = region_of(x, slot_of(entry));
         uint64_t at = slot_of(entry) % x->slots_per_region;
         if (region->space[at] == space && region->key_bytes[at] == key_bytes &&
             !memcmp(region->keys + at * ROW, key, key_bytes))
-            return place;
+            break;
     }
+    return place;
 }
 
-/* The place of the entry of the block in a slot, or where it belongs; and its hash. */
-static uint64_t place_of(const struct disk_index *x, uint32_t slot, uint64_t *hashed)
+/* The place of the entry of the block in a slot, or an empty one; and its hash. */
+static uint64_t *place_of(const struct disk_index *x, uint32_t slot, uint64_t *hashed)
 {
     const struct disk_region *region = region_of(x, slot);
     uint64_t at = slot % x->slots_per_region;
@@ -71,10 +71,10 @@ void kvoffd_disk_find(const struct disk_index *x, uint32_t space, const uint8_t 
         uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
         for (uint64_t i = 0; i < together; i++) {
             hashed[i] = hash_of(&x->index, space, keys + (begin + i) * key_bytes, key_bytes);
-            __builtin_prefetch(&x->index.entries[home(&x->index, hashed[i])]);
+            __builtin_prefetch(home(&x->index, hashed[i]));
         }
         for (uint64_t i = 0; i < together; i++) {
-            uint64_t entry = x->index.entries[find(x, hashed[i], space, keys + (begin + i) * key_bytes, key_bytes)];
+            uint64_t entry = *find(x, hashed[i], space, keys + (begin + i) * key_bytes, key_bytes);
             slots[begin + i] = entry ? slot_of(entry) : NONE;
         }
     }
@@ -87,15 +87,12 @@ uint64_t kvoffd_disk_enter(struct disk_index *x, const uint32_t *slots, uint64_t
     uint64_t found = 0;
 
     for (uint64_t i = 0; i < count; i++) {
-        uint64_t hashed, place;
-        if (!make_room(&x->index, 1))
+        uint64_t hashed, *entry = place_of(x, slots[i], &hashed);
+        if (*entry)
+            replaced[found++] = slot_of(*entry);
+        else if (!(entry = new_place(&x->index, hashed)))
             return NONE;
-        place = place_of(x, slots[i], &hashed);
-        if (x->index.entries[place])
-            replaced[found++] = slot_of(x->index.entries[place]);
-        else
-            x->index.used++;
-        x->index.entries[place] = entry_of(hashed, slots[i]);
+        *entry = entry_of(hashed, slots[i]);
     }
     return found;
 }
@@ -104,8 +101,8 @@ uint64_t kvoffd_disk_enter(struct disk_index *x, const uint32_t *slots, uint64_t
 void kvoffd_disk_remove(struct disk_index *x, const uint32_t *slots, uint64_t count)
 {
     while (count--) {
-        uint64_t hashed, place = place_of(x, slots[count], &hashed), entry = x->index.entries[place];
-        if (entry && slot_of(entry) == slots[count])
-            remove_at(&x->index, place);
+        uint64_t hashed, *entry = place_of(x, slots[count], &hashed);
+        if (*entry && slot_of(*entry) == slots[count])
+            remove_at(&x->index, entry);
     }
 }

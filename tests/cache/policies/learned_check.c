@@ -84,9 +84,10 @@ int check_learned(const struct learned *l)
         held += s->held != 0;
         young += !s->old;
     }
-    for (uint64_t at = 0; at < place_room(l); at++)
-        places += l->places[at].hash != 0;
-    HOLDS(keys == l->known.known_keys && keys == places && blocks == l->known.blocks && spans == l->known.spans);
+    for (uint64_t at = 0; at < 1ULL << l->places.bits; at++)
+        for (uint64_t place = 0; place < PLACES + FARTHEST && (!at || l->places.segments[at] != l->places.segments[at - 1]); place++)
+            places += l->places.segments[at][place * WORDS] != 0;
+    HOLDS(keys == l->known.known_keys && keys == places && keys == l->places.used && blocks == l->known.blocks && spans == l->known.spans);
     HOLDS(nbytes == l->known.known_bytes && arrays == l->keys_bytes);
     if ((wrong = check_cells(l, held)))
         return wrong;
