@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -14,10 +14,15 @@ from kvoffd.cache.block_table import READY
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
+from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.pool.allocator import SlotIds
 from kvoffd.server.jobs import LoadJob
 from kvoffd.server.service import Service
+from kvoffd.tiering.tiering import Tiering
+from kvoffd.tiering.writer import space_of
 from kvoffd_proto import codec
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import (
     KV_TOPIC_PREFIX,
     MEDIUM_CPU,
@@ -27,6 +32,7 @@ from kvoffd_proto.events import (
     KvEvent,
     decode_event_batch,
     kv_topic,
+    session_topic,
 )
 from tests.kit.slot_cache import check_invariants
 from tests.sim.clock import Broken
@@ -34,6 +40,8 @@ from tests.sim.clock import Broken
 if TYPE_CHECKING:
     from tests.sim.tiers import SimTiers
 
+UNREAD = {ErrorCode.SHUTTING_DOWN, ErrorCode.NO_HELLO, ErrorCode.WRONG_ROLE}
+"""Why a request is refused before it acknowledges anything."""
 Readable = set[tuple[int, bytes]]
 """Blocks of a namespace that can be read: (group, key)."""
 
@@ -63,8 +71,9 @@ class Audit:
         self._service = service
         self.unfinished: set[tuple[int, int]] = set()
         """(session, job) that was accepted and has no completion."""
-        self.accepted = 0
         self._sequences: dict[int, int] = {}
+        self._batches = defaultdict[int, list[m.Completions]](list)
+        """By session, what was published and not acknowledged."""
         self.next_event_message: Counter[bytes] = Counter()
         """By topic, the number of the next message of KV events."""
         self._readable: dict[bytes, Readable] = {}
@@ -72,11 +81,31 @@ class Audit:
         self._unannounced: WeakKeyDictionary[Namespace, Readable] = WeakKeyDictionary()
         """Blocks that the disk had before the namespace was opened, of which no event was published."""
 
-    def accept(self, session_id: int, job_id: int) -> None:
-        if (session_id, job_id) in self.unfinished:
-            raise Broken(f"job {job_id} was accepted twice")
-        self.unfinished.add((session_id, job_id))
-        self.accepted += 1
+    def served(self, session_id: int, request: m.AnyRequest, replies: Sequence[m.AnyReply]) -> None:
+        """A session's request was handled: see what it has acknowledged, what results it is given, what it released."""
+        refusals = {reply.code for reply in replies if isinstance(reply, m.Error)}
+        if isinstance(request, m.Submit | m.Cancel | m.Results) and not refusals & UNREAD:
+            kept = [one for one in self._batches[session_id] if one.sequence > request.acknowledged]
+            self._batches[session_id] = kept
+        if isinstance(request, m.Submit) and not refusals:
+            for job_id in (*request.stores.job_ids, *request.loads.job_ids):
+                if (session_id, job_id) in self.unfinished:
+                    raise Broken(f"job {job_id} was accepted twice")
+                self.unfinished.add((session_id, job_id))
+        for reply in replies:
+            if isinstance(reply, m.ResultsReply):
+                topic = session_topic(self._service.sessions.epoch, session_id)
+                new = [codec.decode_completions(one[2]) for one in self._service.publications if one[0] == topic]
+                if reply.batches != self._batches[session_id] + new:
+                    raise Broken("a session is given other results than those that it has not acknowledged")
+                ended = {(session_id, result.job_id) for one in new for result in one.results}
+                known = ended | {(session_id, job_id) for job_id in reply.unfinished}
+                if known != {job for job in self.unfinished if job[0] == session_id}:
+                    raise Broken("a session is told neither that a job runs nor how it ended, or both")
+        if isinstance(request, m.Release):
+            held = [self._service.cache.leases.get(lease_id) for lease_id in request.lease_ids]
+            if any(lease is not None and lease.session == session_id for lease in held):
+                raise Broken("a session has a lease that it released")
 
     def publication(self, topic: bytes, sequence: bytes, payload: bytes) -> None:
         number = int.from_bytes(sequence, "big")
@@ -94,6 +123,7 @@ class Audit:
         if batch.sequence != number or number != self._sequences.get(session_id, 0) + 1:
             raise Broken("completions are not numbered one by one")
         self._sequences[session_id] = number
+        self._batches[session_id].append(batch)
         for result in batch.results:
             job = (session_id, result.job_id)
             if job not in self.unfinished:
@@ -135,7 +165,10 @@ class Audit:
         """Each block is pinned by its leases, the loads that read it and the writes to a tier, and by nothing else."""
         cache, tiering = self._service.cache, self._service.tiers.tiering
         pins = Counter[int]()
+        sessions = {session.id for session in self._service.sessions}
         for lease in cache.leases.values():
+            assert lease.session in sessions, "a lease of a session that has ended"
+            assert not any(group.dead for group, _ in cache.by_group(lease.blocks)), "a lease outlives a reset"
             pins.update(lease.blocks.tolist())
         for job in self._service.jobs.running:
             if isinstance(job, LoadJob):
@@ -151,6 +184,8 @@ class Audit:
         try:
             check_invariants(self._service.cache)
             self._check_pins()
+            for one in self._service.cache.namespaces.values():
+                assert one.generation == self._service.state.generation(one.fingerprint), "another generation is known"
         except (AssertionError, KeyError) as error:
             raise Broken(f"the cache's books: {error}") from error
 
@@ -167,6 +202,31 @@ def watch_quotas(cache: Cache) -> None:
         return slots
 
     cache._take = watched  # type: ignore[method-assign]
+
+
+def watch_narrow(cache: Cache) -> None:
+    """A store that offers more of a block than there is replaces it, in the tiers too, where nothing holds it."""
+    begin = cache.begin_store
+
+    def watched(namespace: Namespace, rank: int, parts: Sequence[StorePart]) -> StoreTicket:
+        def narrow(part: StorePart) -> list[bytes]:
+            group, keys = cache.group(namespace, part.group), namespace.split(part.group, part.keys)
+            states, blocks = cache.blocks.find(group.number, part.keys, namespace.key_bytes)
+            loose = [at for at, state in enumerate(states) if state == READY and not cache.blocks.pins[blocks[at]]]
+            slots = cache.blocks.slots(blocks[loose], namespace.world_size)[:, rank]
+            firsts = zip(loose, cache.table.records["first_block"][slots].tolist(), strict=True)
+            return [keys[at] for at, first in firsts if first > part.first_blocks.get(at, 0)]
+
+        before = [(part, space_of(cache.group(namespace, part.group)), narrow(part)) for part in parts]
+        ticket = begin(namespace, rank, parts)
+        for part, space, keys in before:
+            assert not set(keys) & set(narrow(part)), "a block that begins later than what is offered stays"
+            for level in cache.tiers.levels if keys and isinstance(cache.tiers, Tiering) else ():
+                there = [tier.find(space, keys, prefix=False) for tier in level.tiers]
+                assert not any(map(any, there)), "a tier has a block that begins later than what is offered"
+        return ticket
+
+    cache.begin_store = watched  # type: ignore[method-assign]
 
 
 def blocks_of(cache: Cache, wanted: npt.NDArray[np.bool_]) -> dict[bytes, Readable]:

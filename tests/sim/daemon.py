@@ -28,7 +28,7 @@ from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.kit.slot_cache import Part
-from tests.sim.audit import Audit, Readable, blocks_of, watch_quotas
+from tests.sim.audit import Audit, Readable, blocks_of, watch_narrow, watch_quotas
 from tests.sim.clock import Broken, Injected, Process
 from tests.sim.disk import SimDisk
 from tests.sim.memory import AddressSpace, Segment
@@ -110,12 +110,13 @@ class SimDaemon:
         jobs.finished = self._finished  # type: ignore[method-assign]
         self.tiers = self._make_tiers(life)
         watch_quotas(self.service.cache)
+        watch_narrow(self.service.cache)
         self.audit = Audit(self.service)
         self.lifelines: list[Lifeline] = []
         self._streams: list[Lifeline] = []
         self._dealers: dict[bytes, Dealer] = {}
-        self._removals: dict[tuple[bytes, int], tuple[Callable[[], None], Callable[[], list[str]]]] = {}
-        """By dealer and request: checks that removed blocks stay away for good, and whether the disk says so."""
+        self._removals: dict[tuple[bytes, int], Callable[[], None]] = {}
+        """By dealer and request: checks that removed blocks stay away for good."""
         self._work_due = False
         self._session_of_route: dict[bytes, int] = {}
         self._flush_due = self._rest_due = False
@@ -224,19 +225,16 @@ class SimDaemon:
             request = None
         before, begun = self._holdings(), self.tiers.disk.file.begun if self.tiers is not None else 0
         sent, waiting = len(service.replies), len(service.pending)
-        if self.tiers is not None:
-            self.tiers.waited_for = None
         service.handle(dealer.name, frame)
         self._schedule_work()
-        if request is not None:
-            self._watch_removal(dealer.name, request, begun)
         replies = [codec.decode_reply(reply) for _, reply in service.replies[sent:]]
         self.clock.note(
             f"{dealer.name.hex()} {type(request).__name__} {crc32(frame)} {[type(reply).__name__ for reply in replies]}"
         )
         if self.world.log.failure is not None:
             raise Broken(f"{type(request).__name__} failed inside the daemon: {self.world.log.failure!r}")
-        if any(isinstance(reply, m.Error) and reply.code is not ErrorCode.INTERNAL for reply in replies):
+        refused = any(isinstance(reply, m.Error) for reply in replies)
+        if refused and all(reply.code is not ErrorCode.INTERNAL for reply in replies if isinstance(reply, m.Error)):
             after = self._holdings()
             if before != after:
                 raise Broken(f"a refused {type(request).__name__} changed something: {before} became {after}")
@@ -252,23 +250,26 @@ class SimDaemon:
             raise Broken(f"{len(replies)} replies to one {type(request).__name__}")
         elif (request is None or _wants_reply(request)) and len(service.pending) == waiting:
             raise Broken(f"no reply to a {type(request).__name__}")
-        if isinstance(request, m.Submit) and not any(isinstance(reply, m.Error) for reply in replies):
-            for job_id in (*request.stores.job_ids, *request.loads.job_ids):
-                self.audit.accept(self._session_of_route[dealer.name], job_id)
+        if request is not None and not refused:
+            self._watch_removal(dealer.name, request, begun)
+        if request is not None and dealer.name in self._session_of_route:
+            self.audit.served(self._session_of_route[dealer.name], request, replies)
 
     def _watch_removal(self, sender: bytes, request: m.AnyRequest, begun: int) -> None:
         """What a request has removed is looked at before others are served. ``begun``: writes to the disk before it."""
         tiers = self.tiers
-        if tiers is None or tiers.waited_for is None or not isinstance(request, m.Invalidate | m.Reset | a.Clear):
+        if tiers is None or not isinstance(request, m.Invalidate | m.Reset | a.Clear):
             return
         last = begun if isinstance(request, a.Clear) and request.namespace is None else tiers.disk.file.begun
-        self._removals[sender, request.request_id] = tiers.dropped(request, last), tiers.waited_for
+        self._removals[sender, request.request_id] = tiers.dropped(request, last)
 
     def _removal_answered(self, sender: bytes, reply: m.AnyReply) -> None:
-        """What a request removed must not come back, if the disk had noted it before the answer went out."""
-        for_good, unsaved = self._removals.pop((sender, reply.request_id), (None, None))
-        if for_good is not None and unsaved is not None and not unsaved() and isinstance(reply, m.Done):
+        """What a request removed must not come back once that was said: the disk has noted it, or the state."""
+        for_good = self._removals.pop((sender, reply.request_id), None)
+        if for_good is not None and isinstance(reply, m.Done):
             for_good()
+            for tier in self.tiers.shared if self.tiers is not None else ():
+                tier.objects.left |= tier.left
             self.world.faults.counts["disk_kept"] += 1
 
     def _holdings(self) -> tuple[object, ...]:
@@ -373,6 +374,8 @@ class SimDaemon:
 
     def _tick(self) -> None:
         self.service.tick()
+        if self.tiers is not None:
+            self.tiers.check_followed()
         if self.service.memory.stuck:
             self.clock.note("daemon ends itself: a copy hangs")
             self.world.faults.counts["ended_itself"] += 1
@@ -474,15 +477,8 @@ class SimDaemon:
             saved, expected = self.torn, None
         else:
             saved, expected = save(self._pool), self.readable()
-        # Of what a request was about to clear the next daemon may have a part: it may know that it is void.
-        state = self.service.state
-        cleared = {
-            namespace.fingerprint
-            for namespace in self.service.cache.namespaces.values()
-            if namespace.generation != state.generation(namespace.fingerprint)
-        }
         self._pool.close()
-        self.world.daemon_died(saved, expected, cleared)
+        self.world.daemon_died(saved, expected)
 
     def readable(self) -> dict[bytes, Readable]:
         """For each namespace with blocks that are readable, these blocks."""

@@ -18,6 +18,7 @@ from unittest.mock import Mock
 from kvoffd.cache.block_table import READY
 from kvoffd.pool.allocator import page_up
 from kvoffd.pool.checksums import digest
+from kvoffd.server.persistence import State
 from kvoffd.server.service import Service
 from kvoffd.tiers.disk import DiskOptions, DiskTier
 from kvoffd.tiers.tier import Block, Result, Space, TierListener, decode_header
@@ -131,6 +132,7 @@ class SimDisk:
         listener: TierListener,
         make_reads: Callable[..., ReadsWithoutThreads],
         make_workers: Callable[..., WorkersWithoutThreads],
+        state: State | None = None,
     ) -> DiskTier:
         return DiskTier(
             Path("/"),
@@ -139,7 +141,7 @@ class SimDisk:
             clock=self._clock,
             post=post,
             listener=listener,
-            generation=self._service.state.generation,
+            generation=(state or self._service.state).generation,
             options=options,
             calls=file,
             wall_clock=self._clock,
@@ -149,14 +151,7 @@ class SimDisk:
 
     def blocks(self) -> Iterator[BlockName]:
         """What can be read."""
-        for space, key in names_of(self.tier):
-            if self._is_current(space):
-                yield BlockName(space.fingerprint, space.group, key)
-
-    def _is_current(self, space: Space) -> bool:
-        namespace = self._service.cache.namespaces.get(space.fingerprint)
-        known = self._service.state.generation(space.fingerprint) if namespace is None else namespace.generation
-        return space.generation == known
+        return (BlockName(space.fingerprint, space.group, key) for space, key in names_of(self.tier))
 
     # --- who uses which slot ---------------------------------------------------------------------------
 
@@ -267,17 +262,18 @@ class SimDisk:
             raise Broken("what was dropped is on disk again")
 
     def _after_power_cut(self) -> list[BlockName]:
-        """What the next life would find if the machine failed now, and could read."""
-        rest = self.file.copy()
+        """What the next life would find if the machine failed now, and could read, by what is written of the state."""
+        rest, state = self.file.copy(), State(self._service.state.file)
         rest.lose_power(self._rng)
-        options = DiskOptions(region_bytes=self.file.region_bytes)
+        state.restore()
+        options, missed = DiskOptions(region_bytes=self.file.region_bytes), state.known.missed.get("/", {})
         tier = self._open(
-            rest, options, lambda call: None, Mock(TierListener), ReadsWithoutThreads, WorkersWithoutThreads
+            rest, options, lambda call: None, Mock(TierListener), ReadsWithoutThreads, WorkersWithoutThreads, state
         )
         return [
             BlockName(space.fingerprint, space.group, key)
             for space, key in names_of(tier)
-            if self._is_current(space) and _is_whole(rest, tier, space, key)
+            if space.fingerprint not in missed and _is_whole(rest, tier, space, key)
         ]
 
     def _check_stale(self, read: object, name: BlockName, offset: int) -> None:

@@ -43,6 +43,8 @@ class SharedObjects:
         self.objects: dict[bytes, bytes] = {}
         self.generations: Counter[bytes] = Counter()
         self.dark_until = 0.0
+        self.left: set[bytes] = set()
+        """Namespaces of which an engine was told that they are reset: no later daemon may share them."""
         self.chances = {fault: chance * rng.choice((0, 1)) for fault, chance in CHANCES.items()}
         self.chances["elsewhere"] = rng.choice((0.0, 0.3, 0.8))
         self._contents = contents
@@ -148,7 +150,7 @@ class SimShared(SharedTier):
     def __init__(self, objects: SharedObjects, daemon: SimDaemon, rng: random.Random, listener: TierListener) -> None:
         self.objects, self.process, self.clock, self.rng = objects, daemon.process, daemon.clock, rng
         self._daemon, self._watched = daemon, daemon.pool
-        self.left: set[bytes] = set()
+        self.left = set(objects.left)
         """Namespaces that an engine has reset: nothing may come of them."""
         super().__init__(
             "redis://sim",

@@ -13,6 +13,7 @@ from kvoffd.server.service import Service
 from kvoffd.server.tiers import Disk, Tiers
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
+from tests.sim.clock import Broken
 from tests.sim.disk import SimDisk
 from tests.sim.pool import BlockName
 
@@ -25,8 +26,6 @@ class SimTiers(Tiers):
         parts = service.cache, service.pool, service.events, service.clock, post, lambda: False, service.state
         super().__init__(config, *parts)
         self.disk = disk
-        self.waited_for: Callable[[], list[str]] | None = None
-        """What the request that is served waits for, once all that it drops is dropped."""
         tiering = self.use()
         self._disks.append(entry := Disk(DiskSize("/", 1), CounterWindows(service.clock)))
         self._opened(entry, disk.open(tiering, service), tiering)
@@ -36,10 +35,19 @@ class SimTiers(Tiers):
         super().namespace_reset(fingerprint, everywhere=everywhere)
         for tier in self.shared:
             (tier.left.discard if everywhere else tier.left.add)(fingerprint)
+            if everywhere:
+                tier.objects.left.discard(fingerprint)
+        namespace = self._cache.namespaces.get(fingerprint)
+        on_disk = {name.fingerprint for name in self.disk.blocks()}
+        if fingerprint in on_disk or (namespace is not None and namespace.ready_blocks):
+            raise Broken("of a namespace that is reset there are blocks")
 
-    def unsaved_removals(self) -> Callable[[], list[str]]:
-        self.waited_for = super().unsaved_removals()
-        return self.waited_for
+    def check_followed(self) -> None:
+        """After a tick: what other nodes reset is reset here."""
+        for tier in self.shared:
+            followed = self._state.known.fleet.get(tier.name, {})
+            if any(followed.get(fingerprint, 0) < number for fingerprint, number in tier._generations.items()):
+                raise Broken("other nodes have reset a namespace, and this one has not")
 
     @property
     def busy(self) -> bool:
