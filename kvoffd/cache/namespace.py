@@ -182,7 +182,8 @@ class Namespace:
     def check(self, group: int, keys: bytes = b"") -> None:
         """Raise BadGeometry for a group that is not there; BadKeys where ``keys`` is not a whole number of keys."""
         if not 0 <= group < len(self.groups):
-            raise BadGeometry(f"There is no group {group}: the namespace {self.label!r} has {len(self.groups)} groups.")
+            last = len(self.groups) - 1
+            raise BadGeometry(f"The namespace {self.label!r} has no group {group}; name one from 0 to {last}.")
         if len(keys) % self.key_bytes:
             raise BadKeys(
                 f"The keys of group {group} are {len(keys)} bytes long, which is not a multiple of the namespace's "

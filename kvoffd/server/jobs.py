@@ -148,7 +148,7 @@ def checked_parts(
             raise BadKeys(f"Group {group} comes twice; put its keys into one part, or send two messages.")
         keys: list[bytes] = np.frombuffer(part.keys, namespace.key_type).tolist()
         if len(part.block_ids) % BLOCK_ID_BYTES:
-            raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
+            raise BadBlockIds(f"{len(part.block_ids)} bytes are no whole number of block ids; send 4 bytes for each.")
         layout, block_ids = registration.layouts[group], np.frombuffer(part.block_ids, dtype="<i4")
         per_key = layout.blocks_per_key
         firsts = part.first_blocks or bytes(jobs * COUNT_BYTES)
@@ -187,7 +187,7 @@ def checked_parts(
         if block_ids.size and int(block_ids.view(np.uint32).max()) >= limit:
             wrong = block_ids[(block_ids < 0) | (block_ids >= limit)][0]
             raise BadBlockIds(
-                f"Block id {wrong} lies outside the registered tensors, whose ids run to {layout.block_limit - 1}."
+                f"Block id {wrong} lies outside the registered tensors; name blocks from 0 to {layout.block_limit - 1}."
             )
         if len(set(keys)) < len(keys) and any(len(set(keys[at:end])) < end - at for _, at, end, *_ in spans):
             raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")

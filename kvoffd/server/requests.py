@@ -118,13 +118,16 @@ def _check_registration(service: Service, session: Session, message: m.Register,
         raise BadGeometry("A registration with this id exists; make a new id.")
     held = len(session.registrations) + len(session.registering)
     if held >= service.config.limits.max_registrations:
-        raise KvoffdError(f"The session holds {held} registrations, its limit.", ErrorCode.TOO_MANY)
+        raise KvoffdError(f"The session holds {held} registrations, its limit; end one.", ErrorCode.TOO_MANY)
     if message.rank >= namespace.world_size:
-        raise BadGeometry(f"Rank {message.rank} is outside the namespace's world size {namespace.world_size}.")
+        last = namespace.world_size - 1
+        raise BadGeometry(f"The namespace has no rank {message.rank}; name one from 0 to {last}.")
     if (pages := sum(map(len, message.groups))) > MAX_PAGES:
-        raise BadGeometry(f"The registration has {pages} pages in its groups; {MAX_PAGES} are allowed.")
+        raise BadGeometry(f"The registration has {pages} pages in its groups; send {MAX_PAGES} at most.")
     if len(message.groups) != len(namespace.groups):
-        raise BadGeometry(f"The registration has {len(message.groups)} groups, its namespace {len(namespace.groups)}.")
+        raise BadGeometry(
+            f"The registration has {len(message.groups)} groups, its namespace {len(namespace.groups)}; describe each."
+        )
 
 
 def _registered(
@@ -170,7 +173,8 @@ def _claim(session: Session, handles: list[Handle]) -> dict[int, int]:
         raise BadGeometry("A segment is named twice; name it once and let tensors share it.")
     for segment_id in ids:
         if segment_id not in session.segments:
-            raise KvoffdError(f"No descriptor was attached as segment {segment_id}.", ErrorCode.UNKNOWN_SEGMENT)
+            why = f"No descriptor was attached as segment {segment_id}; attach it first."
+            raise KvoffdError(why, ErrorCode.UNKNOWN_SEGMENT)
     return {segment_id: session.segments.pop(segment_id) for segment_id in ids}
 
 

@@ -155,7 +155,8 @@ class Service:
                     self.cache.note_requests()
                 answer = handler(self, session, request)
         except codec.CODEC_ERRORS as error:
-            refusal = KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED)
+            why = f"The frame is not a request of protocol {m.PROTOCOL_VERSION}: {error}. Send one that is."
+            refusal = KvoffdError(why, ErrorCode.MALFORMED)
             answer = self.refusal(codec.request_id_of(frame), refusal)
         except Exception as error:
             answer = self.refusal(request_id, error, session)
@@ -333,6 +334,6 @@ def _wrong_role(session: Session, request: m.AnyRequest) -> KvoffdError:
         return KvoffdError.of(ErrorCode.NO_HELLO)
     return KvoffdError(
         f"{type(request).__name__} is for the role {' or '.join(sorted(m.EXCHANGES[type(request)].roles))}, not "
-        f"{session.role}.",
+        f"{session.role}; open another session for it.",
         ErrorCode.WRONG_ROLE,
     )

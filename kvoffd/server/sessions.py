@@ -234,7 +234,10 @@ class Sessions:
     def say_hello(self, session: Session, role: Role, name: str, software: str) -> None:
         """Make it the session of such a client. Raises KvoffdError where it may not be."""
         if session.role is not None and session.role != role:
-            raise KvoffdError(f"The session sent Hello as {session.role}; a role cannot change.", ErrorCode.WRONG_ROLE)
+            raise KvoffdError(
+                f"The session sent Hello as {session.role}, which cannot change; open another session.",
+                ErrorCode.WRONG_ROLE,
+            )
         admins = self._config.admin_uids  # root and the daemon's own user may in any case, and all where none is named
         if role is Role.ADMIN and admins and session.peer.uid not in (0, os.geteuid(), *admins):
             raise KvoffdError(
@@ -261,7 +264,9 @@ class Sessions:
         if segment_id in session.segments:
             raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
         if len(session.segments) >= self._config.limits.max_segments:
-            raise KvoffdError(f"The session holds {len(session.segments)} segments, its limit.", ErrorCode.TOO_MANY)
+            raise KvoffdError(
+                f"The session holds {len(session.segments)} segments, its limit; register some.", ErrorCode.TOO_MANY
+            )
         if sum([len(other.segments) for other in self]) >= self._max_attached:
             raise KvoffdError(
                 f"All sessions together have {self._max_attached} descriptors attached, the limit. Register some, or "

@@ -114,7 +114,9 @@ def _build_layout(
     # Each pair once: a client may name the same page very often.
     for tensor, nbytes in dict.fromkeys((page.tensor, page.page_bytes) for page in pages):
         if not 0 <= tensor < len(tensors):
-            raise OutOfBounds(f"Group {group} names tensor {tensor}, but only {len(tensors)} tensors were registered.")
+            raise OutOfBounds(
+                f"Group {group} names tensor {tensor} and there are {len(tensors)}; name one that is registered."
+            )
         _check_tensor(segments, tensor, tensors[tensor], nbytes)
     runs = _runs(segments, tensors, pages, merge=blocks_per_key == 1)
     block_bytes = sum(page.page_bytes for page in pages)
@@ -158,7 +160,7 @@ def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: Tenso
     """Check with Python's ints throughout: numpy's would wrap around where a hostile client wants them to."""
     if not 0 <= tensor.segment < len(segments):
         raise OutOfBounds(
-            f"Tensor {index} names segment {tensor.segment}, but only {len(segments)} segments were registered."
+            f"Tensor {index} names segment {tensor.segment} and there are {len(segments)}; name one that is registered."
         )
     if page_bytes < 1 or tensor.num_blocks < 1 or tensor.stride_bytes < 1 or tensor.offset_bytes < 0:
         raise BadGeometry(
@@ -174,7 +176,7 @@ def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: Tenso
     size = segments[tensor.segment][1]
     if end > size:
         raise OutOfBounds(
-            f"Tensor {index} ends at byte {end} of segment {tensor.segment}, which has only {size} bytes."
+            f"Tensor {index} ends at byte {end} of segment {tensor.segment}, which has only {size} bytes; end it there."
         )
 
 

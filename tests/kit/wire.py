@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 import struct
 from collections import Counter
@@ -133,12 +134,15 @@ class Refused(Exception):
 
 
 def refusal(call: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> Refused:
-    """Call, and return why the daemon refused it. Fails where it did not."""
+    """Call, and return why the daemon refused it. Fails where it did not, or does not say what to do."""
     try:
         answer = call(*arguments, **named)
     except Refused as refused:
-        return refused
-    raise AssertionError(f"not refused: {answer!r}")
+        why = refused
+    else:
+        raise AssertionError(f"not refused: {answer!r}")
+    assert re.search(r"[;.:] \w", why.message), f"It does not say what to do: {why.message}"
+    return why
 
 
 def refused(call: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> str:

@@ -289,7 +289,7 @@ def test_block_ids_must_fit_the_keys_and_the_shortest_tensor() -> None:
                 checks(keys, range(count), first_block, 4, storing=storing)
     for storing in (False, True):
         checks(3, [0, 3, 1], 0, 1, storing=storing)
-        with pytest.raises(BadBlockIds, match=r"Block id 4 .* run to 3"):
+        with pytest.raises(BadBlockIds, match=r"Block id 4 .* to 3"):
             checks(3, [0, 4, 1], 0, 1, storing=storing)
 
 
