@@ -100,7 +100,7 @@ def open_standard_streams() -> None:
 
 
 def serve(config: Config) -> int:
-    """Run the daemon until it is told to stop; return its exit status."""
+    """Run the daemon until it is to stop; return its exit status."""
     from kvoffd.errors import KvoffdError, NoMoreThreads
 
     try:

@@ -22,7 +22,7 @@ NO_TOKENS: Mapping[bytes, BlockTokens] = MappingProxyType({})
 
 
 class CacheListener(Protocol):
-    """Told of every change of what the pool and the tiers below it hold, in order: folding the calls from the start
+    """Hears of every change of what the pool and the tiers below it hold, in order: folding the calls from the start
     gives the index of each. ``medium``: CPU for the pool, STORAGE for the tiers, whatever they are, as in vLLM.
 
     It is called in the middle of a change and must not call the cache.

@@ -1,6 +1,6 @@
 """Keep the blocks with the most expected hits for their size, by how keys came back so far.
 
-A request's keys are told apart by what says whether and when they are asked for again: whether the request continues a
+A request's keys are classed by what says whether and when they are asked for again: whether the request continues a
 conversation, which turn it is, how long the pause was, how much text is new, how many requests saw the key. Each such
 class learns how long its keys take to come back. What is offered is stored where its score is higher than that of what
 would have to go for it. Keys without blocks are watched too: hits alone teach nothing.

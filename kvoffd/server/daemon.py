@@ -121,7 +121,7 @@ class Daemon:
         self._http: HttpServer | None = None
 
     async def serve(self) -> None:
-        """Start, serve until told to stop, stop. Raises KvoffdError when it cannot start."""
+        """Start, serve until it is to stop, stop. Raises KvoffdError when it cannot start."""
         loop = asyncio.get_running_loop()
         # Without a number asyncio asks for the CPUs of the process, which a seccomp filter may refuse.
         loop.set_default_executor(ThreadPoolExecutor(SLOW_CALLS, "kvoffd-slow"))
@@ -244,7 +244,7 @@ class Daemon:
             self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, self._stop.is_set)
 
     async def _main_loop(self) -> None:
-        """Tick until told to stop. systemd's watchdog is fed only after a turn of the message loop."""
+        """Tick until it is to stop. systemd's watchdog is fed only after a turn of the message loop."""
         service = self._service
         service.loop_watch.start(asyncio.get_running_loop())
         try:

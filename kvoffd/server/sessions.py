@@ -116,7 +116,7 @@ class Session:
 
     id: int
     token: bytes
-    """Its client's secret, told over the lifeline."""
+    """Its client's secret, sent over the lifeline."""
     peer: Peer
     lifeline: Lifeline
     opened_at: float

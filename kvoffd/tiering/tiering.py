@@ -63,7 +63,7 @@ SPEED_SAMPLE_S = 0.05
 OLD_SPEED_WEIGHT = 0.7
 """Weight of what was measured before in the speed."""
 NO_SPACE_S = 1.0
-"""So long after the pool had no space for a namespace's block its lookups that are repeated are not told to wait."""
+"""So long after the pool had no space for a namespace's block its lookups that are repeated do not wait."""
 READ_AGAIN_S = 60.0
 """So long after the last read one is tried although it would be slower: speeds change."""
 
@@ -455,7 +455,7 @@ class Tiering:
         self.levels = [self.disks]
         self._answers_due = 0.0
         self._uncounted: dict[Namespace, Counter[tuple[int, bytes]]] = {}
-        """By tag and key that is being asked for: lookups that were told so and have not counted it yet."""
+        """By tag and key that is being asked for: lookups that got that answer and have not counted it yet."""
         self._waiting: dict[int, tuple[int, Namespace, int]] = {}
         """By lease, its session and namespace, and for how many keys its lookup waits."""
         self._evicted: list[tuple[Space, list[bytes]]] = []

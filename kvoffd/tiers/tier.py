@@ -255,7 +255,7 @@ class Tier(ABC):
 
         Args:
             why: ``invalidated``; ``partial``, where the pool has more of them now, which others are to have too; or
-                ``corrupt``, which a store of several nodes is not told.
+                ``corrupt``, which goes to no store of several nodes.
         """
 
     @abstractmethod

@@ -49,7 +49,7 @@ class SocketPaths:
 
 
 def is_utf8(name: object) -> bool:
-    """Whether it is text, as names of files need not be: no peer could be told one that is not."""
+    """Whether it is text, as names of files need not be: no message can hold one that is not."""
     try:
         str(name).encode()
     except UnicodeEncodeError:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffd.cache.block_table import FREE, READY, WRITING
+from kvoffd.cache.block_table import FREE, READY
 from kvoffd.cache.cache import MAX_REQUESTS_TO_NOTE
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.errors import BadGeometry, NamespaceMismatch, ShardTooLarge
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
 
-A, W, R = FREE, WRITING, READY
+A, R = FREE, READY
 SESSION, LEASE = 5, 77
 
 
@@ -130,7 +130,7 @@ def test_a_region_with_a_pinned_block_is_not_taken_over() -> None:
     assert rig.states(small, keys_of(*range(8))) == [R] * 4 + [A] * 4
     hold(rig, large, keys_of(1), LEASE + 1)
     assert rig.store(large, keys_of(2)) == 0
-    assert rig.states(small, keys_of(*range(4))) == [R] * 4, "nothing is evicted in vain"
+    assert rig.states(small, keys_of(*range(4))) == [R] * 4, "nothing is evicted needlessly"
     check_invariants(rig.cache)
 
 
@@ -188,7 +188,7 @@ def test_every_way_out_has_its_reason() -> None:
     assert rig.cache.reason_of(namespace, 0, keys_of(4)) is MissReason.EVICTED
 
 
-# --- what others are told ------------------------------------------------------------------------
+# --- what others hear ----------------------------------------------------------------------------
 
 
 def test_slots_are_taken_on_the_node_of_their_rank() -> None:
@@ -225,22 +225,22 @@ def test_beyond_the_first_half_each_session_leases_an_equal_part() -> None:
 
 def test_requests_are_reported_once_and_a_benchs_never() -> None:
     rig = CacheRig(16, 4)
-    told: list[list[bytes]] = []
-    rig.cache.watchers.append(lambda chains: told.append([chain.keys for chain in chains]))
+    noted: list[list[bytes]] = []
+    rig.cache.watchers.append(lambda chains: noted.append([chain.keys for chain in chains]))
     namespace, bench = rig.open("a"), rig.open("bench 1")
     assert bench.of_bench
     for asked in (namespace, bench):
         rig.cache.lookup(asked, 1, 5, [(0, keys_of(1))])
         rig.cache.lookup(asked, 1, 5, [(0, keys_of(1))], again=True)
-    assert told == []
+    assert noted == []
     rig.cache.note_requests()
     rig.cache.note_requests()
-    assert told == [[keys_of(1)]]
+    assert noted == [[keys_of(1)]]
     for number in range(100):
         rig.cache.lookup(namespace, 1, 5, [(0, keys_of(number))])
-    assert len(told) == 101 - MAX_REQUESTS_TO_NOTE
+    assert len(noted) == 101 - MAX_REQUESTS_TO_NOTE
     rig.cache.note_requests()
-    assert told[1:] == [[keys_of(number)] for number in range(100)], "none is lost, however many come at once"
+    assert noted[1:] == [[keys_of(number)] for number in range(100)], "none is lost, however many come at once"
 
 
 def test_what_was_not_compared_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,15 +288,15 @@ class CacheMachine(RuleBasedStateMachine):
         states, leased = self.cache.lookup(namespace, session, lease_id, request)
         names = [self.names(space, group, chain), self.names(space, 0, more)]
         cut = 0
-        for part, told in zip(names, states, strict=True):
-            for name, state in zip(part, told, strict=True):
+        for part, answer in zip(names, states, strict=True):
+            for name, state in zip(part, answer, strict=True):
                 cut += state != self.state(name)
                 assert state == self.state(name) or (state, self.state(name)) == (FREE, READY)
         lease = self.leases.get(lease_id) or ModelLease(session, space, self.rig.clock.now + 30.0)
         told_ready = [
             self.index[name]
-            for part, told in zip(names, states, strict=True)
-            for name, state in zip(part, told, strict=True)
+            for part, answer in zip(names, states, strict=True)
+            for name, state in zip(part, answer, strict=True)
             if state == READY
         ]
         held = list(lease.pinned)

@@ -273,7 +273,7 @@ def test_sizes() -> None:
     assert found.fix == 'pool_size = "100GiB"; then restart the daemon'
     assert found.level == "info", "a disk has the rest"
     little = facts({"curve": curve(RISING, 34), "curve_seen_bytes": 200 * GIB})
-    assert find(little)[0].level == "info", "two points are worth a sentence"
+    assert find(little)[0].level == "info", "two points are a sentence"
     worse = find(facts({"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB, "last_hour": DECLINED}))
     assert [(one.check, one.weight) for one in worse] == [("pool_too_small", 0.1), ("lru_is_better", 0.07)]
     assert worse[0].evidence.startswith(

@@ -1,4 +1,4 @@
-"""Memory of this process's GPU is exported whole, each allocation once; what cannot be is told apart."""
+"""Memory of this process's GPU is exported whole, each allocation once; what cannot be is found."""
 
 from __future__ import annotations
 

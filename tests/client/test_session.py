@@ -571,9 +571,9 @@ def check_parts(rng: random.Random) -> None:
         count, first = rng.randrange(1, 60), rng.randrange(4)
         end = rng.randrange(4 * count - 3, 4 * count + 1)
         if end > first:
-            told = (rng.randbytes(32 * count), rng.randbytes(64 * count)) if rng.random() < 0.7 else ()
+            links = (rng.randbytes(32 * count), rng.randbytes(64 * count)) if rng.random() < 0.7 else ()
             keys, ids = rng.randbytes(32 * count), rng.randbytes(4 * (end - first))
-            groups.append(GroupTransfer(group, keys, ids, first, *told))
+            groups.append(GroupTransfer(group, keys, ids, first, *links))
     job = Job(1, groups, 2**32)
     most = 10, rng.choice((500, 50_000))
     parts = job.parts(job.checked_size(64, 32), 32, 4, most, 100)

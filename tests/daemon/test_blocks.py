@@ -127,7 +127,7 @@ def test_blocks_that_are_stored_anew_before_they_are_read_are_not_damaged(
 
 
 def test_more_blocks_than_may_be_leased_at_once_are_read(pool_file: Path) -> None:
-    """As an engine's lookup is told that the last of its keys are absent."""
+    """As an engine's lookup gets the last of its keys as absent."""
     with (
         DaemonProcess("1MiB", eviction_policy="lru", limits={"leased_share": 0.25}) as daemon,
         engine_on(daemon) as engine,

@@ -104,7 +104,7 @@ def test_blocks_of_a_disk_have_a_medium_of_their_own(tmp_path: Path) -> None:
 
 
 def test_an_event_has_the_parents_and_tokens_that_its_store_told(shared_daemon: DaemonProcess) -> None:
-    """Each key has its own, those of a store that told none have none, and what was there before is in no event."""
+    """Each key has its own, those of a store without any have none, and what was there before is in no event."""
     chain, tokens = keys(0, 1, 2, 3), [bytes([number]) * 64 for number in range(4)]
     with (
         KvSubscriber(shared_daemon.directory) as events,
@@ -114,8 +114,8 @@ def test_an_event_has_the_parents_and_tokens_that_its_store_told(shared_daemon: 
         worker.open_namespace()
         cache = worker.register(memory)
         assert worker.store(cache, chain[1:2], [1]).ok
-        told = {"parents": [bytes(32), *chain[:3]], "tokens": b"".join(tokens)}
-        assert worker.store(cache, chain, [0, 1, 2, 3], **told).ok
+        links = {"parents": [bytes(32), *chain[:3]], "tokens": b"".join(tokens)}
+        assert worker.store(cache, chain, [0, 1, 2, 3], **links).ok
         assert worker.store(cache, keys(9), [4]).ok
         first, *others = [event for message in events.messages() for event in message.events if event.keys]
     assert (first.keys, first.parents, first.tokens) == (chain[1:2], [], b"")
@@ -137,10 +137,10 @@ def test_a_block_of_several_ranks_is_published_with_its_tokens_when_it_is_whole(
     ):
         worker.open_namespace(world_size=2)
         caches = [worker.register(memory, rank=rank) for rank in range(2)]
-        told = {"parents": [bytes(32)], "tokens": bytes(range(64))}
-        assert worker.store(caches[0], keys(1), [1], **told).ok
+        links = {"parents": [bytes(32)], "tokens": bytes(range(64))}
+        assert worker.store(caches[0], keys(1), [1], **links).ok
         assert not any(event.keys for message in events.messages() for event in message.events)
-        assert worker.store(caches[1], keys(1), [1], **told).ok
+        assert worker.store(caches[1], keys(1), [1], **links).ok
         (event,) = [event for message in events.messages() for event in message.events if event.keys]
         assert (event.keys, event.parents, event.tokens) == (keys(1), [bytes(32)], bytes(range(64)))
 

@@ -214,7 +214,7 @@ def test_a_block_that_lacks_a_shard_for_too_long_is_dropped(impatient: DaemonPro
     with WireClient(impatient.directory) as worker:
         worker.open_namespace(OTHER, world_size=2)
         cache = worker.register(memory, namespace=OTHER)
-        assert worker.store(cache, keys(9), [0]).error == "no_room", "rank 1 has not told how large its shards are"
+        assert worker.store(cache, keys(9), [0]).error == "no_room", "rank 1 has not said how large its shards are"
         worker.register(memory, rank=1, namespace=OTHER)
         for number in (1, 2):
             assert worker.store(cache, keys(number), [0]).ok

@@ -164,7 +164,7 @@ def test_sigterm_removes_the_sockets_and_ends_with_success() -> None:
         assert "ERROR" not in daemon.log
         assert daemon.log.rstrip().endswith("Stopped.")
         assert not any((daemon.directory / name).exists() for name in SOCKETS)
-        # A removed lock would be another file than the one that a daemon which starts meanwhile has locked.
+        # A removed lock would be another file than the one that a daemon which starts at that moment has locked.
         assert (daemon.directory / "kvoffd.lock").exists()
 
 

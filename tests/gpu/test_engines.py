@@ -57,7 +57,7 @@ def test_an_engine_that_slept_loads_its_blocks(level: int, tmp_path: Path) -> No
     import vllm
 
     if tuple(int(part) for part in vllm.__version__.split(".")[:2]) < (0, 33):
-        pytest.skip("before vLLM 0.33 no connector is told of sleep")
+        pytest.skip("before vLLM 0.33 no connector hears of sleep")
     asked = [prompt(1, 900)]
     model = make_tiny_llama(tmp_path / "model")
     with DaemonProcess("64MiB") as daemon, AdminClient(daemon.directory) as admin:

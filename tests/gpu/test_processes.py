@@ -1,4 +1,4 @@
-"""An engine's process, a daemon's process, GPU memory between them: bytes, deaths, memory let go."""
+"""An engine's process, a daemon's process, GPU memory between them: bytes, deaths, memory released."""
 
 from __future__ import annotations
 

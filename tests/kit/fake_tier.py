@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mmap import mmap
 from zlib import crc32
 
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier, TierListener, TierStats
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, ReadEnd, Result, Space, Tier, TierListener, TierStats
 
 
 def checksum(data: memoryview | bytes) -> int:
@@ -110,14 +110,7 @@ class FakeTier(Tier):
         writing = {(job.space.tag, job.key) for job in self.jobs if job.block is not None and not job.removed}
         return [(space.tag, key) not in self.blocks and (space.tag, key) not in writing for key in keys]
 
-    def read(
-        self,
-        space: Space,
-        key: bytes,
-        offsets: Sequence[int],
-        deadline: float,
-        on_end: Callable[[Result, Block | None], None],
-    ) -> bool:
+    def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
         if self._find(space, key) != PRESENT or sum(job.block is None for job in self.jobs) >= self._most_jobs:
             return False
         self.jobs[Job(space, key, offsets, on_end, deadline)] = None

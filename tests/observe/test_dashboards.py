@@ -136,9 +136,9 @@ def firing(tmp_path: Path, cases: list[tuple[list[str], dict[str, str]]]) -> set
     file = tmp_path / "tests.yml"  # JSON is YAML
     file.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}))
     done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=300)
-    told = done.stdout + done.stderr
-    assert "FAILED" in told or "SUCCESS" in told, told
-    return {name for names, _ in cases for name in names if f'alertname="{name}"' in told}
+    printed = done.stdout + done.stderr
+    assert "FAILED" in printed or "SUCCESS" in printed, printed
+    return {name for names, _ in cases for name in names if f'alertname="{name}"' in printed}
 
 
 def test_each_alert_fires_when_it_should_and_is_silent_else(tmp_path: Path) -> None:

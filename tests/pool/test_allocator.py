@@ -97,7 +97,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """A successor that is told of the slots in use goes on as this one would."""
+        """A successor that knows the slots in use goes on as this one would."""
         successor = SlotAllocator(self.pool_bytes, self.region_bytes, self.localities)
         successor.restore(ids(*self.out), self.slots.slot_bytes.copy())
         self.slots = successor

@@ -22,7 +22,7 @@ def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
         AdminClient(daemon.directory) as admin,
     ):
         scheduler.open_namespace()
-        known = [report("short"), report("new", b"k" * 32), report("told", b"k" * 32, reason="partial")]
+        known = [report("short"), report("new", b"k" * 32), report("reasoned", b"k" * 32, reason="partial")]
         scheduler.ask(m.ReportRequests, NAMESPACE, known)
         for wrong in (
             [report("a", b"k" * 31)],
@@ -33,9 +33,9 @@ def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
         ):
             refused(scheduler.ask, m.ReportRequests, NAMESPACE, wrong)
         refused(scheduler.ask, m.ReportRequests, b"x" * 32, [report("a")])
-        assert {one.request: one.reason for one in found()} == {"short": "", "new": "unknown", "told": "partial"}
-        assert [one.request for one in found("o")] == ["short", "told"]
-        assert [one.request for one in found("", 1)] == ["told"]
+        assert {one.request: one.reason for one in found()} == {"short": "", "new": "unknown", "reasoned": "partial"}
+        assert [one.request for one in found("o")] == ["short", "reasoned"]
+        assert [one.request for one in found("", 1)] == ["reasoned"]
         for number in range(6):
             scheduler.ask(m.ReportRequests, NAMESPACE, [report(f"{number}-{one}") for one in range(200)])
         assert [one.request for one in found()] == [f"{number}-{one}" for number in range(1, 6) for one in range(200)]

@@ -45,17 +45,17 @@ def directory() -> Iterator[Path]:
 
 def test_probes_are_answered_while_the_pool_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a daemon whose memory is refused was alive until then."""
-    port, told = free_port(), dict[str, tuple[int, str]]()
+    port, answers = free_port(), dict[str, tuple[int, str]]()
 
     def touch_slowly(*_: object) -> None:
-        told.update({path: http_get(port, path) for path in ("/healthz", "/readyz", "/metrics")})
+        answers.update({path: http_get(port, path) for path in ("/healthz", "/readyz", "/metrics")})
         raise KvoffdError("The memory is refused.")
 
     monkeypatch.setattr(module, "take_pool", touch_slowly)
     with pytest.raises(KvoffdError, match="refused"):
         asyncio.run(Daemon(Config(directory=tmp_path, http_address=f"127.0.0.1:{port}")).serve())
     sentence = "The daemon is starting.\n"
-    assert told == {
+    assert answers == {
         "/healthz": (200, f"ok\n{sentence}"),
         "/readyz": (503, f"not ok\n{sentence}"),
         "/metrics": (503, "The daemon is starting or stopping.\n"),
@@ -84,7 +84,7 @@ END = [
     (HostEngine, "close", "end copies"),
     (Gpus, "stop", "end copies of GPUs"),
     (LifelineServer, "close", "end sessions"),
-    (Gpus, "close", "let go of GPUs"),
+    (Gpus, "close", "release GPUs"),
     (Sockets, "close", "close sockets"),
     (Pool, "close", "unmap the pool"),
     (HttpServer, "close", "answer no probes"),
@@ -93,7 +93,7 @@ END = [
 
 
 def life(directory: Path, monkeypatch: pytest.MonkeyPatch, **replaced: Callable[..., Any]) -> tuple[Daemon, list[str]]:
-    """A daemon that is told to stop once it is ready; what it did, each thing when it did it for the first time in
+    """A daemon that is stopped once it is ready; what it did, each thing when it did it for the first time in
     its start and for the last time in its end. ``replaced``: what to do in place of things, by name.
     """
     done: list[str] = []
@@ -125,7 +125,7 @@ def test_start_and_end_have_their_order(directory: Path, monkeypatch: pytest.Mon
     assert [what for what in done if what != again] == [what for *_, what in [*START, *END] if what != again]
 
 
-@pytest.mark.parametrize("hangs", ["close disks", "end copies", "end copies of GPUs", "let go of GPUs"])
+@pytest.mark.parametrize("hangs", ["close disks", "end copies", "end copies of GPUs", "release GPUs"])
 def test_what_hangs_keeps_the_pool_and_the_lock(directory: Path, monkeypatch: pytest.MonkeyPatch, hangs: str) -> None:
     """Until the process is gone: a successor would take memory in which a copy still writes."""
     daemon, done = life(directory, monkeypatch, **{hangs.replace(" ", "_"): lambda *_: False})

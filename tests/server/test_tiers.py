@@ -80,7 +80,7 @@ class TiersRig:
     def open(self, size: DiskSize, listener: TierListener) -> FakeDisk:
         while not self.go.wait(0.01):
             if self.tiers._stopping:
-                raise OpeningStopped("Told to stop.")
+                raise OpeningStopped("Stopping.")
         if isinstance(self.result, Exception):
             raise self.result
         return self.result

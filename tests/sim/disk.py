@@ -21,7 +21,7 @@ from kvoffd.pool.checksums import digest
 from kvoffd.server.persistence import State
 from kvoffd.server.service import Service
 from kvoffd.tiers.disk import DiskOptions, DiskTier
-from kvoffd.tiers.tier import Block, Result, Space, TierListener, decode_header
+from kvoffd.tiers.tier import Block, ReadEnd, Result, Space, TierListener, decode_header
 from tests.kit.memory_disk import MemoryDisk, ReadsWithoutThreads, WorkersWithoutThreads, names_of
 from tests.sim.clock import Broken
 from tests.sim.pool import PAGE, BlockName
@@ -164,14 +164,7 @@ class SimDisk:
         self.file.written[BlockName(block.space.fingerprint, block.space.group, block.key)] = self.file.begun
         return True
 
-    def read(
-        self,
-        space: Space,
-        key: bytes,
-        offsets: Sequence[int],
-        deadline: float,
-        on_end: Callable[[Result, Block | None], None],
-    ) -> bool:
+    def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
         name = BlockName(space.fingerprint, space.group, key)
 
         def ended(result: Result, block: Block | None) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.shared import Ask, SharedTier
 from kvoffd.tiers.store import GetRequest, Store, StoreError, generation_key, object_key
-from kvoffd.tiers.tier import Block, Result, Space, TierListener, encode_header, make_space
+from kvoffd.tiers.tier import Block, ReadEnd, Result, Space, TierListener, encode_header, make_space
 from tests.sim.clock import Broken
 from tests.sim.content import Content
 from tests.sim.disk import SimWorkers
@@ -186,14 +186,7 @@ class SimShared(SharedTier):
             seconds = self.rng.uniform(1.0, 4.0) if fault == "hang" else self.rng.uniform(0.02, 0.3)
         return seconds
 
-    def read(
-        self,
-        space: Space,
-        key: bytes,
-        offsets: Sequence[int],
-        deadline: float,
-        on_end: Callable[[Result, Block | None], None],
-    ) -> bool:
+    def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
         def ended(result: Result, block: Block | None) -> None:
             self.objects.counts["shared_read"] += result is Result.DONE
             on_end(result, block)

@@ -76,12 +76,12 @@ def test_an_lru_is_replayed_as_one() -> None:
 def test_it_prints_json_as_documented(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
     assert console(["trace", "replay", str(file), "--policy", "all", "--blocks", "2,3", "--json"]) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert (told["trace"], told["accesses"]) == ("small", 12)
-    assert [(one["policy"], one["blocks"]) for one in told["results"]] == [
+    printed = json.loads(capfd.readouterr().out)
+    assert (printed["trace"], printed["accesses"]) == ("small", 12)
+    assert [(one["policy"], one["blocks"]) for one in printed["results"]] == [
         (policy, blocks) for blocks in (2, 3) for policy in POLICY_NAMES
     ]
-    assert told["results"][POLICY_NAMES.index("lru")] == {
+    assert printed["results"][POLICY_NAMES.index("lru")] == {
         "policy": "lru",
         "size": "2 blocks",
         "blocks": 2,
@@ -114,8 +114,8 @@ def test_it_prints_a_table_with_the_sizes_as_given_(tmp_path: Path, capsys: pyte
 def test_without_sizes_it_takes_parts_of_all_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "small.jsonl", [[*range(16)]] * 2)
     assert main([str(file), "--policy", "lru", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["results"]
-    assert [(one["size"], one["blocks"]) for one in told] == [(f"{n} blocks", n) for n in (2, 4, 8, 16)]
+    printed = json.loads(capsys.readouterr().out)["results"]
+    assert [(one["size"], one["blocks"]) for one in printed] == [(f"{n} blocks", n) for n in (2, 4, 8, 16)]
 
 
 def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -234,11 +234,11 @@ def test_a_trace_with_bytes_of_blocks_needs_no_block_size(tmp_path: Path, capsys
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main([str(file), "--policy", "lru", "--size", "18KiB"]) == 0
     found = capsys.readouterr()
-    told = found.out.splitlines()
+    printed = found.out.splitlines()
     assert "16 tokens in 4.00 KiB (50.0 %), 16 tokens in 8.00 KiB (50.0 %)" in found.err
     assert "as if each took their mean, 6.00 KiB" in found.err
-    assert told[0] == "asked: 3 requests, 9 blocks of 16 tokens and 6.00 KiB"
-    assert told[2].split()[:3] == ["18KiB", "lru", "66.67"]
+    assert printed[0] == "asked: 3 requests, 9 blocks of 16 tokens and 6.00 KiB"
+    assert printed[2].split()[:3] == ["18KiB", "lru", "66.67"]
 
 
 def test_where_it_cannot_print_that_is_said_and_not_of_the_trace(tmp_path: Path) -> None:

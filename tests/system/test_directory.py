@@ -1,4 +1,4 @@
-"""The daemon's directory when the file system fails: one sentence, and the lock is let go."""
+"""The daemon's directory when the file system fails: one sentence, and the lock is released."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_namespace_without_workers_gets_nothing_from_a_tier(rig: TieringHarnes
 
 
 def test_events_tell_of_what_is_written_and_of_all_that_goes(rig: TieringHarness) -> None:
-    """Not of what a disk had when it was opened; its end is told, as nobody knows who heard of it."""
+    """Not of what a disk had when it was opened; its end is reported, as nobody knows who heard of it."""
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2, 3))
     rig.cache.invalidate(space, [(0, keys_of(2))])

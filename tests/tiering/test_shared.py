@@ -228,7 +228,7 @@ def test_a_window_is_not_read_before_its_end_is_known(rig: TieringHarness, share
 
 
 class Asker:
-    """Looks single requests up: asked for, answered, and what it is told then."""
+    """Looks single requests up: asked for, answered, and what it gets then."""
 
     def __init__(self, rig: TieringHarness, shared: FakeTier) -> None:
         self.rig, self.shared, self.space = rig, shared, rig.open()

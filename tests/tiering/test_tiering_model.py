@@ -161,7 +161,7 @@ class TieringMachine(RuleBasedStateMachine):
         space=st.integers(0, 1),
         chain=chains,
         fault=st.sampled_from([None, None, Result.PRESENT]),
-        then=st.sampled_from(["", "ask", "ask twice", "ask for more", "store", "wait in vain", "no space"]),
+        then=st.sampled_from(["", "ask", "ask twice", "ask for more", "store", "no answer", "no space"]),
     )
     def put_down(self, space: int, chain: list[int], fault: Result | None, then: str) -> None:
         """A quick way into the tier, out of the pool, and perhaps up again."""
@@ -185,7 +185,7 @@ class TieringMachine(RuleBasedStateMachine):
             self.rig.put(namespace, keys_of(*chain))
             self.note_stored(namespace, keys_of(*chain))
             self.pump()
-        if then == "wait in vain":
+        if then == "no answer":
             self.tick(6.0)
 
     @precondition(lambda self: self.jobs)

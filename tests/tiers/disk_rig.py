@@ -41,8 +41,8 @@ def bytes_of(number: int, space: Space, rank: int, version: int = 0) -> bytes:
     return Random(seed).randbytes(space.lengths[rank])
 
 
-class Told:
-    """A listener that keeps what it is told, and notes what cannot be."""
+class Listener:
+    """A listener that keeps what it hears, and notes what cannot be."""
 
     def __init__(self) -> None:
         self.blocks: set[tuple[int, bytes]] = set()
@@ -56,7 +56,7 @@ class Told:
     def blocks_removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         self.blocks -= {(space.tag, key) for key in keys}
 
-    def answered(self, *told: object) -> None:
+    def answered(self, *found: object) -> None:
         raise AssertionError("a disk is not asked")
 
     def error(self, tier: Tier, kind: str, sentence: str) -> None:
@@ -77,14 +77,14 @@ class DiskRig:
 
     def open(self) -> None:
         """A daemon begins. What the last one has left lies in the files."""
-        self.told = Told()
+        self.listener = Listener()
         self.tier = DiskTier(
             Path("/"),
             self.size_bytes,
             pool=self.pool,
             clock=self.clock,
             post=self.posted.append,
-            listener=self.told,
+            listener=self.listener,
             generation=lambda fingerprint: self.generations.get(fingerprint, 0),
             options=self.options,
             calls=self.files,
@@ -93,7 +93,7 @@ class DiskRig:
             make_workers=WorkersWithoutThreads,
         )
         self.work()
-        self.told.blocks = {(space.tag, key) for space, key in names_of(self.tier)}
+        self.listener.blocks = {(space.tag, key) for space, key in names_of(self.tier)}
 
     def kill(self) -> None:
         """kill -9, and the next daemon."""
@@ -207,7 +207,7 @@ class DiskRig:
         """The books are right, and the listener knows what is there."""
         tier = self.tier
         names = {(space.tag, key) for space, key in names_of(tier)}
-        assert self.told.blocks == names
+        assert self.listener.blocks == names
         assert (
             tier.stats().blocks
             == len(names)

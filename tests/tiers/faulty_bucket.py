@@ -1,4 +1,4 @@
-"""A server that speaks as much of S3's protocol as a shared tier needs, and lies, hangs and cuts as it is told."""
+"""A server that speaks as much of S3's protocol as a shared tier needs, and lies, hangs and cuts on purpose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FaultyBucket(ServerThread):
         delay_s: time that it takes before each answer.
         spoil: changes an object on its way to a client.
         cut_after: bytes of an object after which it closes the connection.
-        chunks: what is sent of an object, in chunks; its length is told beside, as no server should.
+        chunks: what is sent of an object, in chunks; its length is sent beside, as no server should.
         error: status and code that every request gets.
         errors: those that requests of a method get.
         kept: the code with which each object stays that one request is to remove with others.

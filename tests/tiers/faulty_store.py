@@ -1,4 +1,4 @@
-"""A server that speaks as much of Redis's protocol as a shared tier needs, and lies, hangs and cuts as it is told."""
+"""A server that speaks as much of Redis's protocol as a shared tier needs, and lies, hangs and cuts on purpose."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class FaultyStore(ServerThread):
         return True
 
     def _send_value(self, key: bytes, connection: socket.socket) -> bool:
-        """Send a value, a block's as it was told to; False ends the connection."""
+        """Send a value, a block's with the faults that are set; False ends the connection."""
         value = self.values.get(key)
         if key in self.forced_values or value is None or key.endswith(b"/generation"):
             connection.sendall(self.forced_values.get(key) or _bulk(value))

@@ -1,4 +1,4 @@
-"""What any tier that is asked must do, over whatever server, and over one that breaks as it is told."""
+"""What any tier that is asked must do, over whatever server, and over one that breaks when a test asks."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
 
 
 class FaultConformance:
-    """A node over a server that breaks as it is told: a miss, never a wrong byte. Has the fixtures ``double``, ``rig``.
+    """A node over a server that breaks on purpose: a miss, never a wrong byte. Has the fixtures ``double``, ``rig``.
 
     Attributes:
         slow_s: an answer that takes so long is late.

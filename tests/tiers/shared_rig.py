@@ -74,10 +74,10 @@ class SharedRig:
         )
 
     def blocks_stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
-        raise AssertionError("nothing is told of what a shared tier has")
+        raise AssertionError("nothing is reported of what a shared tier has")
 
     def blocks_removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
-        raise AssertionError("nothing is told of what a shared tier has")
+        raise AssertionError("nothing is reported of what a shared tier has")
 
     def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         assert len(keys) == len(found) > 0

@@ -182,7 +182,7 @@ def test_a_small_disk_holds_what_fits_of_several_block_sizes() -> None:
 def test_a_block_that_fits_no_region_is_reported_once(rig: DiskRig) -> None:
     large = make_space(ONE, 0, 0, [60_000] * 3)
     assert rig.write(block_of(1, large), block_of(2, large)) == [None, None]
-    assert rig.told.kinds == {"too_large": 1}
+    assert rig.listener.kinds == {"too_large": 1}
 
 
 # --- what is removed ---------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_removed_while_it_is_read_it_is_gone(rig: DiskRig, cleared_first: bool) 
         rig.notes.work()
     rig.work()
     assert ends == [Result.GONE]
-    assert not rig.told.kinds, "a disk is no worse for it"
+    assert not rig.listener.kinds, "a disk is no worse for it"
     rig.check()
 
 
@@ -349,7 +349,7 @@ def test_a_removal_that_cannot_be_noted_is_tried_again(rig: DiskRig) -> None:
         rig.tier.tick()
         rig.work()
     assert not kept()
-    assert rig.told.kinds["record_failed"] >= 2
+    assert rig.listener.kinds["record_failed"] >= 2
     assert len(rig.tier._failed_notes) == 1
     rig.files.fault = no_fault
     rig.work()
@@ -373,7 +373,7 @@ def test_all_of_a_namespace_is_removed(rig: DiskRig, fingerprint: bytes | None, 
     found = [number for number, space in enumerate(spaces, 1) if rig.there([number], space)]
     assert found == left
     assert writing == [DONE if fingerprint and fingerprint != ONE else Result.GONE]
-    rig.told.blocks = {(space.tag, key) for space, key in names_of(rig.tier)}  # of these nobody is told one by one
+    rig.listener.blocks = {(space.tag, key) for space, key in names_of(rig.tier)}  # of these nobody hears one by one
     rig.check()
     rig.kill()
     assert rig.tier.found_blocks == len(left) + (writing == [DONE])
@@ -386,7 +386,7 @@ def test_all_of_a_large_namespace_is_removed_in_parts(rig: DiskRig, monkeypatch:
     assert rig.tier.remove_all(ONE) == 9
     assert rig.tier.stats().blocks == 0
     kept = rig.tier.removals_kept()
-    rig.told.blocks.clear()
+    rig.listener.blocks.clear()
     rig.posted.popleft()()
     assert not kept()
     if end == "restart":
@@ -464,7 +464,7 @@ def test_wrong_bytes_are_reported_and_gone_for_good(rig: DiskRig, where: str, cl
     at = rig.tier._offset(rig.tier._slots_of(space.tag, [key_of(1)])[0])
     rig.files.flip(at + {"header": 50, "shard": PAGE + 4999, "last shard": 3 * PAGE + 299}[where], 3)
     assert rig.read(block_of(1, space)) is Result.CORRUPT
-    assert rig.told.kinds == {"corrupt" if clean else "torn": 1}
+    assert rig.listener.kinds == {"corrupt" if clean else "torn": 1}
     assert rig.there([1, 2], space) == [2]
     rig.work()
     rig.kill()
@@ -501,7 +501,7 @@ def test_a_call_that_fails_costs_one_block(rig: DiskRig) -> None:
     rig.files.fault = fails_first("write")
     rig.work()
     assert ends == [[DONE]] * 4
-    assert rig.told.kinds == {}
+    assert rig.listener.kinds == {}
     ends = [rig.begin_read(block_of(number)) for number in range(4)]
     rig.files.fault = fails_first("read")
     rig.work()
@@ -516,7 +516,7 @@ def test_a_read_that_fails_or_is_short_is_a_miss_and_reported(rig: DiskRig) -> N
     assert rig.there([1, 2, 3]) == [2, 3]
     del rig.files.data[PAGE:]
     assert rig.read(block_of(2)) is Result.FAILED
-    assert rig.told.kinds == {"read_failed": 1, "short_read": 1}
+    assert rig.listener.kinds == {"read_failed": 1, "short_read": 1}
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.EIO, "write_failed"), (errno.ENOSPC, "no_space")])
@@ -535,7 +535,7 @@ def test_after_a_write_that_fails_none_is_taken_for_a_while(rig: DiskRig, number
         rig.clock.now += 100.0
     assert pauses[0] == 1.0
     assert pauses[-1] == 60.0
-    assert set(rig.told.kinds) == {kind}
+    assert set(rig.listener.kinds) == {kind}
     rig.files.fault = no_fault
     assert rig.write(block_of(1)) == [DONE]
     rig.check()
@@ -564,7 +564,7 @@ def test_a_device_that_hangs_has_nothing_until_it_answers() -> None:
     rig.deliver()
     assert rig.tier.hangs
     assert not rig.tier.available()
-    assert rig.told.kinds == {"hung": 1}
+    assert rig.listener.kinds == {"hung": 1}
     assert (first, later) == ([], [Result.DEADLINE])
     assert rig.there([1, 2, 3]) == []
     assert rig.begin_write(block_of(4)) is None

@@ -131,7 +131,7 @@ def test_of_two_heads_the_newer_whole_one_counts(tmp_path: Path) -> None:
 def test_without_o_direct_it_uses_the_page_cache() -> None:
     rig = DiskRig(MemoryDisk(direct=False))
     assert not rig.tier.direct
-    assert rig.told.kinds == {"not_direct": 1}
+    assert rig.listener.kinds == {"not_direct": 1}
     assert rig.write(block_of(1)) is not None
     assert rig.there([1]) == [1]
 
@@ -176,7 +176,7 @@ def test_a_file_that_was_cut_off_is_reported_and_whole_again() -> None:
     before = len(rig.files.data)
     del rig.files.data[PAGE_BYTES + REGION_BYTES :]
     rig.open()
-    assert rig.told.kinds == {"truncated": 1}
+    assert rig.listener.kinds == {"truncated": 1}
     assert len(rig.files.data) == before
     results = {rig.read(block_of(number)) for number in range(32)}
     assert results <= {"done", "corrupt", "gone"}

@@ -1,4 +1,4 @@
-"""The shared tier over a real server and over a double that breaks as it is told: a miss, never a wrong byte."""
+"""The shared tier over a real server and over a double that breaks on purpose: a miss, never a wrong byte."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TestDouble(FaultConformance, SharedConformance):
         return store
 
 
-# --- the double, told to break as no other can ------------------------------------------------------
+# --- the double, which breaks as no other can -------------------------------------------------------
 
 
 WRONG_TYPE = b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n"
@@ -166,7 +166,7 @@ def test_a_network_cut_in_a_value_is_a_miss_in_time(store: FaultyStore, rig: Sha
     assert time.monotonic() - started < 1.8
     at = 8 * SLOT_BYTES
     rig.pool[at : at + 200_000] = bytes(200_000)
-    time.sleep(max(0.0, started + 2.2 - time.monotonic()))  # it sends the rest meanwhile
+    time.sleep(max(0.0, started + 2.2 - time.monotonic()))  # it sends the rest in that time
     assert rig.pool[at : at + 200_000] == bytes(200_000)
 
 
@@ -200,7 +200,7 @@ def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig:
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "because"),
     [
         (b"-NOPERM User default has no permissions to run the 'set' command\r\n", "+set"),
         (b"-READONLY You can't write against a read only replica.\r\n", "replica"),
@@ -208,13 +208,13 @@ def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig:
     ],
 )
 def test_a_server_that_refuses_writes_is_read(
-    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, answer: bytes, told: str
+    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, answer: bytes, because: str
 ) -> None:
     rig.store(block := rig.block(1))
     store.forced = {b"SET": answer}
     assert rig.write(rig.block(2)) is Result.FAILED
     assert rig.write(rig.block(3)) is None, "for a while"
-    assert told in rig.tier.problem
+    assert because in rig.tier.problem
     assert "maxmemory" not in rig.tier.problem
     assert "credentials" not in rig.kinds, "for which a cluster leaves a server alone"
     monkeypatch.setattr("kvoffd.tiers.shared.FULL_PAUSE_S", 0.0)

@@ -33,7 +33,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.told: list[tuple[bytes, bool]] = []
+        self.heard: list[tuple[bytes, bool]] = []
         self.tier = Tier(
             "redis://nowhere",
             open_store("redis://nowhere", Credentials()),
@@ -47,7 +47,7 @@ class Rig:
         self.tier.breaker.probed(True)
 
     def answered(self, tier: object, space: object, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        self.told += zip(keys, found, strict=True)
+        self.heard += zip(keys, found, strict=True)
 
     def blocks_stored(self, *_: object) -> None: ...
 
@@ -73,7 +73,7 @@ def rig() -> Rig:
 def test_each_answer_stands_for_its_time_and_is_asked_for_then(rig: Rig, found: bool, seconds: float) -> None:
     assert rig.find() == [ASKED]
     rig.answer(found)
-    assert rig.told == [(KEY, found)]
+    assert rig.heard == [(KEY, found)]
     rig.clock.now += seconds - 0.01
     assert rig.find() == [PRESENT if found else ABSENT]
     rig.clock.now += 0.02

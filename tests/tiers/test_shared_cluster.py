@@ -117,9 +117,9 @@ def test_impossible_masters_are_refused(odd: str) -> None:
 def show_nodes(asked: Sequence[FaultyStore], *owned: tuple[FaultyStore, str]) -> None:
     """Have servers tell which slots each has."""
     nodes = [f"{at} 127.0.0.1:{one.port}@1 master - 0 0 1 connected{slots}" for at, (one, slots) in enumerate(owned)]
-    told = "\n".join(nodes).encode()
+    lines = "\n".join(nodes).encode()
     for one in asked:
-        one.forced[b"CLUSTER"] = b"$%d\r\n%s\r\n" % (len(told), told)
+        one.forced[b"CLUSTER"] = b"$%d\r\n%s\r\n" % (len(lines), lines)
 
 
 def node_of_cluster(store: FaultyStore) -> SharedRig:
@@ -223,9 +223,9 @@ def test_masters_that_do_not_prove_their_name_are_refused(
         assert len(set(wanted)) == 2
         late.until(lambda: late.ask_anew(*blocks) == wanted)
         late.until(lambda: late.tier.tick() or late.kinds[f"tls {victim.name}"] > 0)  # type: ignore[func-returns-value]
-        (told,) = [server for server in late.tier.servers if not server.answers]
-        assert told.name == victim.name
-        assert "does not prove who it is" in told.problem
+        (lost,) = [server for server in late.tier.servers if not server.answers]
+        assert lost.name == victim.name
+        assert "does not prove who it is" in lost.problem
         for server in tls_cluster.servers:
             set_certificate(server, other)
         refused = SharedRig(tls_cluster.url)

@@ -1,4 +1,4 @@
-"""The shared tier over S3: two servers and a double that breaks as it is told."""
+"""The shared tier over S3: two servers and a double that breaks on purpose."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TestDouble(FaultConformance, SharedConformance):
         return bucket
 
 
-# --- the double, told to break as no other can ------------------------------------------------------
+# --- the double, which breaks as no other can -------------------------------------------------------
 
 
 CHUNKS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
@@ -224,9 +224,9 @@ def test_s3_keys_that_nobody_named_are_a_sentence(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     assert NO_KEYS not in S3(open_bucket(URL, Credentials("own", "x")))._error(TimeoutError()).sentence
     for error, kind in ((TimeoutError(), "timeout"), (Exception(NO_ROLE), "credentials")):
-        told = S3(open_bucket(URL, Credentials()))._error(error)
-        assert told.kind == kind
-        assert told.sentence.endswith(NO_KEYS)
+        error = S3(open_bucket(URL, Credentials()))._error(error)
+        assert error.kind == kind
+        assert error.sentence.endswith(NO_KEYS)
 
 
 @pytest.mark.parametrize(
@@ -307,16 +307,18 @@ def test_a_prefix_costs_few_requests(bucket: FaultyBucket, rig: SharedRig) -> No
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "because"),
     [
         (("127.0.0.1:", "127.0.0.1:1/"), "(Connection refused)"),
         (("http://", "https://"), "Where it has no TLS, name its endpoint http://"),
     ],
 )
-def test_why_a_bucket_cannot_be_reached_is_reported(bucket: FaultyBucket, change: tuple[str, str], told: str) -> None:
+def test_why_a_bucket_cannot_be_reached_is_reported(
+    bucket: FaultyBucket, change: tuple[str, str], because: str
+) -> None:
     rig = SharedRig(bucket.url.replace(*change))
     rig.until(lambda: rig.kinds["unreachable"] > 0)
-    assert told in rig.tier.problem
+    assert because in rig.tier.problem
 
 
 # --- a real server ----------------------------------------------------------------------------------

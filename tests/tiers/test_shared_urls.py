@@ -88,15 +88,15 @@ def test_credentials_are_in_a_line_for_each(tmp_path: Path, monkeypatch: pytest.
     assert Credentials.read(str(file), 1) == wanted[:1], "the file goes first"
 
 
-@pytest.mark.parametrize(("mode", "told"), [(0o600, False), (0o640, False), (0o644, True)])
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True)])
 def test_a_file_that_all_can_read_is_reported(
-    tmp_path: Path, mode: int, told: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mode: int, warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "passwords"
     file.write_text(SECRET)
     file.chmod(mode)
     Credentials.read(str(file), 1)
-    assert (f"{file}, with the password" in caplog.text, "0644" in caplog.text) == (told, told)
+    assert (f"{file}, with the password" in caplog.text, "0644" in caplog.text) == (warned, warned)
     assert SECRET not in caplog.text
     caplog.clear()
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))

@@ -103,13 +103,13 @@ def test_a_disk_leaves_nothing_where_a_thread_does_not_start(
     numbers, real_start = itertools.count(), threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", start)
 
-    def resources() -> tuple[int, int, int]:
-        contexts = Path("/proc/self/maps").read_text().count("[aio]")
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), contexts
+    def resources() -> set[object]:
+        contexts = [line for line in Path("/proc/self/maps").read_text().splitlines() if "[aio]" in line]
+        return {*threading.enumerate(), *os.listdir("/proc/self/fd"), *contexts}
 
     before = resources()
     listener, pool = cast("TierListener", None), memoryview(bytearray(4096))
     open_disk = partial(DiskTier, tmp_path, 1 << 24, pool=pool, clock=time.monotonic, post=print, listener=listener)
     with pytest.raises(NoMoreThreads) if started < 4 else nullcontext():
         open_disk(generation=lambda _: 0).close(DEADLINE_S)
-    assert resources() == before
+    assert resources() <= before

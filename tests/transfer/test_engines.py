@@ -447,18 +447,18 @@ def test_a_store_whose_checksums_do_not_come_fails_once(harness: Harness, how: s
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_an_overdue_copy_is_reported_once(harness: Harness, direction: Direction) -> None:
-    told: list[Transfer] = []
+    overdue: list[Transfer] = []
     job, behind = (Job(direction=direction, deadline=harness.now + 5) for _ in range(2))
-    job.transfer.on_overdue = told.append
+    job.transfer.on_overdue = overdue.append
     harness.hold_running(job, behind)
     harness.now += 5
     harness.engine.tick()
     assert behind.ends == [Outcome.DEADLINE], "it never started, so nothing of it can land"
-    assert (told, job.ends, harness.engine.hangs_s()) == ([], [], 0)
+    assert (overdue, job.ends, harness.engine.hangs_s()) == ([], [], 0)
     for _ in range(4):
         harness.now += OVERDUE_GRACE_S
         harness.engine.tick()
-    assert (told, job.ends) == ([job.transfer], [])
+    assert (overdue, job.ends) == ([job.transfer], [])
     harness.release()
     assert job.outcome() is Outcome.DEADLINE
     wait_until(lambda: harness.engine.stats(direction)[:2] == (0, 0))

@@ -59,7 +59,7 @@ class ManagerHarness:
             namespace.report({0: replace(report, registered=namespace.current.fingerprint)})
 
     def new(self, name: str = "r", hashes: int = len(KEYS)) -> ReqContext:
-        """A new request of which vLLM has told; nothing of it is looked up."""
+        """A new request that vLLM has announced; nothing of it is looked up."""
         context = ReqContext(name)
         self.manager.on_new_request(context)
         self.begin(context, hashes)

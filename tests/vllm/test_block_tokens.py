@@ -109,7 +109,7 @@ class Rig:
         self.pending.append(events.AllBlocksCleared())
 
     def take(self) -> list[KVCacheEvent]:
-        """What is published, read as a router does: a parent is known, nothing comes twice or goes in vain."""
+        """What is published, read as a router does: a parent is known, nothing comes twice or goes unknown."""
         found = self.host.take(self)  # type: ignore[arg-type]
         chain = [maybe_convert_block_hash(one) for one in self.hashes]
         for event in found:

@@ -77,7 +77,7 @@ def test_blocks_follow_the_weights_in_memory(
     assert once(trained) == (cold, ALL)
     wait_blocks([BLOCKS])
 
-    # Weights are changed in place by a method that kvoffd cannot know, and vLLM is told, as its documentation says.
+    # Weights are changed in place by a method that kvoffd cannot know, and vLLM gets a call, as its documentation says.
     trained.call("flip_weights")
     trained.forget(connector=True)
     changed, cached = once(trained)

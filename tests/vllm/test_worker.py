@@ -46,7 +46,7 @@ def make_worker(connect: Callable[[NamespaceSpec], Any], sender: OrderedSender |
 
 
 def failures(worker: KvoffdWorker) -> dict[int, FailedJob]:
-    """The failures of the jobs that have ended, of which vLLM is told no more than that."""
+    """The failures of the jobs that have ended, of which vLLM knows no more than that."""
     ended = worker.get_finished()
     assert all((one.success, one.transfer_size, one.transfer_time) == (True, None, None) for one in ended)
     failed = worker.take_report().failed_jobs

@@ -144,7 +144,7 @@ class KvoffdConnector(OffloadingConnector):
         super().register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: ConnectorMetadata) -> None:
-        """As vLLM's, which calls it first in every step; names the weights and joins the namespace when told to.
+        """As vLLM's, which calls it first in every step; names the weights and joins the namespace when it must.
 
         Begins the step's loads too. vLLM begins them behind the model's forward pass, and they would wait for it: on a
         GPU for the event that is recorded then. Nothing of this pass touches their blocks, and what did before has
@@ -259,7 +259,7 @@ class KvoffdConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
-        """As vLLM's, with what the workers must be told about the namespace."""
+        """As vLLM's, with what the workers must know about the namespace."""
         namespace, scheduler = self._manager.namespace, self.connector_scheduler
         self._reset_since_step = False
         new = scheduler_output.scheduled_new_reqs

@@ -108,7 +108,7 @@ class DoNoHarm:
     a power of two of tokens, are compared with each other. What is not known, or not clearly slower, is loaded.
 
     Stores pause for a while where vLLM waits for them too often, before it reuses blocks that are being stored. That is
-    the harm of stores that can be told from anything else: an engine's speed with and without stores depends on its
+    the harm of stores that can be measured: an engine's speed with and without stores depends on its
     batches far more.
 
     Attributes:

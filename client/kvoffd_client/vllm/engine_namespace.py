@@ -123,7 +123,7 @@ class EngineNamespace:
 
     @property
     def needs_steps(self) -> bool:
-        """Whether the engine must make steps, empty ones too, for the workers to report or to be told."""
+        """Whether the engine must make steps, empty ones too, for the workers to report or to hear."""
         return self._to_tell or (self.current is None and self.pending())
 
     def ask(self) -> None:
@@ -132,7 +132,7 @@ class EngineNamespace:
             self._waiting_since = WANTED
 
     def begin_step(self) -> tuple[int | None, NamespaceSpec | None]:
-        """Return what the workers must be told in this step: the generation to report, the namespace to register in."""
+        """Return what the workers must hear in this step: the generation to report, the namespace to register in."""
         if self._to_tell:
             self._to_tell = False
             return self.generation, self.current

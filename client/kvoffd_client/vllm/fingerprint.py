@@ -407,7 +407,7 @@ def digest_of_files(files: list[Path]) -> str:
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 MAX_ADAPTERS = 100_000
-"""Adapters of one engine that are told apart; requests with further ones use no kvoffd."""
+"""Adapters of one engine that are distinguished; requests with further ones use no kvoffd."""
 
 
 class LoraAdapters:

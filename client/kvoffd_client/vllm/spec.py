@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 SOFTWARE = f"kvoffd {version('kvoffd')}, vllm {vllm.__version__}"[:128]
 ENGINE_ID_SHOWN = 8
-"""Characters of an engine's id in the names of its sessions: engines of one model are told apart by them."""
+"""Characters of an engine's id in the names of its sessions: engines of one model differ in them."""
 
 
 class KvoffdSpec(OffloadingSpec):

@@ -100,45 +100,15 @@ class KvoffdWorker(OffloadingWorker):
         return True
 
     def flush(self) -> None:
-        """Start the jobs of this step, in one message. Repeatable.
-
-        Each is made of vLLM's block list and our keys. vLLM gives per group the number of blocks and the index, in the
-        request, of the first of them; blocks of a key before that one are left out. Those of a store end where its keys
-        end, those of a load inside the last key. A job whose blocks do not fit its keys fails.
-        """
+        """Start the jobs of this step, in one message. Repeatable."""
         unsent, self._unsent = self._unsent, {}
         jobs: list[Job] = []
-        per_key = self._blocks_per_chunk
         for job_id, (blocks, is_store) in unsent.items():
-            keyed = self._specs[job_id]
-            if not is_store and keyed.lease_id == NO_LEASE:
-                self._failed.append((job_id, ErrorCode.UNKNOWN_LEASE))
-                continue
-            groups: list[GroupTransfer] = []
-            start = 0
-            counts = [len(keys) // self._key_bytes for keys in keyed.groups]
-            fits = len(blocks.group_sizes) == len(counts)
-            places = zip(blocks.group_sizes, blocks.block_indices, keyed.groups, counts, strict=False)
-            for index, (size, first_index, keys, count) in enumerate(places):
-                ids = blocks.block_ids[start : start + size]
-                start += size
-                if size == 0 and count == 0:
-                    continue
-                first_block = first_index % per_key
-                covered = first_block + size
-                fits &= size > 0 and (covered == count * per_key if is_store else -(-covered // per_key) == count)
-                origins = keyed.origins.get(index, (b"", b""))
-                groups.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
-            if not fits:
-                logger.warning_once(  # type: ignore[attr-defined]
-                    "kvoffd: a job was not sent, since its blocks do not fit its keys: by group %s blocks, from %s on, "
-                    "for %s keys of %d blocks.",
-                    *(str(list(blocks.group_sizes)), str(list(blocks.block_indices)), str(counts), per_key),
-                )
-                self._failed.append((job_id, ErrorCode.BAD_BLOCK_IDS))
-                continue
-            lease_id = None if is_store else keyed.lease_id
-            jobs.append(Job(job_id, groups, lease_id, not is_store and self._keep_leases))
+            made = self._make_job(job_id, blocks, is_store=is_store)
+            if isinstance(made, Job):
+                jobs.append(made)
+            else:
+                self._failed.append((job_id, made))
         if not jobs:
             return
         if self._client is None:
@@ -152,6 +122,38 @@ class KvoffdWorker(OffloadingWorker):
                 logger.warning_once("kvoffd: jobs were not sent, since the GPU failed: %s", error)  # type: ignore[attr-defined]
                 for job in jobs:
                     self._fail_unsent(job, ErrorCode.COPY_FAILED)
+
+    def _make_job(self, job_id: int, blocks: GPULoadStoreSpec, *, is_store: bool) -> Job | ErrorCode:
+        """A job of vLLM's block list and our keys; why it fails where they do not fit.
+
+        vLLM gives per group the number of blocks and the index, in the request, of the first of them; blocks of a key
+        before that one are left out. Those of a store end where its keys end, those of a load inside the last key.
+        """
+        keyed, per_key, start = self._specs[job_id], self._blocks_per_chunk, 0
+        if not is_store and keyed.lease_id == NO_LEASE:
+            return ErrorCode.UNKNOWN_LEASE
+        groups: list[GroupTransfer] = []
+        counts = [len(keys) // self._key_bytes for keys in keyed.groups]
+        fits = len(blocks.group_sizes) == len(counts)
+        places = zip(blocks.group_sizes, blocks.block_indices, keyed.groups, counts, strict=False)
+        for index, (size, first_index, keys, count) in enumerate(places):
+            ids = blocks.block_ids[start : start + size]
+            start += size
+            if size == 0 and count == 0:
+                continue
+            first_block = first_index % per_key
+            covered = first_block + size
+            fits &= size > 0 and (covered == count * per_key if is_store else -(-covered // per_key) == count)
+            origins = keyed.origins.get(index, (b"", b""))
+            groups.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
+        if not fits:
+            logger.warning_once(  # type: ignore[attr-defined]
+                "kvoffd: a job was not sent, since its blocks do not fit its keys: by group %s blocks, from %s on, "
+                "for %s keys of %d blocks.",
+                *(str(list(blocks.group_sizes)), str(list(blocks.block_indices)), str(counts), per_key),
+            )
+            return ErrorCode.BAD_BLOCK_IDS
+        return Job(job_id, groups, None if is_store else keyed.lease_id, not is_store and self._keep_leases)
 
     def _fail_unsent(self, job: Job, error: ErrorCode) -> None:
         self._failed.append((job.job_id, error))
@@ -194,7 +196,7 @@ class KvoffdWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Wait until the daemon touches the blocks of these jobs no more.
 
-        What the GPU does not let go out, or the daemon does not begin, within FENCE_PATIENCE_S is cancelled.
+        What the GPU holds back, or the daemon does not begin, within FENCE_PATIENCE_S is cancelled.
         """
         began = time.monotonic()
         self.flush()
@@ -215,7 +217,7 @@ class KvoffdWorker(OffloadingWorker):
             self._client = self._connect(namespace)
 
     def leave(self) -> None:
-        """Have the daemon let go of the KV memory. Jobs fail from now on, until another ``join``.
+        """Have the daemon release the KV memory. Jobs fail from now on, until another ``join``.
 
         A load that the daemon does not end fails when nothing of the daemon can touch its blocks any more.
         """

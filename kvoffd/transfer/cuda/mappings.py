@@ -78,7 +78,7 @@ class HandleCache:
 
     The driver maps a handle once and answers every further opening with the same address, and memory that is freed and
     allocated again can get the very same handle. So nothing tells whether an open handle still is the right memory: a
-    second registration is refused until the first has let go of it.
+    second registration is refused until the first has released it.
     """
 
     def __init__(self, driver: Cuda, device: int) -> None:

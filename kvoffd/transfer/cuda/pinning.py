@@ -33,7 +33,7 @@ class PinProgress(NamedTuple):
 
 
 class PinnedPool:
-    """The pool's memory, pinned while at least one GPU uses it and for ``linger_s`` after, before that if told to.
+    """The pool's memory, pinned while at least one GPU uses it and for ``linger_s`` after, before that if it must.
 
     One thread pins and unpins, with the first GPU on. It pins once for all GPUs, under the primary context of the GPU
     that asked, which therefore stays until all is unpinned. Copies may use any of the pool at any time: what is not

@@ -313,7 +313,7 @@ def test_what_it_remembers_is_bounded(unit: int, pools: int, least: int) -> None
     check_learned(rig)
 
 
-# --- what the next daemon is told ----------------------------------------------------------------
+# --- what the next daemon knows ------------------------------------------------------------------
 
 
 def trained() -> CacheRig:

@@ -89,7 +89,7 @@ def unmap(memory: GpuMemory) -> None:
 
 
 def store(memory: GpuMemory, engines: Engines, deadline: float = float("inf")) -> tuple[list[Outcome], list[int]]:
-    """Copies the first page of the memory to the pool; the outcomes, and how often it was told overdue."""
+    """Copies the first page of the memory to the pool; the outcomes, and how often it was overdue."""
     outcomes: list[Outcome] = []
     overdue: list[int] = []
     columns = [

@@ -1,4 +1,4 @@
-"""Engine memory is mapped whole or not at all, only where it was said to be, and let go at once."""
+"""Engine memory is mapped whole or not at all, only where it was said to be, and unmapped at once."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ def test_a_low_limit_of_descriptors_has_its_reason(stub: StubCuda, handles: Hand
     segment.close()
 
 
-@pytest.mark.parametrize("told", [0, 1], ids=["by its attributes", "by its range"])
-def test_the_size_of_mapped_memory_is_the_drivers_word(stub: StubCuda, handles: HandleCache, told: int) -> None:
+@pytest.mark.parametrize("known", [0, 1], ids=["by its attributes", "by its range"])
+def test_the_size_of_mapped_memory_is_the_drivers_word(stub: StubCuda, handles: HandleCache, known: int) -> None:
     """cuMemGetAddressRange is promised for the process's own allocations only."""
-    stub.set("import_ranges", told)
+    stub.set("import_ranges", known)
     buffer = stub.allocate(SIZE)
     (segment,) = handles.open([IpcExport(buffer.handle, SIZE)])
-    assert (stub.calls("cuPointerGetAttribute") > 0) == (not told)
+    assert (stub.calls("cuPointerGetAttribute") > 0) == (not known)
     segment.close()
     with pytest.raises(OutOfBounds, match=f"has {SIZE} bytes but was declared with {SIZE + 1}"):
         handles.open([IpcExport(buffer.handle, SIZE + 1)])

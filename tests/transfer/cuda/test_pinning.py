@@ -146,7 +146,7 @@ def test_giving_up_in_the_middle_unpins_what_was_pinned(stub: StubCuda, pool: Pi
     stub.wait_hanging()
     pool.release()
     assert not pool.chunks.flags.any()
-    assert pool.progress.pinned_bytes > 0, "operators are told what is still locked"
+    assert pool.progress.pinned_bytes > 0, "operators see what is still locked"
     stub.release()
     assert pool.close(10)
     assert pool.progress == (0, 0, 0)
