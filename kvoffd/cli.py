@@ -103,6 +103,8 @@ def serve(config: Config) -> int:
     """Run the daemon until it is to stop; return its exit status."""
     from kvoffd.errors import KvoffdError, NoMoreThreads
 
+    # For NumPy's import: the loop would wait while the kernel makes a huge page for an array, up to 5 ms each time.
+    os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
     try:
         from kvoffd.observe.logging import configure_logging
         from kvoffd.server.daemon import run

@@ -73,7 +73,7 @@ from kvoffd_proto.messages import ABSENT, KeyState
 
 logger = logging.getLogger(__name__)
 
-SWEPT_AT_ONCE = 32_768
+SWEPT_AT_ONCE = 4096
 """Slots of which one step looks whether their namespace was reset."""
 MAX_OVER_QUOTA = 2048
 """Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its quota."""
