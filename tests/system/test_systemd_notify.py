@@ -126,6 +126,8 @@ from kvoffd.system.systemd import take_stored_fds
 for place, fd in enumerate([os.memfd_create("x") for _ in range(10)][-3:]):
     os.dup2(fd, 3 + place)
     os.set_inheritable(3 + place, True)
+of_another = {"LISTEN_PID": "1", "LISTEN_FDS": "3", "LISTEN_FDNAMES": "a:b:a"}
+assert (take_stored_fds(of_another), of_another) == ({}, {})
 environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "3", "LISTEN_FDNAMES": "a:b:a", "HOME": "/"}
 assert take_stored_fds(environ) == {"a": [3, 5], "b": [4]}
 assert environ == {"HOME": "/"}
