@@ -277,7 +277,7 @@ class SimDisk:
         cache = self._service.cache
         namespace = cache.namespaces.get(name.fingerprint)
         group = namespace and cache.group(namespace, name.group)
-        if not group:
+        if not group or group.key_bytes != len(name.key):  # it was opened anew with another geometry
             return
         (state,), blocks = cache.blocks.find(group.number, name.key, group.key_bytes)
         if state == READY and cache.slots.offsets(blocks)[0] == offset:
