@@ -249,7 +249,8 @@ class Sessions:
         if session.role is None:
             process = f"pid {session.peer.pid}" if session.peer.pid else "a process of another pid namespace"
             level = logging.DEBUG if role is Role.ADMIN else logging.INFO  # every command has one
-            logger.log(level, "Session %d: %s %s (%s), %s.", session.id, role, name, software, process)
+            who = f"{name} ({software})" if software else name
+            logger.log(level, "Session %d: %s %s, %s.", session.id, role, who, process)
         session.role, session.name, session.software = role, name, software
 
     def _full(self) -> KvoffdError:

@@ -238,7 +238,11 @@ class Tiers:
                 )
         for tier in self.shared:
             if not tier.available() and tier.problem:
-                yield "shared_unreachable", f"No blocks are shared over {tier.name}: {tier.problem}"
+                yield (
+                    "shared_unreachable",
+                    f"No blocks are shared over {tier.name}: {tier.problem} `kvoffd-cli stats tiers` says what "
+                    "failed, and what to look at.",
+                )
             if tier.available() and tier.refusal:
                 yield "shared_refuses", f"Blocks are read from {tier.name}, and none are written: {tier.refusal}"
             for server in tier.servers if len(tier.servers) > 1 else ():

@@ -214,7 +214,9 @@ def test_other_views(screen: Screen) -> None:
     assert "That is little: what follows are first estimates, and will change." in lines
     text = " ".join(map(str.strip, lines))
     assert "It rests on 9 requests, about 0.0044 lifetimes. In a lifetime as much" in text
-    assert "50.0 % old turn 4 about 80.0 % come back, most later than was seen so far; 2.00 GiB in the pool" in text
+    assert (
+        "50.0 % old turn 4 80.0 % come back by a guess, most later than was seen so far; 2.00 GiB in the pool" in text
+    )
 
 
 def test_an_empty_daemon_and_one_that_was_there_before() -> None:

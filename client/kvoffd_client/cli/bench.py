@@ -295,4 +295,5 @@ def _print(bench: str, floor: str, results: Sequence[Result], *, as_json: bool) 
 
     rows = [(one.case, shown(one.value, one.unit), shown(one.floor, one.unit), f"{one.ratio:.2f}") for one in results]
     print_table((bench, ">value", ">floor", ">value/floor"), rows)
-    print_line(f"\nfloor: {floor}")
+    better = "more" if rows and results[0].unit == "GB/s" else "less"
+    print_line(f"\nfloor: {floor}; of value/floor {better} is better")

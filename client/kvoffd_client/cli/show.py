@@ -227,7 +227,7 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
         say(
             f"No engine has reported a request {printable(name)!r}."
             if name
-            else "No engine that is connected has reported a request. Reports come once a second, and go with it."
+            else "No connected engine has reported a request. Reports come once a second; an engine's end with it."
         )
     return int(bool(name) and not found)
 

@@ -26,6 +26,7 @@ from kvoffd_client.cli.format import (
 )
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, open_admin
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import fields_of
 from kvoffd_proto.stats import (
     MISS_REASONS,
     SHARED_ERRORS,
@@ -146,7 +147,7 @@ def print_stats(now: DaemonStats) -> None:
 
 def _head(now: DaemonStats) -> Iterator[Line]:
     yield (
-        f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, {printable(now.policy)}, "
+        f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy {printable(now.policy)}, "
         f"{format_count(now.sessions)} session{plural(now.sessions)}, {format_size(now.resident_bytes)} beside the pool"
     )
     if now.health_problems:
@@ -271,10 +272,13 @@ def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
 
 def _pool(pool: PoolStats) -> None:
     _pool_bar(pool)
-    names = [name for name in pool.__struct_fields__ if name.endswith("_bytes")]
-    rows = [(name.removesuffix("_bytes").replace("_", " "), format_size(getattr(pool, name))) for name in names]
+    rows = [
+        (item.name.removesuffix("_bytes").replace("_", " "), format_size(getattr(pool, item.name)), meaning)
+        for item, _, meaning in fields_of(PoolStats)
+        if item.name.endswith("_bytes")
+    ]
     say("")
-    print_table(("", ">size"), rows)
+    print_table(("", ">bytes", "what that means"), rows)
 
 
 def _namespaces(now: DaemonStats, most: int) -> None:
@@ -377,7 +381,7 @@ def _shared(one: SharedStats) -> Iterator[Line]:
     yield (
         f"  asked for {format_count(one.asked_keys)} keys, found {format_count(one.found_keys)}, no answer in time for "
         f"{format_count(one.unanswered_keys)}; answers take {format_duration(one.ask_seconds)}, paused "
-        f"{format_count(one.breaker_trips)} times after failures"
+        f"{format_count(one.breaker_trips)} time{plural(one.breaker_trips)} after failures"
     )
     yield (
         f"  read {count_blocks(one.read_blocks)} ({format_size(one.read_bytes)}), "
@@ -441,14 +445,13 @@ def policy_lines(now: DaemonStats) -> Iterator[Line]:
     yield "Of the keys asked for:"
     for one in found.classes:
         if one.accessed_share >= RARE_CLASS:
-            age = _few(one.return_age)
-            half = f"half within {age} lifetime{'s' * (age != '1')}"
+            age, share = _few(one.return_age), percent(one.return_chance, 1.0)
+            if one.return_age <= lifetimes:
+                back = f"about {share} come back, half within {age} lifetime{'s' * (age != '1')}"
+            else:
+                back = f"{share} come back by a guess, most later than was seen so far"
             yield f"{percent(one.accessed_share, 1.0):>6} {printable(one.name)}"
-            yield (
-                f"       about {percent(one.return_chance, 1.0)} come back, "
-                f"{half if one.return_age <= lifetimes else 'most later than was seen so far'}; "
-                f"{format_size(one.pool_bytes)} in the pool"
-            )
+            yield f"       {back}; {format_size(one.pool_bytes)} in the pool"
 
 
 def _few(number: float) -> str:
