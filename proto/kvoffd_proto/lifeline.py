@@ -41,7 +41,7 @@ class Refused(Wire, frozen=True, tag="refused"):
 
 
 class Attach(Wire, frozen=True, tag="attach"):
-    """Client to daemon, with exactly one descriptor: keep it for a later Register."""
+    """Client to daemon, with exactly one descriptor: keep it for one Register. One that is refused leaves it."""
 
     segment_id: Annotated[Count, doc("Name of the descriptor, new in the session.")]
 
@@ -70,6 +70,7 @@ class MemoryReleased(Wire, frozen=True, tag="memory_released"):
 class Leaving(Wire, frozen=True, tag="leaving"):
     """Client to daemon, its last frame: it ends the session of its own accord.
 
+    Close the stream behind it. To wait for MemoryReleased, shut down its writing half and read on.
     A lifeline that ends without it is taken for one of a process that ended; that makes a difference to what is
     counted, and to nothing else.
     """

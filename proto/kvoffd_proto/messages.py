@@ -561,7 +561,8 @@ class Loads(Wire, frozen=True):
     job_ids: Annotated[list[JobId], doc("One for each load.", max_length=MAX_JOBS)]
     lease_ids: Annotated[list[LeaseId], doc("The lease of each load.", max_length=MAX_JOBS)]
     keep_lease: Annotated[
-        list[bool], doc("Whether the scheduler ends the lease, as others load the same shards.", max_length=MAX_JOBS)
+        list[bool],
+        doc("Keep the lease until the scheduler releases it: others load the same shards.", max_length=MAX_JOBS),
     ]
     groups: Annotated[list[GroupBlocks], doc("Blocks to copy; each group once.", max_length=MAX_GROUPS)]
 
