@@ -11,7 +11,7 @@ from kvoffd_proto.units import format_size
 
 SLOT_BYTES = 112
 """What is known of a slot beside its record at most: the arrays, the index and the order of eviction, of which the last
-two are half empty when they have grown (``tests/bench/scale.py``: 83 to 110 of blocks with one slot)."""
+two are never full (``tests/bench/scale.py``: up to 92 of blocks with one slot)."""
 PROCESS_BYTES = 256 << 20
 """What an idle process has, namespaces, sessions, queues, the hit-ratio curve, why keys left."""
 IDLE_BYTES = 34 << 20

@@ -133,7 +133,6 @@ class Cache:
         self.quarantined_slots = self.quarantined_bytes = 0
         self.unverified_slots = 0
         """Slots that an earlier daemon wrote and nobody has checked, or whose checksum is still to be taken."""
-        """Lookups answered with fewer READY keys than there are, since leases may not pin more."""
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
         """``note_requests`` passes each request on to them, after the policy."""
         self._events, self._clock = events, clock

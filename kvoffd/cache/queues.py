@@ -24,7 +24,7 @@ from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats
 
 ENTRY_BYTES = 50
-"""Memory of a block's entry or a ghost's with its places in the index, which is three eighths full or more."""
+"""Memory of a block's entry or a ghost's and of its place in the index, at most."""
 
 
 class Queues(InOrder):

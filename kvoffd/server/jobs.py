@@ -576,7 +576,7 @@ def submit(service: Service, session: Session, message: Submit) -> None:
             why = f"{count} {what}; {most} are allowed. Send several messages, or wait for results."
             raise KvoffdError(why, ErrorCode.TOO_MANY)
     if log.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
-        raise KvoffdError("The session does not acknowledge its results; each Submit may.", ErrorCode.TOO_MANY)
+        raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
     wanted: list[list[tuple[Part, Span]]] = [[] for _ in loads.job_ids]
     for part in of_loads:
         for span in part.spans:

@@ -19,8 +19,8 @@
 #endif
 
 enum { PLACE_BITS = 11, PLACES = 1 << PLACE_BITS /* of a segment where keys belong */ };
-/* An entry is fewer steps behind the place where it belongs: where they would be more, the segment is split. It is about
- * three quarters full then. So a segment ends with a place that is empty. */
+/* An entry is fewer steps behind the place where it belongs: where they would be more, the segment is split. It has 0.86 of
+ * PLACES entries then, in the mean. So a segment ends with a place that is empty. */
 enum { FARTHEST = 128, SEGMENT_WORDS = (PLACES + FARTHEST) * WORDS, SEGMENT_BYTES = SEGMENT_WORDS * sizeof(uint64_t) };
 enum { TOGETHER = 32 /* keys whose memory is fetched side by side */ };
 static const uint32_t NONE = UINT32_MAX;
