@@ -140,7 +140,7 @@ class SocketTransport:
                         wake_fd, poller = self._idle_wakers.pop() if self._idle_wakers else self._new_waker()
                         self._waiting.append(wake_fd)
                         self._wakes_thread.modify(self._messages.fileno(), 0)  # this one reads them
-                woken = poller.poll(0) if unread else self._poll_busily(poller) or poller.poll((deadline - now) * 1000)
+                woken = poller.poll(0) if unread else self._poll(poller, deadline)
                 if (wake_fd, select.POLLIN) in woken:
                     os.eventfd_read(wake_fd)
         finally:
@@ -154,18 +154,18 @@ class SocketTransport:
                         if not self._waiting:
                             self._wakes_thread.modify(self._messages.fileno(), select.EPOLLIN)
 
-    def _poll_busily(self, poller: select.poll) -> list[tuple[int, int]]:
-        """Poll for a moment, as long as nobody else wants the CPU. Returns what ``poller`` found."""
+    def _poll(self, poller: select.poll, deadline: float) -> list[tuple[int, int]]:
+        """Wait for a descriptor: busily for a moment, as long as nobody else wants the CPU."""
         now = time.monotonic()
-        end = now + BUSY_WAIT_S
-        while self._busy_wait_from <= now < end:
+        busy_until = min(now + BUSY_WAIT_S, deadline)
+        while self._busy_wait_from <= now < busy_until:
             if woken := poller.poll(0):
                 return woken
             os.sched_yield()  # to the threads that bring the reply
             began, now = now, time.monotonic()
             if now - began > LONG_YIELD_S:
                 self._busy_wait_from = now + NO_BUSY_WAIT_S
-        return []
+        return poller.poll(max(0.0, deadline - now) * 1000)
 
     def _new_waker(self) -> tuple[int, select.poll]:
         wake_fd = os.eventfd(0, os.EFD_CLOEXEC)

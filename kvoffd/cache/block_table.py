@@ -187,7 +187,7 @@ class BlockTable(Structure):
         ranks = len(group.sizes)
         self._fit(count * ranks)
         taken = self._native.blocks_take(self.address, slots.address, group.packed, keys, count)
-        assert taken != NO_BLOCK, "a key is there, or there is no memory"
+        assert taken != NO_BLOCK, "a key is there"
         return self._numbers[: taken * ranks].reshape(taken, ranks).copy()
 
     def replace(
@@ -200,7 +200,7 @@ class BlockTable(Structure):
         count, ranks, size = len(blocks), len(group.sizes), group.key_bytes
         self._fit(count * ranks)
         replaced = self._native.blocks_replace(self.address, group.packed, packed(blocks), count, keys, reason)
-        assert replaced == count, "a block is held, a key is there, or there is no memory"
+        assert replaced == count, "a block is held, or a key is there"
         slots = self._numbers[: count * ranks].reshape(count, ranks).copy()
         return slots, self._bytes[: count * size].tobytes(), self._counts[1]
 

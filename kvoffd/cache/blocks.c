@@ -151,15 +151,15 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
 }
 
 /* Makes blocks of free slots, [count][ranks], for keys none of which is there: their records name the namespace and its
- * group, and all their shards are still to be written. Returns how many: fewer where a key is there or there is no memory. */
+ * group, and all their shards are still to be written. Returns how many: fewer where a key is there. */
 static uint64_t enter(struct blocks *x, const struct block_group *g, const uint32_t *slots, uint64_t count,
                       const uint8_t *keys)
 {
     for (uint64_t i = 0; i < count; i++) {
         const uint8_t *key = keys + i * g->key_bytes;
         const uint32_t *of_block = slots + i * g->ranks;
-        uint64_t hashed = hash(x, g->number, key, g->key_bytes), *entry;
-        if (*find(x, hashed, g->number, key, g->key_bytes) || !(entry = new_place(&x->index, hashed)))
+        uint64_t hashed = hash(x, g->number, key, g->key_bytes);
+        if (*find(x, hashed, g->number, key, g->key_bytes))
             return i;
         for (uint64_t rank = 0; rank < g->ranks; rank++) {
             uint32_t slot = of_block[rank];
@@ -178,14 +178,14 @@ static uint64_t enter(struct blocks *x, const struct block_group *g, const uint3
         }
         x->missing[of_block[0]] = g->ranks;
         x->pages[of_block[0]] = g->pages;
-        *entry = entry_of(hashed, of_block[0]);
+        *new_place(&x->index, hashed) = entry_of(hashed, of_block[0]);
     }
     return count;
 }
 
 /* Makes blocks of up to `count` keys, none of which is there, in slots that are free, each on its rank's node first. Where
  * one rank gets none, since another slot size has taken the free regions, all ask for half as many. Finds the slots,
- * [blocks][ranks], and returns how many blocks; NONE where a key is there or there is no memory. */
+ * [blocks][ranks], and returns how many blocks; NONE where a key is there. */
 uint64_t kvoffd_blocks_take(struct blocks *x, struct slots *slots, const struct block_group *g, const uint8_t *keys,
                             uint64_t count)
 {
@@ -380,8 +380,7 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t c
 }
 
 /* Drops blocks of a group, and enters others of it, for keys none of which is there, in their slots: finds the keys of the
- * former, and the slots, [count][ranks]. Returns how many it entered: fewer where a block was held, a key is there, or there
- * is no memory. */
+ * former, and the slots, [count][ranks]. Returns how many it entered: fewer where a block was held or a key is there. */
 uint64_t kvoffd_blocks_replace(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count,
                                const uint8_t *keys, uint64_t reason)
 {

@@ -120,16 +120,6 @@ struct learned {
 
 /* --- memory and the table of keys --- */
 
-/* Nothing can be answered without it. */
-static void *or_end(void *room)
-{
-    if (!room) {
-        fputs("kvoffd: there is no memory for what the eviction policy knows.\n", stderr);
-        abort();
-    }
-    return room;
-}
-
 /* Memory for the call at hand. What was got before is lost. */
 static void *scratch(struct learned *l, uint64_t nbytes)
 {
@@ -163,7 +153,7 @@ static void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t 
     struct place *there = find_place(l, hash);
 
     if (!there->hash) {
-        there = or_end(new_place(&l->places, hash));
+        there = (struct place *)new_place(&l->places, hash);
         l->known.known_keys++;
     }
     *there = (struct place){ .hash = hash, .span = span, .place = place };

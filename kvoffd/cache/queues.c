@@ -60,10 +60,7 @@ static uint32_t new_entry(struct queues *x)
         return at;
     }
     if (x->top == x->room) {
-        struct entry *more = realloc(x->entries, 2ULL * x->room * sizeof *more);
-        if (!more)
-            return 0;
-        x->entries = more;
+        x->entries = or_end(realloc(x->entries, 2ULL * x->room * sizeof *x->entries));
         x->room *= 2;
     }
     return x->top++;
@@ -145,10 +142,9 @@ uint64_t kvoffd_queues_insert(struct queues *x, uint32_t group, const uint8_t *k
             take(x, at);
             queue = AGAIN;
         } else {
-            if ((entry && !(entry = new_place(&x->index, hash))) || !(at = new_entry(x)))
-                return i;
+            at = new_entry(x);
             if (entry)
-                *entry = entry_of(hash, at);
+                *new_place(&x->index, hash) = entry_of(hash, at);
         }
         x->entries[at].hash = hash;
         x->entries[at].block = blocks[i];

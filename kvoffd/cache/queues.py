@@ -54,7 +54,7 @@ class Queues(InOrder):
     def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         of = group.number, keys, len(blocks), group.key_bytes
         inserted = self._native.queues_insert(self._at, *of, packed(blocks))
-        assert inserted == len(blocks), "inserted twice, or there is no memory"
+        assert inserted == len(blocks), "inserted twice"
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         leaves = not group.namespace.of_bench

@@ -97,12 +97,10 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
     const uint8_t *key = record + KEY;
     uint64_t hashed = hash(x, group->number, key, group->key_bytes);
     uint64_t *entry = find(x, hashed, group->number, key, group->key_bytes), found = *entry;
-    if (!found && !(entry = new_place(&x->index, hashed)))
-        return 0;
     x->group[slot] = group->number;
     x->state[slot] = NOT_FIRST;
     if (!found) {
-        *entry = entry_of(hashed, slot);
+        *new_place(&x->index, hashed) = entry_of(hashed, slot);
         x->next[slot] = slot;
         x->missing[slot] = group->ranks;
         r->heads[r->heads_found++] = slot;

@@ -282,8 +282,8 @@ class Tiers:
         self._disks.append(disk)
         # Not one of the executor's threads: those are waited for when the process ends, and a disk may hang.
         name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, tiering)
-        disk.opener = threading.Thread(target=self._open, args=arguments, name=name, daemon=True)
-        start(disk.opener)
+        start(opener := threading.Thread(target=self._open, args=arguments, name=name, daemon=True))
+        disk.opener = opener
 
     def open_disk(self, size: DiskSize, listener: TierListener) -> DiskTier:
         """Open a directory, or stop when the daemon does. For any thread. Raises KvoffdError."""

@@ -12,6 +12,7 @@
 
 #include "key_hash.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 #ifndef WORDS
@@ -82,8 +83,18 @@ static inline void close_index(struct slot_index *x)
     x->segments = NULL;
 }
 
-/* Moves half of the entries of a segment, the one of this hash, to a new one; returns whether there was the memory. */
-static inline int split(struct slot_index *x, uint64_t hashed)
+/* Ends the process where there is no memory, in the middle of a change: the next daemon recovers the blocks. */
+static inline void *or_end(void *memory)
+{
+    if (!memory) {
+        fputs("kvoffd: there is no memory for what is known of the blocks.\n", stderr);
+        abort();
+    }
+    return memory;
+}
+
+/* Moves half of the entries of a segment, the one of this hash, to a new one. */
+static inline void split(struct slot_index *x, uint64_t hashed)
 {
     uint64_t count = 1ULL << x->bits, at = hashed >> x->shift, span = 1, old[SEGMENT_WORDS];
     uint64_t *segment = x->segments[at], *half, *place;
@@ -91,9 +102,7 @@ static inline int split(struct slot_index *x, uint64_t hashed)
     while (2 * span <= count && x->segments[at & -(2 * span)] == x->segments[at | (2 * span - 1)])
         span *= 2; /* so many neighbours are this segment */
     if (span == 1) {
-        uint64_t **wider = x->bits + PLACE_BITS < 32 ? malloc(2 * count * sizeof *wider) : NULL;
-        if (!wider)
-            return 0;
+        uint64_t **wider = or_end(x->bits + PLACE_BITS < 32 ? malloc(2 * count * sizeof *wider) : NULL);
         for (uint64_t i = 0; i < count; i++)
             wider[2 * i] = wider[2 * i + 1] = x->segments[i];
         free(x->segments);
@@ -103,8 +112,7 @@ static inline int split(struct slot_index *x, uint64_t hashed)
         at *= 2;
         span = 2;
     }
-    if (!(half = calloc(1, SEGMENT_BYTES)))
-        return 0;
+    half = or_end(calloc(1, SEGMENT_BYTES));
     x->nbytes += SEGMENT_BYTES;
     for (uint64_t i = 0; i < span / 2; i++)
         x->segments[(at & -span) + i] = half;
@@ -116,21 +124,19 @@ static inline int split(struct slot_index *x, uint64_t hashed)
                 ;
             memcpy(place, entry, WORDS * sizeof *entry);
         }
-    return 1;
 }
 
-/* Where to write the entry of a key that is not there; NULL where there is no memory. Others may move. */
+/* Where to write the entry of a key that is not there. Others may move. */
 static inline uint64_t *new_place(struct slot_index *x, uint64_t hashed)
 {
-    do {
+    for (;; split(x, hashed)) {
         uint64_t *place = home(x, hashed);
         for (int steps = 0; steps < FARTHEST; steps++, place += WORDS)
             if (!*place) {
                 x->used++;
                 return place;
             }
-    } while (split(x, hashed));
-    return NULL;
+    }
 }
 
 /* Empties the place of an entry; what follows moves up. */

@@ -635,8 +635,6 @@ class DiskTier(Tier):
         """Have the blocks of slots found; returns slots of blocks of the same names, which are not found any more."""
         replaced = np.empty(count, np.uint32)
         found = self._native.disk_enter(self._index_at, slots, count, replaced.ctypes.data)
-        if found == NO_SLOT:
-            raise MemoryError
         return cast(list[int], replaced[:found].tolist())
 
     def _keys_of(self, known: _Known) -> list[bytes]:

@@ -81,7 +81,7 @@ void kvoffd_disk_find(const struct disk_index *x, uint32_t space, const uint8_t 
 }
 
 /* Enters the blocks of slots. Where two have one key, the later one counts; the other's slot is written to `replaced`.
- * Returns how many these are, or NONE where there is no memory. */
+ * Returns how many these are. */
 uint64_t kvoffd_disk_enter(struct disk_index *x, const uint32_t *slots, uint64_t count, uint32_t *replaced)
 {
     uint64_t found = 0;
@@ -90,8 +90,8 @@ uint64_t kvoffd_disk_enter(struct disk_index *x, const uint32_t *slots, uint64_t
         uint64_t hashed, *entry = place_of(x, slots[i], &hashed);
         if (*entry)
             replaced[found++] = slot_of(*entry);
-        else if (!(entry = new_place(&x->index, hashed)))
-            return NONE;
+        else
+            entry = new_place(&x->index, hashed);
         *entry = entry_of(hashed, slots[i]);
     }
     return found;

@@ -31,6 +31,22 @@ def test_a_daemon_that_gets_no_threads_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert root.level == logging.DEBUG
 
 
+def test_a_daemon_ends_well_where_the_thread_that_opens_a_disk_does_not_start(tmp_path: Path) -> None:
+    program = (
+        "import sys, threading; from kvoffd.cli import main\n"
+        "real = threading.Thread.start\n"
+        "def start(thread):\n"
+        "    if thread.name.startswith('kvoffd-open'): raise RuntimeError(\"can't start new thread\")\n"
+        "    real(thread)\n"
+        "threading.Thread.start = start\n"
+        f"sys.exit(main(['serve', '--directory', '{tmp_path}', '--disk', '{tmp_path}=16MiB', '--pool-size', '16MiB',"
+        "    '--http-address', '', '--log-level', 'error']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "pids.max" in ended.stderr
+
+
 def test_a_crash_and_a_bad_flag_are_json_too(tmp_path: Path) -> None:
     environ = {**os.environ, "KVOFFD_LOG_FORMAT": "json"}
     program = (

@@ -22,6 +22,7 @@ def run(address: str, log: str, environ: dict[str, str], fork: bool) -> None:
     os.environ.update(environ)
     fork_workers()
     sleep_between_looks()
+    without_tiles()
     main(address)
 
 
@@ -57,6 +58,17 @@ def sleep_between_looks() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = lambda: time.sleep(0.0001)
+
+
+def without_tiles() -> None:
+    """Have vLLM see a CPU without AMX, so that engines do the same on every machine.
+
+    With it vLLM 0.32 uses AMX for bfloat16 without asking the kernel, which is SIGILL where nobody else has asked. It
+    knows no latent attention in float32 then.
+    """
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
 
 
 def build(settings: dict[str, Any]) -> Any:
