@@ -250,7 +250,7 @@ def report_requests(service: Service, session: Session, message: m.ReportRequest
     for one in message.requests:
         namespace.check(one.missing_group, one.missing_key)
         if len(one.missing_key) > namespace.key_bytes:
-            raise BadKeys("A request has one first missing key at most.")
+            raise BadKeys("A request has one first missing key at most; leave the others out.")
     for one in message.requests:
         if one.missing_key and not one.reason:
             reason = service.cache.reason_of(namespace, one.missing_group, one.missing_key)
