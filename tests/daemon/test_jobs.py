@@ -408,14 +408,21 @@ def test_a_store_that_has_not_begun_is_cancelled(faulty: DaemonProcess, memory: 
     assert after.balanced
 
 
+@contextmanager
+def storing_slowly(daemon: DaemonProcess, name: str) -> Iterator[tuple[WireClient, bytes]]:
+    """A worker whose store runs for a second, and its registration."""
+    with SharedMemory(32 * PAGE_BYTES, name) as memory, engine(daemon) as (worker, _):
+        cache = worker.register(memory)
+        with daemon.fault("store slow 1"):
+            worker.submit(cache, [store_of(1, keys(7), [0])])
+            wait_until(lambda: books(daemon.directory).store.running_jobs == 1)
+            yield worker, cache
+
+
 def test_unregister_ends_the_hold_on_the_memory(faulty: DaemonProcess) -> None:
     """Its answer comes after the last byte of a copy that runs."""
-    with SharedMemory(32 * PAGE_BYTES, "unregistered") as memory, engine(faulty) as (worker, _):
-        cache = worker.register(memory)
-        with faulty.fault("store slow 1"):
-            worker.submit(cache, [store_of(1, keys(7), [0])])
-            wait_until(lambda: books(faulty.directory).store.running_jobs == 1)
-            worker.unregister(cache)
+    with storing_slowly(faulty, "unregistered") as (worker, cache):
+        worker.unregister(cache)
         assert books(faulty.directory).store.running_jobs == 0
         assert "memfd:unregistered" not in Path(f"/proc/{faulty.pid}/maps").read_text()
         assert "registrations" not in books(faulty.directory).held
@@ -424,14 +431,10 @@ def test_unregister_ends_the_hold_on_the_memory(faulty: DaemonProcess) -> None:
 
 def test_the_last_word_to_a_client_that_leaves_is_that_its_memory_is_free(faulty: DaemonProcess) -> None:
     """After the last byte of a copy that runs. Without it the client would have to wait for the daemon's process."""
-    with SharedMemory(32 * PAGE_BYTES, "left") as memory, engine(faulty) as (worker, _):
-        cache = worker.register(memory)
-        with faulty.fault("store slow 1"):
-            worker.submit(cache, [store_of(1, keys(7), [0])])
-            wait_until(lambda: books(faulty.directory).store.running_jobs == 1)
-            worker.stream.shutdown(socket.SHUT_WR)
-            assert worker.is_released()
-            assert books(faulty.directory).store.running_jobs == 0
+    with storing_slowly(faulty, "left") as (worker, _):
+        worker.stream.shutdown(socket.SHUT_WR)
+        assert worker.is_released()
+        assert books(faulty.directory).store.running_jobs == 0
 
 
 def test_a_store_whose_end_fails_inside_has_a_result(faulty: DaemonProcess, memory: SharedMemory) -> None:
