@@ -35,7 +35,9 @@ class Lookup(Struct, eq=False):
         states: per group of the request one byte a key, a ``KeyState``; empty until done or when failed. What is
             pending comes up from a tier below the pool: ask again.
         wait_s: the daemon's guess of how long until all pending keys are ready, in seconds; 0.0 where it has none.
-        pinned: blocks pinned under the lease; 0 means that there is no lease.
+        asking: keys of which it is not known yet whether a shared store has them; they are among the pending ones.
+        pinned: blocks pinned under the lease when it was answered. What is pending is pinned as it comes up.
+        ttl_ms: lifetime of the lease; 0 means that there is no lease.
         answered_at: time.monotonic() of the answer, 0.0 before.
         stale_at: until then its pins hold, as far as is known; 0.0 once they do not.
     """
@@ -45,14 +47,15 @@ class Lookup(Struct, eq=False):
     failed: bool = False
     states: list[bytes] = []
     wait_s: float = 0.0
+    asking: int = 0
     pinned: int = 0
+    ttl_ms: int = 0
     answered_at: float = 0.0
     stale_at: float = 0.0
     transport: Transport | None = None
     unwanted: bool = False
     # While some of its requests are not answered: how many, and what the others said.
     missing: int = 1
-    ttl_ms: int = 0
     partial: list[bytes] = []
 
     @property
@@ -60,6 +63,11 @@ class Lookup(Struct, eq=False):
         """Whether the answer's pins still hold as far as is known: not released, same connection, and the lease has
         lived for less than half of its time. Look up again after that."""
         return self.transport is not None and self.transport.now() < self.stale_at
+
+    @property
+    def leased(self) -> bool:
+        """Whether the answer came with a lease, which is to be released."""
+        return self.ttl_ms > 0
 
     @property
     def pending(self) -> bool:
@@ -237,17 +245,18 @@ class SchedulerClient(Session):
             return
         for place, states in zip(places, reply.states, strict=True):
             found.partial[place] += states
-        found.pinned += reply.pinned
-        found.ttl_ms, found.wait_s = max(found.ttl_ms, reply.ttl_ms), max(found.wait_s, reply.wait_ms / 1000)
+        # Of the lease, which all requests of the lookup have in common: what was pinned so far, and how long it lives.
+        found.pinned, found.ttl_ms = max(found.pinned, reply.pinned), max(found.ttl_ms, reply.ttl_ms)
+        found.wait_s, found.asking = max(found.wait_s, reply.wait_ms / 1000), found.asking + reply.asking
         found.missing -= 1
         if found.missing:
             return
         del self._unanswered[found.lease_id]
         if found.unwanted:
-            found.pinned = 0
+            found.pinned = found.ttl_ms = 0
             # The Release may not have gone out, and a lease lives long.
             self._release(found.lease_id)
-        elif found.pinned:
+        elif found.leased:
             # The lease's life began at the daemon between sending and now: count from the earlier.
             found.stale_at = sent_at + found.ttl_ms / 2000
             while self._leases and (oldest := next(iter(self._leases.values()))).stale_at <= now:
@@ -257,9 +266,9 @@ class SchedulerClient(Session):
         found.done = True  # last, since readers hold no lock
 
     def _on_failed(self, found: Lookup, reply: ReplyOrError, now: float) -> None:
-        held = found.pinned > 0 or found.unwanted
+        held = found.leased or found.unwanted
         del self._unanswered[found.lease_id]
-        found.pinned, found.failed = 0, True
+        found.pinned, found.ttl_ms, found.failed = 0, 0, True
         found.done = True
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
@@ -285,7 +294,7 @@ class SchedulerClient(Session):
         return [] if self._events_topic is None else [self._events_topic]
 
     def _on_late_reply(self, reply: m.AnyReply) -> None:
-        if isinstance(reply, m.LookupReply) and reply.pinned:
+        if isinstance(reply, m.LookupReply) and reply.ttl_ms:
             self._release(reply.lease_id)
 
     def _role_disconnected(self, now: float) -> None:

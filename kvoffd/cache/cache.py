@@ -137,7 +137,7 @@ class Cache:
         """``note_requests`` passes each request on to them, after the policy."""
         self._events, self._clock = events, clock
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
-        self._max_leased_keys, self._max_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
+        self._max_leased_keys, self.most_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
         self.held: dict[int, Held] = {}
         """By session that has leases."""
         self._bytes_in = dict.fromkeys(WITH_SLOTS, 0)
@@ -387,28 +387,34 @@ class Cache:
         for index, keys in groups:
             if not 0 <= index < len(current) or len(keys) % size:
                 namespace.check(index, keys)  # which raises
-        found = [self.blocks.lookup(current[index].number, keys, size, pin=lease is None) for index, keys in groups]
+        is_new = lease is None
+        if lease is None:
+            lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
+        lease.coming = lease.asking = 0
+        found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]
         ready = found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
         states = [one.states for one in found]
         if self.tiers is not None and len(ready) < sum(map(len, states)):
             try:
-                shown = self.tiers.find(namespace, session, lease_id, groups, states, again)
+                shown = self.tiers.find(lease, groups, states, again)
             except BaseException:
-                if lease is None:
+                if is_new:
                     self.unpin(ready)
                 raise
             if shown is not states:
                 every = zip(groups, found, shown, strict=True)
                 found = [self._coming(current[index], keys, one, shows) for (index, keys), one, shows in every]
+        held = self.held.get(session) or Held()
+        if is_new and (ready.size or lease.coming):
+            self.leases[lease_id], self.held[session] = lease, held
+            held.leases += 1
         if ready.size:
-            held = self.held.get(session) or Held()
-            if lease is None:
-                lease, fresh = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING), ready
-                loose_bytes = sum([one.loose_bytes for one in found])
+            if is_new:
+                fresh, loose_bytes = ready, sum([one.loose_bytes for one in found])
             else:
                 fresh = ready[~np.isin(ready, lease.blocks)]
                 loose_bytes = self.blocks.pin(fresh)
-            roomy = self.blocks.pinned_bytes <= self._max_leased_bytes // 2
+            roomy = self.blocks.pinned_bytes <= self.most_leased_bytes // 2
             if roomy and held.keys + len(fresh) <= self._max_leased_keys:
                 part = 1.0
             else:
@@ -419,14 +425,9 @@ class Cache:
                 ready = np.concatenate([one.ready for one in found])
                 fresh = ready[~np.isin(ready, lease.blocks)]
                 loose_bytes = self.blocks.pin(fresh)
-            if fresh.size:
-                if not lease.blocks.size:
-                    self.leases[lease_id], self.held[session] = lease, held
-                    held.leases += 1
-                lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-                lease.nbytes += loose_bytes
-                held.nbytes += loose_bytes
-                held.keys += len(fresh)
+            self._note_held(lease, held, fresh, loose_bytes)
+            if not lease.blocks.size and not lease.coming:  # it may pin nothing
+                self._end([lease])
         if not again:
             counters, tokens, chains = namespace.counters, 0, []
             counters.lookups += 1
@@ -445,14 +446,36 @@ class Cache:
                 self._requested.append((namespace, chains))
                 if len(self._requested) > MAX_REQUESTS_TO_NOTE:
                     self._note_request()
-        return [one.states for one in found], 0 if lease is None else len(lease.blocks)
+        return [one.states for one in found], len(lease.blocks)
+
+    def _note_held(self, lease: Lease, held: Held, fresh: BlockIds, loose_bytes: int) -> None:
+        """Blocks were pinned for a lease of a session."""
+        lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
+        lease.nbytes += loose_bytes
+        held.nbytes += loose_bytes
+        held.keys += len(fresh)
+
+    def hold(self, lease: Lease, blocks: BlockIds) -> None:
+        """Pin READY blocks that came up for a lease, if it has not ended and leases may pin as much."""
+        if self.leases.get(lease.lease_id) is not lease:
+            return
+        held, loose_bytes = self.held[lease.session], self.blocks.pin(blocks)
+        if held.keys + len(blocks) > self._max_leased_keys or (loose_bytes and self.leasable_bytes < 0):
+            self.blocks.unpin(blocks)
+        else:
+            self._note_held(lease, held, blocks, loose_bytes)
+
+    @property
+    def leasable_bytes(self) -> int:
+        """Bytes that leases may still pin."""
+        return self.most_leased_bytes - self.blocks.pinned_bytes
 
     def _leasable(self, held: Held, keys: int, loose_bytes: int) -> float:
         """The part of so many keys, which are pinned, that a session may lease besides what it has: 1.0 for all.
 
         ``loose_bytes``: of those of their bytes that nothing else pins. Only such bytes are taken from others.
         """
-        part, most = (self._max_leased_keys - held.keys) / max(1, keys), self._max_leased_bytes
+        part, most = (self._max_leased_keys - held.keys) / max(1, keys), self.most_leased_bytes
         if loose_bytes and self.blocks.pinned_bytes > most // 2:
             sharers = len(self.held) + (not held.leases)
             part = min(part, (most // sharers - held.nbytes) / loose_bytes)
@@ -526,14 +549,14 @@ class Cache:
 
         ``unused``: why what they hold was not loaded, a miss then; ``not_awaited``: the same of what comes up.
         """
-        ids = dict.fromkeys(lease_ids)
-        if self.tiers is not None:
-            self.tiers.released(session, ids, not_awaited)
-        found = [self.leases.get(lease_id) for lease_id in ids]
+        found = [self.leases.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
         leases = [lease for lease in found if lease is not None and lease.session == session]
-        if unused is not None:
-            for lease in leases:
-                lease.namespace.counters.misses[unused] += 0 if lease.loaded else len(lease.blocks)
+        for lease in leases:
+            misses = lease.namespace.counters.misses
+            if unused is not None:
+                misses[unused] += 0 if lease.loaded else len(lease.blocks)
+            if not_awaited is not None:
+                misses[not_awaited] += lease.coming
         return self._end(leases)
 
     def end_session(self, session: int) -> int:
@@ -550,6 +573,8 @@ class Cache:
             if not held.leases:
                 del self.held[lease.session]
             self.unpin(lease.blocks)
+            if self.tiers is not None:
+                self.tiers.lease_ended(lease)
         return len(leases)
 
     def tick(self) -> int:
@@ -783,6 +808,8 @@ class Cache:
         ``counts``: count the keys and tokens that the load brought. What several ranks load counts once. Tokens of a
         lease are those of the group with the most: with a sliding window less is loaded for as many.
         """
+        if self.tiers is not None:
+            self.tiers.loaded(tickets)
         for ticket in tickets:
             self.unpin(ticket.blocks)
             lease, group, part = ticket.lease, ticket.group.index, (ticket.group.index, ticket.first_key)

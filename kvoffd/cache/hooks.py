@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd_proto.events import MEDIUM_CPU
 
 
@@ -49,20 +50,15 @@ class CacheListener(Protocol):
 class TierHooks(Protocol):
     """Looks after the tiers below the pool. Called in the middle of a change: it must not change the cache."""
 
-    def find(
-        self,
-        namespace: Namespace,
-        session: int,
-        lease_id: int,
-        groups: Sequence[tuple[int, bytes]],
-        states: list[bytes],
-        again: bool,
-    ) -> list[bytes]:
-        """The states that a lookup answers with: PENDING or SHARED for FREE keys that come from a tier. The same list
-        where no tier can be asked."""
+    def find(self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], again: bool) -> list[bytes]:
+        """The states that a lookup answers with: PENDING or SHARED for FREE keys that come from a tier, whose number is
+        noted in the lease. The same list where no tier can be asked."""
 
-    def released(self, session: int, lease_ids: Iterable[int], not_awaited: MissReason | None) -> None:
-        """A session ends leases, whose lookups may wait for blocks. ``not_awaited``: as of ``Cache.release``."""
+    def lease_ended(self, lease: Lease) -> None:
+        """What lookups under this lease waited for need not come up for it."""
+
+    def loaded(self, tickets: Sequence[LoadTicket]) -> None:
+        """These loads have ended."""
 
     def used(self, blocks: BlockIds) -> None:
         """A lookup found these blocks READY."""

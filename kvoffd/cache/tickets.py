@@ -16,7 +16,8 @@ from kvoffd.pool.allocator import SlotIds
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Pins on what the lookups of one request found, until it is released or its time is up."""
+    """Pins on what the lookups of one request found, and on what comes up for it, until it is released or its time is
+    up."""
 
     lease_id: int
     session: int
@@ -30,6 +31,12 @@ class Lease:
     """Group and first key of each load that was counted: other ranks load the same."""
     loaded_tokens: dict[int, int] = field(default_factory=dict)
     """By group."""
+    coming: int = 0
+    """Keys of the last lookup that were on their way up, or may be."""
+    asking: int = 0
+    """Those of them of which a store has not said yet whether it has them."""
+    wait_s: float = 0.0
+    """The expected time until they are up, as of that lookup; 0 where it is not known."""
 
 
 @dataclass(slots=True, eq=False)

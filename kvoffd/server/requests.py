@@ -197,14 +197,14 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     again = message.again or session.operator
     states, pinned = service.cache.lookup(namespace, session.id, message.lease_id, groups, again=again)
-    wait_ms = 0
-    tiering, every = service.tiers.tiering, b"".join(states)
-    if tiering is not None and (m.PENDING in every or m.SHARED in every):
-        wait_ms = math.ceil(tiering.wait_s * 1000)
-    ttl_ms = round(limits.lease_ttl_s * 1000) if pinned else 0
+    ttl_ms = wait_ms = asking = 0
+    if (lease := service.cache.leases.get(message.lease_id)) is not None:
+        ttl_ms = max(1, round(1000 * (lease.deadline - started)))
+        if lease.coming:
+            wait_ms, asking = math.ceil(1000 * lease.wait_s), lease.asking
     if not namespace.of_bench:
         service.lookup_times.observe(service.clock() - started)
-    return m.LookupReply(message.request_id, message.lease_id, states, pinned, ttl_ms, wait_ms)
+    return m.LookupReply(message.request_id, message.lease_id, states, pinned, ttl_ms, wait_ms, asking)
 
 
 def _check_count(groups: list[tuple[int, bytes]], namespace: Namespace, limits: Limits) -> None:

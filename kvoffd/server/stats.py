@@ -231,7 +231,7 @@ def _tiering_stats(service: Service) -> s.TieringStats | None:
         writes_missed=writer.missed_blocks,
         write_budget_left_bytes=writer.budget.left_bytes,
         write_mode=writer.mode.value,
-        promotion_bytes_per_second=disks.bytes_per_second,
+        promotion_bytes_per_second=disks.speed.measured,
     )
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,386 +13,43 @@ from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import MissReason, Namespace
-from kvoffd.cache.tickets import FillTicket
+from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.writer import Writer, space_of
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier
+from kvoffd.tiering.level import SLOWER, Coming, Fill, Level, Wanted
+from kvoffd.tiering.writer import space_of
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Space, Tier
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
 
 logger = logging.getLogger(__name__)
 
-MOST_KEYS = 8192
-"""Keys that one lookup may find below the pool, of each of its groups as many: the first that are missing, or the last
-of a window. The next lookup of the same request goes on behind what is up by then. Each takes some microseconds of the
-loop."""
 ANSWER_S = 0.02
 """An answer of a store is expected after so long at most: engines that wait for it compare that with what computing
 takes. The deadline for asking is for the worst case, and may be longer than any engine waits."""
 LOGGED_S = 600.0
 """An error of a tier is logged again after so long."""
-MOST_WAITING = 2**16
-"""Leases of which it is known how many keys their lookups wait for."""
 MOST_LOGGED = 1024
 """Kinds of errors of tiers, each of every server, of which it is known when they were logged."""
 MOST_UNSHARED = 32_768
 """Namespaces that are not shared: those that there are, and the latest others."""
 
-NO_SPACE, QUOTA, OVERDUE, SLOWER = "no_space", "quota", "overdue", "slower"
-"""Why a block does not come up, beside the results of tiers. ``slower``: computing it takes less time."""
-MISSES: dict[str, MissReason] = {
-    NO_SPACE: MissReason.NO_SPACE,
-    QUOTA: MissReason.QUOTA,
-    OVERDUE: MissReason.TIER_LATE,
-    Result.DEADLINE: MissReason.TIER_LATE,
-    Result.CORRUPT: MissReason.CORRUPT,
-    Result.GONE: MissReason.EVICTED,
-}
-"""What a failure is to those that asked; any other is the tier's failure."""
-MAX_FILLING_BYTES = 2**30
-"""Bound on the pool bytes that fills hold, beside an eighth of the pool."""
-MAX_BEGUN, BEGUN_PER_END = 64, 16
-"""Blocks that are begun in one go, and when one has ended and less than half of what may be is under way. Otherwise
-they wait for the next go: to make room for a few takes as long as for many. Their slots are taken together, so that
-neighbours in the queue are neighbours in the pool."""
-SPEED_SAMPLE_S = 0.05
-"""Reading is timed over at least this long."""
-OLD_SPEED_WEIGHT = 0.7
-"""Weight of what was measured before in the speed."""
-NO_SPACE_S = 1.0
-"""So long after the pool had no space for a namespace's block its lookups that are repeated do not wait."""
-READ_AGAIN_S = 60.0
-"""So long after the last read one is tried although it would be slower: speeds change."""
-
 SETTLED = bytes([READY, *COMING])
 """States of keys that are there, or will be, without anything to be done about it."""
 
 
-@dataclass(slots=True, eq=False)
-class Fill:
-    """A block that a lookup asked for and a tier has."""
-
-    session: int
-    namespace: Namespace
-    space: Space
-    key: bytes
-    tier: Tier
-    level: Level
-    nbytes: int
-    deadline: float
-    ticket: FillTicket | None = None
-    """Its block in the pool while the tier reads into it: the slots stay until that has ended."""
-    withdrawn: bool = False
-    """It was invalidated, its namespace reset, or it is overdue: nobody waits for it any more."""
-    given_up: bool = False
-    """It is overdue and under way: the tier may still write into its slots."""
-    askers: int = 0
-    """Lookups that count it as found, or as a miss, once it is known whether it comes up."""
-
-
-Coming = dict[int, dict[bytes, Fill]]
-"""By tag of their space and by key: blocks that come up, from whatever tier, and are not withdrawn."""
-
-
-class Level:
-    """One level below the pool, with its bounds and counts: the disks of this node together, or one store.
-
-    What is brought up from it is here, what is written to it in ``writer``.
-
-    Args:
-        tiers: disks come while the daemon serves.
-        coming: where fills are noted as long as lookups may wait for them.
-        shared: other nodes use it too.
-        unshared: fingerprints of namespaces of which nothing is shared.
-    """
-
-    def __init__(
-        self,
-        tiers: list[Tier],
-        settings: TieringSettings,
-        cache: Cache,
-        clock: Callable[[], float],
-        coming: Coming,
-        engines_busy: Callable[[], bool],
-        unshared: Collection[bytes] = (),
-        *,
-        shared: bool,
-    ) -> None:
-        self.tiers, self.shared = tiers, shared
-        self._cache, self._clock, self._deadline_s, self._coming = cache, clock, settings.deadline_s, coming
-        self._under_way_limit = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
-        """Pool bytes that fills may hold at once. A larger block goes alone. What was given up and has not ended, as on
-        a device that hangs, may hold as much again: others go on."""
-        self._requested_limit = cache.slots.pool_bytes * 2 // 3
-        """Bytes that may be under way and wait, together; what is asked for beyond is absent. A session has no more
-        than three times what it leaves to others."""
-        self._queue: deque[Fill] = deque()
-        """The one with the earliest deadline first; some are withdrawn."""
-        self._held = Counter[int]()
-        """By session, bytes that are under way or wait."""
-        self.under_way: dict[Fill, None] = {}
-        self._given_up_bytes = 0
-        self.queued_blocks = self.queued_bytes = self.under_way_bytes = 0
-        self.promoted_blocks = self.promoted_bytes = 0
-        self.failures: Counter[str] = Counter()
-        """Blocks that were asked for and did not come up, by reason: a ``Result``, or one of those above."""
-        self.bytes_per_second = 0.0
-        """Speed at which blocks came up lately; 0 before the first did."""
-        self._sample_began = 0.0
-        self._sample_bytes = 0
-        self._read_again_at = 0.0
-        self.no_space_until: dict[Namespace, float] = {}
-        self._stopped = False
-        self.writer = Writer(
-            *(cache, tiers, clock, settings),
-            shared=shared,
-            idle=lambda: not self.waiting_blocks,
-            engines_busy=engines_busy,
-            left_out=unshared,
-        )
-
-    @property
-    def available(self) -> bool:
-        for tier in self.tiers:  # noqa: SIM110 - each lookup asks, and a generator takes twice as long
-            if tier.available():
-                return True
-        return False
-
-    def stop(self) -> None:
-        """Begin nothing any more."""
-        self._stopped = True
-        self.writer.stop()
-
-    @property
-    def waiting_blocks(self) -> int:
-        """Blocks that wait or are under way."""
-        return self.queued_blocks + len(self.under_way)
-
-    @property
-    def wait_s(self) -> float:
-        """How long it will take until all that was asked for is up, by that speed; 0 where that is not known."""
-        awaited = self.queued_bytes + self.under_way_bytes - self._given_up_bytes
-        return awaited / self.bytes_per_second if self.bytes_per_second else 0.0
-
-    def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
-        """Whether so many blocks take longer to read than to compute, by the speeds of late; not once a while."""
-        prefill, speed = namespace.counters.prefill_tokens_per_second, self.bytes_per_second
-        tokens = count * namespace.groups[group].tokens_per_block
-        if not (tokens and prefill and speed):
-            return False
-        nbytes = len(namespace.groups) * count * self._cache.group(namespace, group).block_bytes
-        now = self._clock()
-        if self.wait_s + nbytes / speed <= tokens / prefill or now >= self._read_again_at:
-            self._read_again_at = max(self._read_again_at, now + READ_AGAIN_S)
-            return False
-        return True
-
-    def request(self, session: int, namespace: Namespace, space: Space, key: bytes, tier: Tier) -> Fill | None:
-        """Queue a block that a tier has; None where too much is asked for."""
-        nbytes, held = self._cache.group(namespace, space.group).block_bytes, self.queued_bytes + self.under_way_bytes
-        if held and held + nbytes + self._held[session] // 3 > self._requested_limit:
-            return None
-        fill = Fill(session, namespace, space, key, tier, self, nbytes, self._clock() + self._deadline_s)
-        self._coming.setdefault(space.tag, {})[key] = fill
-        self._queue.append(fill)
-        self._count_queued(fill, 1)
-        return fill
-
-    def forget(self, fill: Fill) -> None:
-        """Nobody is to have it any more. What is under way ends by itself and leaves nothing: the cache dropped it."""
-        self._settle(fill, MissReason.INVALIDATED)
-        self._withdraw(fill)
-        if fill.ticket is None:
-            self._count_queued(fill, -1)
-
-    def pump(self, most: int = MAX_BEGUN) -> None:
-        """Begin what may begin now, of very much a part."""
-        while not self._stopped and most > 0 and (batch := self._next_batch(most)):
-            most -= len(batch)
-            try:
-                whole = self._begin_batch(batch)
-            except BaseException:
-                for fill in batch:  # no lookup waits for what is neither under way nor queued
-                    if fill.ticket is None and not fill.withdrawn:
-                        self._failed(fill, Result.FAILED)
-                raise
-            if not whole:
-                return
-
-    def _begin_batch(self, batch: Sequence[Fill]) -> bool:
-        """Begin fills of one group; False where the tier took not all of them: those are queued again."""
-        namespace, group = batch[0].namespace, batch[0].space.group
-        keys = [fill.key for fill in batch]
-        tickets = self._cache.begin_fill(namespace, group, keys)
-        refused: list[Fill] = []
-        try:
-            for number, fill in enumerate(batch):
-                if number not in tickets:  # the pool has it by now
-                    self._settle(fill)
-                    self._withdraw(fill)
-                elif (ticket := tickets[number]) is None:
-                    self.no_space_until[namespace] = self._clock() + NO_SPACE_S
-                    cause = self._cache.no_space_cause(self._cache.group(namespace, group))
-                    self._failed(fill, QUOTA if cause == QUOTA else NO_SPACE)
-                elif not refused and self._begin(fill, ticket):
-                    del tickets[number]
-                else:
-                    refused.append(fill)
-        finally:
-            for ticket in filter(None, tickets.values()):
-                self._end_fill(ticket, None)
-        if refused:
-            self._put_back(refused)
-        return not refused
-
-    def tick(self) -> None:
-        """End what is overdue, in the queue or under way, and look at the cold end of the pool."""
-        for tier in self.tiers:
-            tier.tick()
-        if not self.available:  # reading was slow since the tier was away: the next one is tried, whatever the speed
-            self._read_again_at = 0.0
-        now = self._clock()
-        while self._queue and (self._queue[0].withdrawn or self._queue[0].deadline <= now):
-            if not (fill := self._queue.popleft()).withdrawn:
-                self._count_queued(fill, -1)
-                self._failed(fill, OVERDUE)
-        for fill in [one for one in self.under_way if one.deadline <= now and not one.given_up]:
-            # The tier may still write into its slots: they stay until it says that it does not.
-            assert fill.ticket is not None
-            fill.given_up = True
-            self._given_up_bytes += fill.nbytes
-            self._failed(fill, OVERDUE)
-            self._cache.drop_unfinished(fill.ticket, MissReason.TIER_LATE)
-        self.pump()
-        self.writer.tick(self.promoted_bytes)
-
-    def _next_batch(self, most: int) -> list[Fill]:
-        """The next fills of one group, as many as may be under way now, out of the queue."""
-        room = self._under_way_limit - self.under_way_bytes + min(self._given_up_bytes, self._under_way_limit)
-        batch: list[Fill] = []
-        while self._queue and len(batch) < most:
-            fill = self._queue[0]
-            if not fill.withdrawn:
-                same = not batch or (fill.namespace is batch[0].namespace and fill.space == batch[0].space)
-                if not same or (fill.nbytes > room and (batch or self.under_way)):
-                    break
-                batch.append(fill)
-                room -= fill.nbytes
-                self._count_queued(fill, -1)
-            self._queue.popleft()
-        return batch
-
-    def _begin(self, fill: Fill, ticket: FillTicket) -> bool:
-        """Have the tier read into the slots; False where it does not take the read now."""
-        if not fill.tier.read(fill.space, fill.key, ticket.offsets, fill.deadline, partial(self._on_end, fill)):
-            return False
-        if not self.under_way:
-            self._sample_began, self._sample_bytes = self._clock(), 0
-        fill.ticket = ticket
-        self.under_way[fill] = None
-        self.under_way_bytes += fill.nbytes
-        self._hold(fill, fill.nbytes)
-        return True
-
-    def _put_back(self, refused: Sequence[Fill]) -> None:
-        """Queue fills again whose read the tier did not take, unless the block has left the tier or that hangs."""
-        for fill in reversed(refused):
-            if not fill.tier.available():
-                self._failed(fill, Result.DEADLINE)
-            elif fill.tier.find(fill.space, [fill.key], prefix=False)[0] != PRESENT:
-                self._failed(fill, Result.GONE)
-            else:
-                self._queue.appendleft(fill)
-                self._count_queued(fill, 1)
-
-    def _on_end(self, fill: Fill, result: Result, block: Block | None) -> None:
-        assert fill.ticket is not None
-        del self.under_way[fill]
-        self.under_way_bytes -= fill.nbytes
-        self._hold(fill, -fill.nbytes)
-        if fill.given_up:
-            self._given_up_bytes -= fill.nbytes
-        try:
-            if self._end_fill(fill.ticket, block if result is Result.DONE else None):
-                self.promoted_blocks += 1
-                self.promoted_bytes += fill.space.nbytes
-                self._settle(fill)
-            elif not fill.withdrawn:
-                self._failed(fill, Result.CORRUPT if result is Result.DONE else result)
-        finally:
-            self._withdraw(fill)  # whatever went wrong, no lookup waits for it
-            fill.ticket = None  # a lookup may know the fill for some seconds more
-        if result is Result.DONE:
-            self._measure_speed(fill.space.nbytes)
-        elif result in (Result.DEADLINE, Result.FAILED):  # no more than this came since the last one did
-            speed = fill.space.nbytes / max(self._clock() - self._sample_began, 1e-4)
-            self.bytes_per_second = min(self.bytes_per_second or speed, speed)
-        if 2 * self.under_way_bytes <= self._under_way_limit:
-            self.pump(BEGUN_PER_END)
-
-    def _end_fill(self, ticket: FillTicket, block: Block | None) -> bool:
-        """End it; ``block``: what was read, None where that is not all there. True where the block is READY."""
-        whole = block is not None and all(block.checksums)
-        return self._cache.end_fill(ticket, *((block.first_blocks, block.checksums) if block and whole else ((), ())))
-
-    def _failed(self, fill: Fill, reason: str) -> None:
-        """Nobody waits for it any more, and why it is not there."""
-        self.failures[str(reason)] += 1
-        miss = MISSES.get(reason, MissReason.TIER_FAILED)
-        self._settle(fill, miss)
-        if not fill.withdrawn:
-            self._withdraw(fill)
-            self._cache.note_misses(fill.namespace, fill.space.group, fill.key, miss)
-
-    def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
-        """Count the key for those who asked for it, once: as found, or as a miss."""
-        askers, fill.askers = fill.askers, 0
-        counters = fill.namespace.counters
-        if miss is not None:
-            counters.misses[miss] += askers
-        elif self.shared:
-            counters.found_shared += askers
-        else:
-            counters.found_disk += askers
-
-    def _withdraw(self, fill: Fill) -> None:
-        """Lookups do not wait for it any more."""
-        if fill.withdrawn:
-            return
-        fill.withdrawn = True
-        keys = self._coming.get(fill.space.tag, {})
-        if keys.get(fill.key) is fill:
-            del keys[fill.key]
-            if not keys:
-                del self._coming[fill.space.tag]
-
-    def _count_queued(self, fill: Fill, sign: int) -> None:
-        self.queued_blocks += sign
-        self.queued_bytes += sign * fill.nbytes
-        self._hold(fill, sign * fill.nbytes)
-
-    def _hold(self, fill: Fill, nbytes: int) -> None:
-        self._held[fill.session] += nbytes
-        if not self._held[fill.session]:
-            del self._held[fill.session]
-
-    def _measure_speed(self, nbytes: int) -> None:
-        now = self._clock()
-        self._sample_bytes += nbytes
-        seconds = now - self._sample_began
-        if seconds >= SPEED_SAMPLE_S or not self.under_way:
-            speed, before = self._sample_bytes / max(seconds, 1e-4), self.bytes_per_second
-            self.bytes_per_second = OLD_SPEED_WEIGHT * before + (1 - OLD_SPEED_WEIGHT) * speed if before else speed
-            self._sample_began, self._sample_bytes = now, 0
-
-
-class _Lookup(NamedTuple):
-    namespace: Namespace
-    session: int
+@dataclass(slots=True)
+class _Lookup:
+    lease: Lease
     again: bool
     levels: Sequence[Level]
     """Those that are of use to it now, in the order in which they are asked."""
+    left_bytes: int
+    """What may come up for it: more than leases may pin would evict its own beginning."""
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.lease.namespace
 
 
 class _Range:
@@ -449,15 +104,17 @@ class Tiering:
     ) -> None:
         self._cache, self._clock = cache, clock
         self._coming: Coming = {}
-        self._parts = cache, clock, self._coming, engines_busy
+        self._parts = cache, clock, self._coming, engines_busy, self._promoted
         self.unshared: dict[bytes, None] = {}
         self.disks = Level([], settings, *self._parts, shared=False)
         self.levels = [self.disks]
         self._answers_due = 0.0
         self._uncounted: dict[Namespace, Counter[tuple[int, bytes]]] = {}
         """By tag and key that is being asked for: lookups that got that answer and have not counted it yet."""
-        self._waiting: dict[int, tuple[int, Namespace, int]] = {}
-        """By lease, its session and namespace, and for how many keys its lookup waits."""
+        self._awaits: dict[Lease, dict[Wanted, None]] = {}
+        """What comes up for each lease."""
+        self._unused = np.zeros(len(cache.blocks.state), np.uint8)
+        """Of a promoted block that was not loaded since: 1 and the number of its level; 0 for all others."""
         self._evicted: list[tuple[Space, list[bytes]]] = []
         self._events = events
         self._logged: dict[tuple[str, str], float] = {}
@@ -473,38 +130,31 @@ class Tiering:
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 
-    def find(
-        self,
-        namespace: Namespace,
-        session: int,
-        lease_id: int,
-        groups: Sequence[tuple[int, bytes]],
-        states: list[bytes],
-        again: bool,
-    ) -> list[bytes]:
+    def find(self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], again: bool) -> list[bytes]:
+        namespace = lease.namespace
         levels = [level for level in self.levels if level.available]
         if levels and namespace.fingerprint in self.unshared:
             levels = [level for level in levels if not level.shared]
-        if not levels or not groups or not self._cache.group(namespace, groups[0][0]).lengths:
+        every = [self._cache.group(namespace, group) for group, _ in groups]
+        if not levels or not groups or not every[0].lengths:
             return states
-        lookup = _Lookup(namespace, session, again, levels)
-        answer, most, asking = list(map(bytearray, states)), MOST_KEYS // len(groups), False
+        ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
+        lookup = _Lookup(lease, again, levels, self._cache.most_leased_bytes - ready_bytes)
+        answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
-            group, keys = groups[number]
-            start = run_end(answer[number]) if limit is None else max(0, limit - most)
-            stop = start + most if limit is None else limit
-            names: list[bytes] = np.frombuffer(keys, namespace.key_type)[start:stop].tolist()
-            space = space_of(self._cache.group(namespace, group))
-            some = _Range(space, names, memoryview(answer[number])[start:stop], self._coming.get(space.tag, {}))
+            start = run_end(answer[number]) if limit is None else 0
+            names: list[bytes] = np.frombuffer(groups[number][1], namespace.key_type)[start:limit].tolist()
+            space = space_of(every[number])
+            some = _Range(space, names, memoryview(answer[number])[start:limit], self._coming.get(space.tag, {}))
             if limit is None:
                 asking |= self._find_run(lookup, some)
             else:
                 self._find_window(lookup, some, wait=asking)
-        self._waiting.pop(lease_id, None)
-        if waits := sum(one.count(PENDING) + one.count(SHARED) for one in answer):
-            self._waiting[lease_id] = session, namespace, waits
-            if len(self._waiting) > MOST_WAITING:
-                del self._waiting[next(iter(self._waiting))]
+        lease.coming = sum(one.count(PENDING) + one.count(SHARED) for one in answer)
+        if lease.coming:
+            awaits = self._awaits.get(lease, {})
+            answers_s = max(0.0, self._answers_due - self._clock()) if lease.asking else 0.0
+            lease.wait_s = max(answers_s, *(level.wait_s(awaits) for level in levels))
         return list(map(bytes, answer))
 
     def _find_run(self, lookup: _Lookup, some: _Range) -> bool:
@@ -552,6 +202,7 @@ class Tiering:
             self._request(lookup, some, [at for at in window if some.states[at] not in SETTLED])
 
     def _mark_asked(self, lookup: _Lookup, some: _Range) -> None:
+        lookup.lease.asking += len(some.asked)
         for at in some.asked:
             some.states[at] = SHARED
         if some.asked:
@@ -562,7 +213,11 @@ class Tiering:
 
     def _request(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> None:
         """Request keys that are there or come, up to the first that cannot come up, and mark them."""
-        slower = self._slower_levels(lookup, some, places)
+        if not places:
+            return
+        slower, lease, wants = self._slower_levels(lookup, some, places), lookup.lease, dict[Level, Wanted]()
+        block_bytes = self._cache.group(lease.namespace, some.space.group).block_bytes
+        awaits = self._awaits.setdefault(lease, {})
         for at in places:
             key = some.keys[at]
             if (fill := self._coming.get(some.space.tag, {}).get(key)) is None:
@@ -570,11 +225,14 @@ class Tiering:
                 no_space = level.no_space_until.get(lookup.namespace, 0.0) > self._clock()
                 if level in slower or (lookup.again and no_space):
                     return
-                fill = level.request(lookup.session, lookup.namespace, some.space, key, tier)
-                if fill is None:
+                if (wanted := wants.get(level)) is None:
+                    wanted = wants[level] = Wanted(lease, some.space, level, block_bytes)
+                if lookup.left_bytes < block_bytes or (fill := level.request(wanted, key, tier)) is None:
                     return
+            lookup.left_bytes -= block_bytes
+            awaits[fill.wanted] = fill.wanted.leases[lease] = None
             fill.askers += not lookup.again
-            some.states[at] = SHARED if fill.level.shared else PENDING
+            some.states[at] = SHARED if fill.wanted.level.shared else PENDING
 
     def _slower_levels(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> set[Level]:
         """The levels from which what is there takes longer to read than to compute: none of that is read."""
@@ -591,13 +249,18 @@ class Tiering:
                     lookup.namespace.counters.misses[MissReason.SKIPPED] += 1
         return slower
 
-    def released(self, session: int, lease_ids: Iterable[int], not_awaited: MissReason | None) -> None:
-        for lease_id in lease_ids:
-            owner, namespace, count = self._waiting.get(lease_id, (None, None, 0))
-            if owner == session:
-                del self._waiting[lease_id]
-                if namespace is not None and not_awaited is not None:
-                    namespace.counters.misses[not_awaited] += count
+    def lease_ended(self, lease: Lease) -> None:
+        for wanted in self._awaits.pop(lease, ()):
+            del wanted.leases[lease]
+            if not wanted.leases:
+                wanted.level.left(wanted)
+
+    def loaded(self, tickets: Sequence[LoadTicket]) -> None:
+        for ticket in tickets:
+            self._unused[ticket.blocks] = 0
+
+    def _promoted(self, level: Level, block: int) -> None:
+        self._unused[block] = 1 + self.levels.index(level)
 
     def used(self, blocks: BlockIds) -> None:
         if levels := [level for level in self.levels if level.available]:
@@ -610,6 +273,9 @@ class Tiering:
             level.writer.stored(blocks)
 
     def evicted(self, blocks: BlockIds) -> None:
+        unused, self._unused[blocks] = self._unused[blocks], 0
+        for number in unused[unused > 0].tolist():
+            self.levels[number - 1].unused_blocks += 1
         # What leaves the pool is spared by the disks' hands. That waits for the next tick: a store waits for this call.
         for group, alike in self._cache.by_group(blocks):
             for level in self.levels:
@@ -622,7 +288,7 @@ class Tiering:
         names, space = namespace.split(group, keys), space_of(self._cache.group(namespace, group))
         coming = self._coming.get(space.tag, {})
         for fill in [coming[key] for key in names if key in coming]:
-            fill.level.forget(fill)
+            fill.wanted.level.forget(fill)
         for level in self.levels:
             # Others use what a store has; bytes that are wrong here are not wrong there.
             for tier in level.tiers if not level.shared or why is not MissReason.CORRUPT else ():
@@ -639,11 +305,6 @@ class Tiering:
         return sum(tier.remove_all(fingerprint) for level in self.levels for tier in level.tiers)
 
     # --- what the daemon calls -------------------------------------------------------------------
-
-    @property
-    def wait_s(self) -> float:
-        """How long it will take until what lookups wait for is up, as far as that is known."""
-        return max(self._answers_due - self._clock(), *(level.wait_s for level in self.levels), 0.0)
 
     def pump(self) -> None:
         """Begin what was requested, and go on writing. For when the replies are out."""
@@ -672,7 +333,6 @@ class Tiering:
         """Nobody has the namespace open, and the pool nothing of it. What disks and stores have of it stays."""
         self._forget_fills(namespace)
         self._uncounted.pop(namespace, None)
-        self._waiting = {lease_id: one for lease_id, one in self._waiting.items() if one[1] is not namespace}
         for level in self.levels:
             level.no_space_until.pop(namespace, None)
 
@@ -723,9 +383,9 @@ class Tiering:
     def _forget_fills(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):
             for fill in list(keys.values()):
-                if fill.namespace is not namespace:
+                if fill.wanted.namespace is not namespace:
                     break  # all of a tag are of one
-                fill.level.forget(fill)
+                fill.wanted.level.forget(fill)
 
 
 def run_end(states: bytes | bytearray) -> int:

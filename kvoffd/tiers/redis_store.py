@@ -29,7 +29,7 @@ from kvoffd.tiers.store import (
 from kvoffd.tiers.tier import HEADER_BYTES
 from kvoffd_proto.units import printable
 
-ASK_DEADLINE_S = 0.02
+ASK_DEADLINE_S = 0.5
 CONNECT_S = 1.0
 """For TCP, TLS and the password together, once the name is looked up."""
 STALL_S = 1.0

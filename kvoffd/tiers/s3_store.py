@@ -23,7 +23,7 @@ from kvoffd.tiers.store import Credentials, GetRequest, Store, StoreError, bad_g
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import printable
 
-ASK_DEADLINE_S = 0.1
+ASK_DEADLINE_S = 0.5
 CONNECT_S = 1.0
 """For TCP and TLS."""
 REQUEST_S = 10.0

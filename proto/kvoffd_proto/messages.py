@@ -408,11 +408,16 @@ class LookupReply(Reply, frozen=True):
             "shared. Ask again for keys that are pending or shared."
         ),
     ]
-    pinned: Annotated[Count, doc("Number of blocks pinned; with 0 there is no lease.")]
-    ttl_ms: Annotated[int, doc("Lifetime of the lease, in milliseconds. Look up again after half of it.", ge=0)]
+    pinned: Annotated[
+        Count, doc("Number of blocks pinned under the lease. What is pending is pinned too once it is ready.")
+    ]
+    ttl_ms: Annotated[
+        int, doc("Lifetime of the lease, in milliseconds; with 0 there is none. Look up again after half of it.", ge=0)
+    ]
     wait_ms: Annotated[
         int, doc("Milliseconds until all pending keys are ready, by the speed so far; 0 if not known.", ge=0)
     ] = 0
+    asking: Annotated[Count, doc("Number of shared keys of which the store has not said yet whether it has them.")] = 0
 
 
 @exchange(SCHEDULER)

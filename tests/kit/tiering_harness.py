@@ -14,23 +14,30 @@ from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiering.writer import space_of, writes_of
 from kvoffd.tiers.tier import Result, Space
 from kvoffd_proto.events import MEDIUM_STORAGE
+from kvoffd_proto.messages import COMING
 from tests.kit.fake_tier import FakeTier, PoolBytes
 from tests.kit.slot_cache import CacheRig, FoldedEvents, check_invariants
 
 REGION_SLOTS = 4
-LEASE, SESSION = 2**62, 9999
+LEASE, SESSION = 2**61, 9999
 
 
 class TieringHarness(CacheRig):
     """A cache with a tier. A shard's bytes are a function of its name and are checked after promotions."""
 
     def __init__(
-        self, settings: TieringSettings | None = None, regions: int = 4, tier_blocks: int = 0, most_jobs: int = 2**30
+        self,
+        settings: TieringSettings | None = None,
+        regions: int = 4,
+        tier_blocks: int = 0,
+        most_jobs: int = 2**30,
+        policy: str = "lru",
     ) -> None:
-        super().__init__(REGION_SLOTS * regions, REGION_SLOTS)
+        super().__init__(REGION_SLOTS * regions, REGION_SLOTS, policy)
         self.memory = PoolBytes(self.slots.pool_bytes)
         self.tier_events = FoldedEvents(MEDIUM_STORAGE)
         self.engines_busy = False
+        self._lookups, self._waiting = 0, list[int]()
         self.tiering = Tiering(
             self.cache,
             self.tier_events,  # type: ignore[arg-type]
@@ -65,9 +72,15 @@ class TieringHarness(CacheRig):
         return successor
 
     def states(self, namespace: Namespace, keys: bytes, group: int = 0, *, again: bool = False) -> list[int]:
-        """The keys' states, by a lookup that the policy and the tiers do not hear of, and whose lease ends at once."""
-        ((states,), _) = self.cache.lookup(namespace, SESSION, LEASE, [(group, keys)], again=again)
-        self.cache.release(SESSION, [LEASE])
+        """The keys' states, by a lookup that the policy does not hear of.
+
+        Its lease ends at once, unless something comes up for it: then at the next lookup in which all keys are known.
+        """
+        self._lookups += 1
+        ((states,), _) = self.cache.lookup(namespace, SESSION, LEASE + self._lookups, [(group, keys)], again=again)
+        self._waiting.append(LEASE + self._lookups)
+        if COMING.isdisjoint(states):
+            self.stop_waiting()
         self.cache._requested.clear()
         return list(states)
 
@@ -145,6 +158,12 @@ class TieringHarness(CacheRig):
     def finish_promotions(self) -> None:
         self.tiering.pump()
         self.tier.end_all(self.clock())
+        self.stop_waiting()
+
+    def stop_waiting(self) -> None:
+        """End the leases of all lookups by ``states`` that waited for something."""
+        self.cache.release(SESSION, self._waiting)
+        self._waiting.clear()
 
     def check(self) -> None:
         """Check the cache's invariants, the pins, the events folded so far, and the bytes of all blocks."""

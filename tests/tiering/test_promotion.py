@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.tickets import Lease
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.tiering import BEGUN_PER_END, MAX_BEGUN
+from kvoffd.tiering.level import BEGUN_PER_END, MAX_BEGUN, MOST_QUEUED, NO_SPACE_S, Fill, Wanted
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import ABSENT, PENDING, READY
 from tests.kit.slot_cache import UNIT, check_invariants, keys_of
@@ -63,45 +66,129 @@ def test_what_fails_is_absent(rig: TieringHarness, fault: Result, miss: MissReas
     rig.check()
 
 
-def test_pinned_blocks_are_never_evicted_for_what_comes_up(rig: TieringHarness) -> None:
+def test_what_comes_up_waits_for_space_and_evicts_nothing_that_is_pinned(rig: TieringHarness) -> None:
     space = rig.open(sizes=(4 * UNIT,))
-    rig.put_in_tier(space, keys_of(1))
+    rig.put_in_tier(space, keys_of(1, 2))
     rig.put(space, keys_of(11, 12, 13, 14))
     pinned = rig.blocks(space, keys_of(11, 12, 13, 14))
     rig.cache.blocks.pin(pinned)
-    rig.states(space, keys_of(1))
-    rig.finish_promotions()
-    assert rig.tiering.disks.failures["no_space"] == 1
-    ((states,), _) = rig.cache.lookup(space, 1, 1, [(0, keys_of(1))], again=True)
-    assert list(states) == [ABSENT], "who asks again computes it"
+    assert rig.states(space, keys_of(1, 2)) == [PENDING] * 2
+    for _ in range(2):
+        rig.tiering.tick()
+        assert rig.states(space, keys_of(1, 2), again=True) == [PENDING] * 2
+        rig.clock.now += 0.9 * QUIET.deadline_s
+    assert not rig.tier.jobs
+    rig.tiering.tick()
+    assert rig.tiering.disks.failures["no_space"] == 2, "all that the lookup waits for"
+    assert rig.states(space, keys_of(1), again=True) == [ABSENT], "who asks again computes it"
     assert rig.states(space, keys_of(1)) == [PENDING], "another request may have more luck"
     rig.cache.unpin(pinned)
     rig.finish_promotions()
     assert rig.states(space, keys_of(1)) == [READY]
+    rig.clock.now += NO_SPACE_S
+    assert rig.states(space, keys_of(2), again=True) == [PENDING]
+    rig.stop_waiting()
     rig.check()
 
 
-def test_who_wants_much_leaves_room_to_who_wants_little() -> None:
-    rig = TieringHarness(settings=QUIET, regions=8)
-    greedy, polite = rig.open("greedy"), rig.open("polite")
-    for key in range(24):
-        rig.put_in_tier(greedy, keys_of(key))
-    rig.put_in_tier(polite, keys_of(1, 2))
+def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig: TieringHarness) -> None:
+    namespace, level, queued = rig.open(), rig.tiering.disks, list[Fill | None]()
+    lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
+    for one, count in ((lease, MOST_QUEUED), (other, MOST_QUEUED // 8)):
+        wanted = Wanted(one, rig.space(namespace), level, UNIT)
+        queued += [level.request(wanted, number.to_bytes(8, "big"), rig.tier) for number in range(count)]
+    assert queued[:MOST_QUEUED].count(None) == pytest.approx(MOST_QUEUED / 4, abs=2)
+    assert None not in queued[MOST_QUEUED:]
 
-    def states(session: int, namespace: Namespace, *keys: int) -> list[int]:
-        ((states,), _) = rig.cache.lookup(namespace, session, session, [(0, keys_of(*keys))])
-        rig.cache.release(session, [session])
-        return list(states)
 
-    states(1, greedy, *range(24))
+# --- who waits, and what it holds ------------------------------------------------------------------
+
+
+def look_up(rig: TieringHarness, space: Namespace, lease: int, keys: bytes, session: int = 1) -> bytes:
+    ((states,), _) = rig.cache.lookup(space, session, lease, [(0, keys)])
+    return states
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_what_comes_up_is_held_for_those_that_wait_until_they_look_again(policy: str) -> None:
+    """Three prompts, each of a quarter of the pool: as many reads as blocks, whatever the policy thinks of them."""
+    rig = TieringHarness(settings=QUIET, regions=4, policy=policy)
+    space, prompts = rig.open(), [range(4), range(10, 14), range(20, 24)]
+    for prompt in prompts:
+        for key in prompt:
+            rig.put_in_tier(space, keys_of(key))
+    rig.put(space, keys_of(*range(100, 116)))
+    for lease, prompt in enumerate(prompts):
+        assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([PENDING] * 4)
+    while rig.tiering.disks.waiting_blocks:
+        rig.tiering.pump()
+        rig.tier.end(next(iter(rig.tier.jobs)), rig.clock())
+    assert rig.tiering.disks.promoted_blocks == 12
+    for lease, prompt in enumerate(prompts):
+        assert look_up(rig, space, 10 + lease, keys_of(*prompt)) == bytes([READY] * 4)
+        rig.cache.release(1, [lease])
+    assert len(rig.cache.leases[10].blocks) == 4
+    rig.cache.end_session(1)
+    rig.check()
+
+
+def test_prompts_that_do_not_fit_the_pool_together_come_up_one_after_another() -> None:
+    rig = TieringHarness(settings=QUIET, regions=4)
+    space, prompts = rig.open(), [range(8), range(10, 18), range(20, 28)]
+    for prompt in prompts:
+        for key in prompt:
+            rig.put_in_tier(space, keys_of(key))
+    for lease, prompt in enumerate(prompts):
+        assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([PENDING] * 8)
+    for lease, prompt in enumerate(prompts):
+        rig.tiering.pump()
+        rig.tier.end_all(rig.clock())
+        assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([READY] * 8)
+        rig.cache.release(1, [lease])
+    assert rig.tiering.disks.promoted_blocks == 24
+    rig.check()
+
+
+def test_what_nobody_waits_for_any_more_is_not_read(rig: TieringHarness) -> None:
+    space = rig.open()
+    for key in range(8):
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, keys_of(*range(8)))
+    look_up(rig, space, 2, keys_of(0, 1, 2))
     rig.tiering.pump()
-    states(1, greedy, *range(24))
-    assert states(2, polite, 1, 2) == [PENDING] * 2
-    for job in list(rig.tier.jobs):
-        rig.tier.end(job, rig.clock())
+    assert len(rig.tier.jobs) == 2, "an eighth of the pool"
+    rig.cache.release(1, [1])
+    assert rig.tiering.disks.queued_blocks == 6, "another lookup wants some of what this one asked for"
+    rig.cache.release(1, [2])
+    assert rig.tiering.disks.waiting_blocks == 2, "what was begun ends by itself"
+    assert rig.states(space, keys_of(7)) == [PENDING]
     rig.finish_promotions()
-    assert states(2, polite, 1, 2) == [READY] * 2
+    assert rig.tiering.disks.promoted_blocks == 3
+    assert not rig.cache.usage.pinned
     rig.check()
+
+
+def test_what_was_promoted_for_nothing_is_counted(rig: TieringHarness) -> None:
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1, 2))
+    look_up(rig, space, 1, keys_of(1, 2))
+    rig.tiering.pump()
+    rig.tier.end_all(rig.clock())
+    look_up(rig, space, 2, keys_of(1))
+    ticket = rig.cache.begin_load(space, 0, 2, 0, keys_of(1))
+    rig.cache.end_load([ticket], counts=True)
+    rig.cache.end_session(1)
+    rig.evict(space, keys_of(1, 2))
+    assert rig.tiering.disks.unused_blocks == 1
+    rig.check()
+
+
+def test_of_a_prompt_that_no_pool_holds_the_beginning_comes_up(rig: TieringHarness) -> None:
+    space, count = rig.open(), 20
+    for key in range(count):
+        rig.put_in_tier(space, keys_of(key))
+    leasable = rig.cache.most_leased_bytes // UNIT
+    assert look_up(rig, space, 1, keys_of(*range(count))) == bytes([PENDING] * leasable + [ABSENT] * (count - leasable))
 
 
 def test_a_part_is_begun_at_once_and_more_with_each_end() -> None:
@@ -149,28 +236,54 @@ def test_events_tell_of_what_is_written_and_of_all_that_goes(rig: TieringHarness
     assert successor.tier_events.index == {(again.fingerprint, 0, keys_of(1)), (again.fingerprint, 0, keys_of(4))}
 
 
-def test_the_wait_is_told_by_the_speed_measured(rig: TieringHarness) -> None:
+# --- what does not end, and how long all takes -------------------------------------------------------
+
+
+def test_a_reads_time_runs_from_its_turn(rig: TieringHarness) -> None:
+    """A slow tier brings up all in the end; each block has its time once those before it are up."""
     space = rig.open()
-    rig.put_in_tier(space, keys_of(1, 2))
-    assert rig.tiering.disks.wait_s == 0.0
-    rig.states(space, keys_of(1))
+    for key in range(8):
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, keys_of(*range(8)))
+    for _ in range(8):
+        rig.tiering.pump()
+        rig.clock.now += 0.9 * QUIET.deadline_s
+        rig.tiering.tick()
+        rig.tier.end(next(iter(rig.tier.jobs)))
+    assert look_up(rig, space, 1, keys_of(*range(8))) == bytes([READY] * 8)
+    assert not rig.tiering.disks.failures
+
+
+def test_one_read_that_hangs_is_given_up_alone_if_others_end(rig: TieringHarness) -> None:
+    space = rig.open(sizes=(UNIT,))
+    for key in range(4):
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, keys_of(*range(4)))
     rig.tiering.pump()
-    rig.clock.now += 0.5
+    stuck = next(iter(rig.tier.jobs))
+    for _ in range(3):
+        rig.clock.now += 0.4 * QUIET.deadline_s
+        rig.tiering.tick()
+        rig.tier.end(list(rig.tier.jobs)[-1])
+    assert rig.tiering.disks.failures == {"overdue": 1}
+    assert look_up(rig, space, 1, keys_of(*range(4))) == bytes([PENDING] + [READY] * 3), "it is tried again"
+    rig.tier.end(stuck)
+    rig.tiering.pump()
     rig.tier.end_all()
-    assert rig.tiering.disks.bytes_per_second == pytest.approx(2 * UNIT)
-    rig.states(space, keys_of(1, 2))
-    assert rig.tiering.disks.wait_s == pytest.approx(0.5)
+    assert look_up(rig, space, 1, keys_of(*range(4))) == bytes([READY] * 4)
+    rig.cache.end_session(1)
+    rig.check()
 
 
 def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig = TieringHarness(settings=QUIET, regions=8)
-    space = rig.open()
+    space, level = rig.open(), rig.tiering.disks
     for key in range(16):
         rig.put_in_tier(space, keys_of(key))
     rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
     stuck = list(rig.tier.jobs)
-    assert rig.tiering.disks.under_way_bytes == rig.slots.pool_bytes // 8 == 4 * UNIT
+    assert level.under_way_bytes == rig.slots.pool_bytes // 8 == 4 * UNIT
     rig.clock.now += QUIET.deadline_s
     rig.tiering.tick()
     assert rig.states(space, keys_of(*range(4, 12))) == [PENDING] * 8
@@ -179,11 +292,9 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
         begun = [job for job in rig.tier.jobs if job not in stuck]
         assert len(begun) == 4
         for job in begun:
-            rig.tier.end(job, rig.clock())
-        assert rig.tiering.disks.under_way_bytes <= 8 * UNIT
-        rig.check()
+            rig.tier.end(job)
     assert rig.states(space, keys_of(*range(4, 12))) == [READY] * 8
-    assert rig.tiering.disks.wait_s == 0.0
+    rig.check()
     # However often reads are given up, they hold no more than as much again.
     rig.states(space, keys_of(12, 13, 14, 15))
     rig.tiering.pump()
@@ -191,4 +302,43 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig.tiering.tick()
     rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
-    assert rig.tiering.disks.under_way_bytes == 8 * UNIT
+    assert level.under_way_bytes == 0
+    assert len(level.given_up) == 8
+
+
+def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
+    """By the measured speed, for what comes before it and its own; what comes behind is no matter."""
+    rig = TieringHarness(settings=QUIET, regions=100)
+    space, level = rig.open(), rig.tiering.disks
+    for key in range(200):
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, keys_of(*range(100)))
+    assert rig.cache.leases[1].wait_s == 0.0, "nothing was read yet"
+    rig.tiering.pump()
+    for _ in range(60):
+        rig.clock.now += 0.01
+        rig.tier.end(next(iter(rig.tier.jobs)))
+    assert level.speed.measured == pytest.approx(100 * UNIT, rel=0.01)
+    look_up(rig, space, 2, keys_of(*range(100, 150)))
+    look_up(rig, space, 3, keys_of(*range(150, 200)))
+    look_up(rig, space, 1, keys_of(*range(100)))
+    waits = [rig.cache.leases[lease].wait_s for lease in (1, 2, 3)]
+    assert waits == pytest.approx([0.4, 0.9, 1.4], rel=0.02)
+    rig.cache.release(1, [2])
+    look_up(rig, space, 3, keys_of(*range(150, 200)))
+    assert rig.cache.leases[3].wait_s == pytest.approx(0.9, rel=0.02)
+
+
+def test_where_nothing_comes_the_wait_grows() -> None:
+    rig = TieringHarness(settings=QUIET, regions=100)
+    space = rig.open()
+    for key in range(100):
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, keys_of(*range(100)))
+    rig.tiering.pump()
+    for _ in range(20):
+        rig.clock.now += 0.01
+        rig.tier.end(next(iter(rig.tier.jobs)))
+    rig.clock.now += 1.0
+    look_up(rig, space, 1, keys_of(*range(100)))
+    assert rig.cache.leases[1].wait_s == pytest.approx(80.0, rel=0.02), "one block a second, as of now"

@@ -147,8 +147,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.clock.now += seconds
         self.rig.cache.tick()
         self.rig.tiering.tick()
-        assert all(fill.deadline > self.rig.clock() for fill in self.coming), "nobody waits for what is late"
-        for fill in [fill for level in self.rig.tiering.levels for fill in level.under_way if fill.given_up]:
+        for fill in [fill for level in self.rig.tiering.levels for fill in level.given_up]:
             assert fill.ticket is not None
             is_written = self.rig.cache.blocks.state[fill.ticket.blocks] == WRITING
             assert fill.ticket.group.dead or not is_written.any(), "its key is free"
@@ -225,7 +224,7 @@ class TieringMachine(RuleBasedStateMachine):
             self.put_down(space, [0, 1], None, "ask")
         self.generation += 1
         self.rig.cache.reset(namespace, generation=self.generation)
-        assert all(fill.namespace is not namespace for fill in self.coming)
+        assert all(fill.wanted.namespace is not namespace for fill in self.coming)
         self.stored = {name for name in self.stored if name[0] != namespace.fingerprint}
         self.rig.tier_events.index = {name for name in self.rig.tier_events.index if name[0] != namespace.fingerprint}
         if forgotten:
@@ -265,12 +264,14 @@ class TieringMachine(RuleBasedStateMachine):
         for level in self.rig.tiering.levels:
             writer, budget = level.writer, level.writer.budget
             most = max(pool // 8, 2 * UNIT)
-            assert level.under_way_bytes - level._given_up_bytes <= most
-            assert level.under_way_bytes <= 2 * most, "what was given up and hangs may hold as much again"
-            fills = [*level.under_way, *level._queue]
-            names = [(fill.space.tag, fill.key) for fill in fills if not fill.withdrawn]
+            assert level.under_way_bytes <= most
+            held = level.under_way_bytes + level._given_up_bytes
+            assert held <= 2 * most, "what was given up and hangs may hold as much again"
+            queued = [fill for wanted in level._queue for fill in wanted.queue]
+            names = [(fill.wanted.space.tag, fill.key) for fill in [*level.under_way, *queued] if not fill.withdrawn]
             assert len(names) == len(set(names)), "two fills of one key"
-            assert level.queued_bytes + level.under_way_bytes <= max(pool * 2 // 3, 2 * UNIT)
+            assert level.queued_blocks == len(queued) == level._queued_by.total()
+            assert all(fill.wanted.leases for fill in queued), "nobody waits for it"
             assert writer.under_way_bytes <= pool // 16 + 2 * UNIT
             spent = self.spent[id(level)] + writer.under_way_bytes
             assert budget.spent_bytes <= spent, "what was not written is given back"
@@ -297,8 +298,8 @@ class TieringMachine(RuleBasedStateMachine):
             rig.clock.now += 10.0
             rig.tiering.tick()
         assert not rig.tiering._coming
-        assert all(level.waiting_blocks == level.queued_bytes == 0 for level in rig.tiering.levels)
-        assert not any(level._held or level._given_up_bytes for level in rig.tiering.levels)
+        assert all(level.waiting_blocks == level.under_way_bytes == 0 for level in rig.tiering.levels)
+        assert not any(level._queued_by or level.given_up or level._given_up_bytes for level in rig.tiering.levels)
         rig.clock.now += 1000.0
         rig.cache.tick()
         rig.tiering.tick()

@@ -70,7 +70,7 @@ class ConnectorOptions(Struct, frozen=True):
     directory: str = ""
     salt: str = ""
     lookup_deadline_ms: Positive = 200.0
-    disk_wait_ms: Annotated[float, Meta(ge=0, lt=3_600_000)] = 1000.0
+    disk_wait_ms: Annotated[float, Meta(ge=0, lt=3_600_000)] = 120_000.0
     store_fence_timeout_s: Positive = 2.0
     do_no_harm: bool = True
     kv_layout: Literal["vllm", "block_outermost"] = "vllm"

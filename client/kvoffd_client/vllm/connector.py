@@ -40,7 +40,7 @@ from kvoffd_client.vllm.kv_memory import describe_layers
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.load_room import LoadRoom
 from kvoffd_client.vllm.log import StoreRefusalFilter, logger
-from kvoffd_client.vllm.manager import KvoffdManager
+from kvoffd_client.vllm.manager import ASSUMED_CPU_RATE, ASSUMED_RATE, KvoffdManager
 from kvoffd_client.vllm.spec import KvoffdSpec, name_spec
 from kvoffd_client.vllm.worker import KvoffdWorker
 
@@ -112,6 +112,7 @@ class KvoffdConnector(OffloadingConnector):
             most_running=vllm_config.max_concurrent_batches,
             largest_chunk=largest_chunk_of(vllm_config.scheduler_config),
             event_kinds=kinds if offloading.enable_kv_cache_events else None,
+            assumed_rate=ASSUMED_CPU_RATE if current_platform.is_cpu() else ASSUMED_RATE,
         )
         self._has_windows = len(self._dense_groups) < len(groups)
         self._pool: BlockPool | None = None

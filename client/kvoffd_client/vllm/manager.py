@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -42,6 +42,7 @@ from kvoffd_proto.messages import (
     ABSENT,
     COMING,
     MAX_REPORTED,
+    PENDING,
     READY,
     SHARED,
     WRITING,
@@ -68,11 +69,15 @@ LOOKUP_WAIT_S = 0.001
 IDLE_WAIT_S = 0.005
 """The same where no request ran in the step before: without an answer an idle engine would make an empty step, after
 which vLLM sleeps for a millisecond."""
-ASSUMED_RATE = 10_000.0
-"""Tokens a second that an engine is taken to compute while its prefill rate is not known, as for its first prompts. A
-guess, for a large GPU; a slower engine waits less than it might."""
+ASSUMED_RATE, ASSUMED_CPU_RATE = 10_000.0, 500.0
+"""Tokens a second that an engine on a GPU, and on a CPU, is taken to compute while its prefill rate is not known, as
+for its first prompts. Guesses, for a large GPU and for few cores."""
 LEAST_COMPUTED_S = 0.02
 """A step of an engine is taken to last so long at least."""
+LATE_REPLIES = 3
+"""Answers in a row that took longer than a prompt may wait, after which the next prompts do not wait at all."""
+ASK_SHARE = 0.02
+"""Part of the time of computing that a prompt waits for a shared store to say whether it has its blocks."""
 WAIT_PAUSE_S = 0.1
 """After an answer that did not come in time none is awaited for so long. A daemon that hangs costs a hundredth of the
 time, until it counts as not connected."""
@@ -129,8 +134,9 @@ class RequestState:
         disabled: nothing of this request may be looked up or stored.
         load_failed: a load of this request failed; the request is recomputed and never looked up again.
         from_tiers: keys that came, or were to come, from a tier for this request, and their last state there.
-        disk_wait_until: how long the request waits for tiers below the pool; None before something is on its way.
-        waits_for_disk: the request waits for what the answer says is on its way.
+        tier_wait_began: when the request began to wait for tiers below the pool; None before something is on its way.
+        tier_wait_until: when it stops waiting at the latest; NEVER once it has stopped.
+        waits_for_tier: the request waits for what the answer says is on its way.
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
         logged: its report is made.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
@@ -147,8 +153,9 @@ class RequestState:
     disabled: bool = False
     load_failed: bool = False
     from_tiers: dict[OffloadKey, int] = field(default_factory=dict)
-    disk_wait_until: float | None = None
-    waits_for_disk: bool = False
+    tier_wait_began: float | None = None
+    tier_wait_until: float = inf
+    waits_for_tier: bool = False
     skip_counted: bool = False
     logged: bool = False
     failed_at: float = NEVER
@@ -170,11 +177,12 @@ class KvoffdManager(OffloadingManager):
         clock: Callable[[], float],
         *,
         deadline_s: float,
-        disk_wait_s: float = 1.0,
+        disk_wait_s: float = 120.0,
         do_no_harm: bool = True,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._groups = tuple(groups)
-        self._clock = clock
+        self._clock, self._sleep = clock, sleep
         self._do_no_harm = do_no_harm
         self._deadline_s, self._disk_wait_s = deadline_s, disk_wait_s
         self._positions = {group.suffix: index for index, group in enumerate(groups)}
@@ -198,10 +206,15 @@ class KvoffdManager(OffloadingManager):
         self.namespace = namespace
         namespace.on_leave = self._disable_adapters
         self.loads = self.stores = True
-        self._reply_s = 0.0
-        """How long the last answer took, or that time so far after which one was given up."""
+        self._replies_s: deque[float] = deque(maxlen=LATE_REPLIES)
+        """How long the last answers took, or the time after which one was given up."""
         self._wait_left_s = IDLE_WAIT_S
+        self._tokens_before: dict[str, int] | None = None
+        """By request, tokens of prompts that came before it and are not computed yet; None until somebody asks in this
+        step."""
         self._no_wait_before = NEVER
+        self._is_idle = True
+        """Whether no request ran in the step before."""
 
     # --- what the connector calls beyond vLLM's interface ---
 
@@ -212,6 +225,7 @@ class KvoffdManager(OffloadingManager):
         most_running: int,
         largest_chunk: int,
         event_kinds: Mapping[int, str] | None = None,
+        assumed_rate: float = ASSUMED_RATE,
     ) -> None:
         """Take what the engine's configuration says, before the first request.
 
@@ -221,7 +235,7 @@ class KvoffdManager(OffloadingManager):
         self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
         if event_kinds is not None:
             self.events = HostBlockEvents({index: self._groups[index] for index in event_kinds}, event_kinds)
-        prefill = PrefillRate(self._clock, most_running, largest_chunk)
+        prefill = PrefillRate(self._clock, most_running, largest_chunk, assumed_rate)
         self.harm = DoNoHarm(self._clock, prefill, active=self._do_no_harm)
 
     def look_up(self, request: Request) -> None:
@@ -273,6 +287,8 @@ class KvoffdManager(OffloadingManager):
             state.answer = None
         if state.pending is None and self._is_outdated(state):
             self.look_up(request)
+        if state.pending is None and state.waits_for_tier:
+            self._rest()
         if state.pending is not None and not state.pending.ticket.done:
             self._wait_for_answer(state, state.pending, request.num_tokens - computed_tokens)
         came = state.pending
@@ -290,7 +306,7 @@ class KvoffdManager(OffloadingManager):
                 state.from_tiers.update(came.coming)
         if state.answer is not None:
             state.found = state.answer.found
-            state.waits_for_disk = bool(state.answer.coming) and self._decide_disk_wait(state, state.answer)
+            state.waits_for_tier = bool(state.answer.coming) and self._waits_for_tier(state, state.answer)
         if state.pending is not None and not state.pending.given_up:
             state.otherwise = LookupResult.RETRY
 
@@ -306,9 +322,17 @@ class KvoffdManager(OffloadingManager):
             return True
         if answer.ticket.pinned >= answer.asked:
             return False
-        # While blocks come up from disk: half of what the daemon expects.
-        pause_s = min(MAX_RETRY_PAUSE_S, max(MIN_RETRY_PAUSE_S, answer.ticket.wait_s / 2))
-        return now - answer.ticket.answered_at > (pause_s if state.waits_for_disk else REFRESH_S)
+        if not state.waits_for_tier or state.tier_wait_began is None:
+            return now - answer.ticket.answered_at > REFRESH_S
+        # Half of the time that is expected; a quarter of what it has waited, where nothing is.
+        expected_s = answer.ticket.wait_s or (now - state.tier_wait_began) / 2
+        return now - answer.ticket.answered_at > min(MAX_RETRY_PAUSE_S, max(MIN_RETRY_PAUSE_S, expected_s / 2))
+
+    def _rest(self) -> None:
+        """Have an idle engine wait for a moment: it makes steps without end while a request waits for blocks."""
+        if self._is_idle and self._wait_left_s > 0:
+            self._sleep(min(self._wait_left_s, MIN_RETRY_PAUSE_S))
+            self._wait_left_s -= MIN_RETRY_PAUSE_S
 
     def _wait_for_answer(self, state: RequestState, pending: KeyedLookup, missing_tokens: int) -> None:
         """Wait for an answer where all that is known of a request is that it is due; give it up when it is late.
@@ -316,41 +340,44 @@ class KvoffdManager(OffloadingManager):
         ``missing_tokens`` are computed if nothing is loaded.
         """
         ticket, now = pending.ticket, self._clock()
-        if state.answer is None and not pending.given_up and self._wait_left_s > 0 and now >= self._no_wait_before:
-            self._counters[metrics.LOOKUP_WAITS] += 1
+        is_first = state.answer is None and not pending.given_up and now >= self._no_wait_before
+        if self._wait_left_s > 0 and (is_first or (state.waits_for_tier and self._is_idle)):
+            self._counters[metrics.LOOKUP_WAITS] += is_first
             came = ticket.wait(self._wait_left_s)
             began, now = now, self._clock()
             self._wait_left_s -= now - began
-            if not came:
+            if is_first and not came:
                 self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += 1
                 self._no_wait_before = now + WAIT_PAUSE_S
         else:
             self.namespace.client.poll()
         if not ticket.done and not pending.given_up:
-            # While blocks come up from disk the next answer has the whole deadline.
-            comes_up = state.answer is not None and state.answer.coming and state.disk_wait_until != NEVER
-            if now - pending.sent_at >= (self._deadline_s if comes_up else self._allowed_s(missing_tokens)):
-                pending.given_up = True
-                self._reply_s = max(self._reply_s, now - pending.sent_at)
+            until = pending.sent_at + self._allowed_s(missing_tokens)
+            if state.waits_for_tier:  # the blocks may come all the same
+                until = max(until, state.tier_wait_until)
+            if now >= until:
+                pending.given_up, state.tier_wait_until = True, NEVER
+                self._replies_s.append(now - pending.sent_at)
                 self._counters[metrics.LATE_LOOKUPS] += 1
 
     def _allowed_s(self, tokens: int) -> float:
         """How long an answer is waited for, from the sending of its lookup, where so many tokens are missing.
 
-        No longer than it takes to compute them; and not at all where the daemon's answers take longer than that.
+        No longer than it takes to compute them; and not at all where the daemon's last answers all took longer.
         """
         if not self._do_no_harm:
             return self._deadline_s
-        rate = self.harm.prefill.tokens_per_second or ASSUMED_RATE
-        allowed_s = min(self._deadline_s, max(LEAST_COMPUTED_S, tokens / rate))
-        return allowed_s if self._reply_s <= allowed_s else 0.0
+        allowed_s = min(self._deadline_s, max(LEAST_COMPUTED_S, tokens / self.harm.prefill.expected_rate))
+        late = len(self._replies_s) == LATE_REPLIES and min(self._replies_s) > allowed_s
+        return 0.0 if late else allowed_s
 
     def _read(self, came: KeyedLookup) -> None:
         """Take in an answer, if there is one: how long it took, and what it says. Once."""
         ticket = came.ticket
         if came.read or not ticket.done or ticket.failed:
             return
-        came.read, self._reply_s = True, ticket.answered_at - came.sent_at
+        came.read = True
+        self._replies_s.append(ticket.answered_at - came.sent_at)
         for (index, chunks), states in zip(came.chunks.items(), ticket.states, strict=False):
             suffix, leading = self._groups[index].suffix, len(states) - len(states.lstrip(_READY_BYTE))
             came.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], _HIT))
@@ -363,20 +390,43 @@ class KvoffdManager(OffloadingManager):
                     # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
                     came.found[one + suffix], came.coming[one + suffix] = _PENDING, state
 
-    def _decide_disk_wait(self, state: RequestState, answer: KeyedLookup) -> bool:
-        """Decide whether a request waits for what its answer says is on its way."""
-        now, pending = self._clock(), state.pending
-        overdue = pending is not None and now - pending.sent_at >= self._deadline_s
-        if overdue or now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
-            return False  # only the daemon says when something has come from disk, or never will
-        if state.disk_wait_until is None:
-            limit_s = self._disk_wait_s
-            if self._do_no_harm and (rate := self.harm.prefill.tokens_per_second):
-                limit_s = min(limit_s, self._most_tokens(answer.coming) / rate)
-            state.disk_wait_until = now + limit_s
-        if now + answer.ticket.wait_s >= state.disk_wait_until:
-            state.disk_wait_until = NEVER
-        return state.disk_wait_until != NEVER
+    def _waits_for_tier(self, state: RequestState, answer: KeyedLookup) -> bool:
+        """Whether a request waits for what its answer says is on its way: as long as that is expected to be up and
+        loaded sooner than it would be computed, and for no longer than computing takes, whatever is expected.
+
+        Then it loads what is up. It would be computed after all prompts that came before it.
+        """
+        now = self._clock()
+        if now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
+            return False  # only the daemon says when something is up, or never will be
+        computed_s, loaded_s = inf, 0.0
+        if self._do_no_harm:
+            tokens, (_, load_rate) = self._most_tokens(answer.coming), self.harm.rates
+            before, rate = self._tokens_before_each().get(state.request.request_id, 0), self.harm.prefill.expected_rate
+            computed_s = max(LEAST_COMPUTED_S, (before + tokens) / rate)
+            loaded_s = tokens / load_rate if load_rate else 0.0
+        if state.tier_wait_began is None:
+            state.tier_wait_began = now
+            state.tier_wait_until = min(state.tier_wait_until, now + min(self._disk_wait_s, computed_s))
+        if answer.ticket.asking and PENDING not in answer.coming.values():
+            # Of a new prompt a store mostly has nothing. What it has and is slow to say is worth a small part.
+            computed_s = max(LEAST_COMPUTED_S, ASK_SHARE * computed_s)
+            if now - state.tier_wait_began >= computed_s:
+                state.tier_wait_until = NEVER
+        expected_s = max(0.0, answer.ticket.answered_at + answer.ticket.wait_s - now)
+        if now >= state.tier_wait_until or expected_s + loaded_s > computed_s:
+            state.tier_wait_until = NEVER
+        return state.tier_wait_until != NEVER
+
+    def _tokens_before_each(self) -> dict[str, int]:
+        """By request, the tokens of prompts that came before it and that are neither computed nor being loaded."""
+        if self._tokens_before is None:
+            self._tokens_before, before = {}, 0
+            for request_id, state in self._requests.items():
+                self._tokens_before[request_id] = before
+                if (request := state.request) is not None and request_id not in self._loading:
+                    before += max(0, request.num_prompt_tokens - request.num_computed_tokens)
+        return self._tokens_before
 
     def _most_tokens(self, keys: Iterable[OffloadKey]) -> int:
         """Return the tokens of these keys, those of the group that has most."""
@@ -385,7 +435,9 @@ class KvoffdManager(OffloadingManager):
 
     def step_begins(self, request_tokens: Collection[int]) -> None:
         """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then."""
-        self._wait_left_s = LOOKUP_WAIT_S if request_tokens else IDLE_WAIT_S
+        self._is_idle = not request_tokens
+        self._wait_left_s = IDLE_WAIT_S if self._is_idle else LOOKUP_WAIT_S
+        self._tokens_before = None
         self.harm.prefill.step_begins(request_tokens)
         now = self._clock()
         # While the daemon does not answer, as when lookups are late, the counts wait for it.
@@ -501,7 +553,7 @@ class KvoffdManager(OffloadingManager):
         state = RequestState()
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which no request can leave out.
         if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
-            state.disk_wait_until = NEVER
+            state.tier_wait_until = NEVER
         self._requests[req_context.req_id] = state
         # What was loaded is offered for a store too: it is stored where the load failed, and else left out there.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
@@ -509,7 +561,7 @@ class KvoffdManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         state = self._requests[req_context.req_id]
         result = state.found.get(key, state.otherwise)
-        return _MISS if result is _PENDING and not state.waits_for_disk else result
+        return _MISS if result is _PENDING and not state.waits_for_tier else result
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         state = self._requests.get(req_context.req_id)
@@ -620,14 +672,14 @@ class KvoffdManager(OffloadingManager):
 
     def _end_leases(self, state: RequestState) -> None:
         """The request runs without a load, or is gone. What its last lookup said, or will say, is still known."""
-        not_awaited = state.answer is not None and state.answer.coming and not state.waits_for_disk
+        not_awaited = state.answer is not None and state.answer.coming and not state.waits_for_tier
         self._release(state.answer, "skipped" if state.skip_counted else "coming" if not_awaited else "")
         self._release(state.pending, "late" if state.pending is not None and state.pending.given_up else "")
         state.answer = state.pending = None
 
     def _release(self, lookup: KeyedLookup | None, unused: str = "") -> None:
         """End a lookup's lease, if there is one, or may be one since no answer came. ``unused``: as of the client."""
-        if lookup is not None and (unused or lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done):
+        if lookup is not None and (unused or lookup.ticket.leased or lookup.ticket.failed or not lookup.ticket.done):
             self.namespace.client.release(lookup.ticket.lease_id, unused)
 
 

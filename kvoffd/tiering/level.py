@@ -1,0 +1,458 @@
+"""One level below the pool: the disks of this node, or one shared store. What is brought up from it, and how fast."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice, takewhile
+
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.tickets import FillTicket, Lease
+from kvoffd.tiering import TieringSettings
+from kvoffd.tiering.read_speed import ReadSpeed
+from kvoffd.tiering.writer import Writer
+from kvoffd.tiers.tier import PRESENT, Block, Result, Space, Tier
+
+NO_SPACE, QUOTA, OVERDUE, SLOWER = "no_space", "quota", "overdue", "slower"
+"""Why a block is not promoted, besides the results of tiers. ``slower``: computing it takes less time."""
+MISSES: dict[str, MissReason] = {
+    NO_SPACE: MissReason.NO_SPACE,
+    QUOTA: MissReason.QUOTA,
+    OVERDUE: MissReason.TIER_LATE,
+    Result.DEADLINE: MissReason.TIER_LATE,
+    Result.CORRUPT: MissReason.CORRUPT,
+    Result.GONE: MissReason.EVICTED,
+}
+"""What a failure is to those that asked; any other is the tier's failure."""
+MOST_QUEUED = 2**16
+"""Blocks of one level that may wait to be read, each about 400 bytes of memory. Who computes them sooner gives them up
+before that."""
+MAX_FILLING_BYTES = 2**30
+"""Bound on the pool bytes that fills hold, besides an eighth of the pool."""
+UNMEASURED_BYTES = 64 * 2**20
+"""Bound on these bytes while the speed is not known."""
+AHEAD_S = 0.25
+"""Where it is known, as much is being read as comes in this time: what nobody wants any more ends soon."""
+AHEAD_BLOCKS = 16
+"""But at least this many blocks."""
+MAX_BEGUN, BEGUN_PER_END = 64, 16
+"""Blocks that are begun in one go, and when one has ended and less than half of what may be is under way. Otherwise
+they wait for the next go: to evict for a few takes as long as for many. Their slots are taken together, so that
+neighbours in the queue are neighbours in the pool."""
+NO_SPACE_S = 1.0
+"""For this long after the pool had no space for a namespace's block its lookups that are repeated do not wait."""
+READ_AGAIN_S = 60.0
+"""One read is tried this long after the last one although it would be slower: speeds change."""
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """Blocks of one group that one lookup asked a level for, in the order in which they come up. While it waits for its
+    turn it is in the level's queue; it leaves the queue when nobody waits for it any more."""
+
+    first: Lease
+    """The lease of the lookup that asked first; it may have ended."""
+    space: Space
+    level: Level
+    block_bytes: int
+    """Pool bytes of a block."""
+    queue: deque[Fill] = field(default_factory=deque)
+    """What has not begun."""
+    leases: dict[Lease, None] = field(default_factory=dict)
+    """The leases of lookups that wait for it: what comes up is pinned under them."""
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.first.namespace
+
+
+@dataclass(slots=True, eq=False)
+class Fill:
+    """A block that a lookup asked for and a tier has."""
+
+    wanted: Wanted
+    key: bytes
+    tier: Tier
+    ticket: FillTicket | None = None
+    """Its block in the pool while the tier reads into it: the slots stay until that has ended."""
+    begun_at: float = 0.0
+    withdrawn: bool = False
+    """It has ended, was invalidated, its namespace reset, or it is overdue: nobody waits for it any more."""
+    askers: int = 0
+    """Lookups that count it as found, or as a miss, once it is known whether it comes up."""
+
+
+Coming = dict[int, dict[bytes, Fill]]
+"""By tag of their space and by key: blocks that come up, from whatever tier, and are not withdrawn."""
+
+
+class Level:
+    """One level below the pool, with its bounds and counts: the disks of this node together, or one store.
+
+    What is brought up from it is here, what is written to it in ``writer``.
+
+    Args:
+        tiers: disks come while the daemon serves.
+        coming: where fills are noted as long as lookups may wait for them.
+        promoted: called with each block that came up.
+        shared: other nodes use it too.
+        unshared: fingerprints of namespaces of which nothing is shared.
+    """
+
+    def __init__(
+        self,
+        tiers: list[Tier],
+        settings: TieringSettings,
+        cache: Cache,
+        clock: Callable[[], float],
+        coming: Coming,
+        engines_busy: Callable[[], bool],
+        promoted: Callable[[Level, int], None],
+        unshared: Collection[bytes] = (),
+        *,
+        shared: bool,
+    ) -> None:
+        self.tiers, self.shared = tiers, shared
+        self._cache, self._clock, self._patience_s, self._coming = cache, clock, settings.deadline_s, coming
+        self._most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
+        """Pool bytes that fills may hold at once. A larger block goes alone. What was given up and has not ended, as on
+        a device that hangs, may hold as much again: others are read all the same."""
+        self._queue: deque[Wanted] = deque()
+        self._queued_by: Counter[int] = Counter()
+        """By session, blocks that wait."""
+        self.under_way: dict[Fill, None] = {}
+        """In the order in which they were begun."""
+        self.given_up: dict[Fill, None] = {}
+        """Overdue, but the tier may still write into their slots."""
+        self._turn_at = 0.0
+        """Since when the first that is under way is the first."""
+        self._came_at = 0.0
+        """When one of these ended last."""
+        self._blocked_since: float | None = None
+        """Since when the queue's first block finds no space."""
+        self.queued_blocks = self.under_way_bytes = self._given_up_bytes = 0
+        self.promoted_blocks = self.promoted_bytes = 0
+        self.unused_blocks = 0
+        """Promoted blocks that were evicted before they were loaded."""
+        self.failures: Counter[str] = Counter()
+        """Blocks that were asked for and did not come up, by reason: a ``Result``, or one of those above."""
+        self.speed = ReadSpeed(clock)
+        self._promoted = promoted
+        self._read_again_at = 0.0
+        self.no_space_until: dict[Namespace, float] = {}
+        self._stopped = False
+        self.writer = Writer(
+            *(cache, tiers, clock, settings),
+            shared=shared,
+            idle=lambda: not self.waiting_blocks,
+            engines_busy=engines_busy,
+            left_out=unshared,
+        )
+
+    @property
+    def available(self) -> bool:
+        for tier in self.tiers:  # noqa: SIM110 - each lookup asks, and a generator takes twice as long
+            if tier.available():
+                return True
+        return False
+
+    def stop(self) -> None:
+        """Begin nothing any more."""
+        self._stopped = True
+        self.writer.stop()
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks that wait or are under way."""
+        return self.queued_blocks + len(self.under_way)
+
+    def wait_s(self, awaited: Collection[Wanted]) -> float:
+        """The expected time until what is awaited of this level is up, by the speed as of now; 0 if not known."""
+        if not (speed := self.speed.current) or not any(one.level is self for one in awaited):
+            return 0.0
+        last = max((at for at, wanted in enumerate(self._queue) if wanted in awaited), default=-1)
+        queued = sum(len(wanted.queue) * wanted.block_bytes for wanted in islice(self._queue, last + 1))
+        return (self.under_way_bytes + queued) / speed
+
+    def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
+        """Whether a number of blocks takes longer to read than to compute, by the measured speeds and with nothing else
+        to be read; not once a while. How long the queue is only the engine can weigh, which has one of its own."""
+        prefill, speed = namespace.counters.prefill_tokens_per_second, self.speed.measured
+        tokens = count * namespace.groups[group].tokens_per_block
+        if not (tokens and prefill and speed):
+            return False
+        nbytes = len(namespace.groups) * count * self._cache.group(namespace, group).block_bytes
+        now = self._clock()
+        if nbytes / speed <= tokens / prefill or now >= self._read_again_at:
+            self._read_again_at = max(self._read_again_at, now + READ_AGAIN_S)
+            return False
+        return True
+
+    def request(self, wanted: Wanted, key: bytes, tier: Tier) -> Fill | None:
+        """Queue a block that a tier has; None where too much waits. A session has at most three times what it leaves to
+        others."""
+        if self.queued_blocks + self._queued_by[wanted.first.session] // 3 >= MOST_QUEUED:
+            return None
+        fill = Fill(wanted, key, tier)
+        self._coming.setdefault(wanted.space.tag, {})[key] = fill
+        if not wanted.queue:
+            self._queue.append(wanted)
+        wanted.queue.append(fill)
+        self._count_queued(wanted, [fill], 1)
+        return fill
+
+    def forget(self, fill: Fill) -> None:
+        """Nobody is to have it any more. What is under way ends by itself and leaves nothing: the cache dropped it."""
+        self._settle(fill, MissReason.INVALIDATED)
+        self._withdraw(fill)
+        if fill.ticket is None:
+            fill.wanted.queue.remove(fill)
+            self._count_queued(fill.wanted, [fill], -1)
+
+    def left(self, wanted: Wanted) -> None:
+        """Nobody waits any more for these blocks: those that have not begun are not read."""
+        self._blocked_since = None
+        for fill in self._take_queued(wanted):
+            self._settle(fill)  # a tier has it: its lookup says why it is not loaded
+            self._withdraw(fill)
+
+    def _take_queued(self, wanted: Wanted) -> list[Fill]:
+        """What has not begun, which does not wait any more."""
+        fills = list(wanted.queue)
+        wanted.queue.clear()
+        self._count_queued(wanted, fills, -1)
+        return fills
+
+    def pump(self, most: int = MAX_BEGUN) -> None:
+        """Begin what may begin now, of very much a part."""
+        while not self._stopped and most > 0 and (batch := self._next_batch(most)):
+            most -= len(batch)
+            try:
+                whole = self._begin_batch(batch)
+            except BaseException:
+                for fill in batch:  # no lookup waits for what is neither under way nor queued
+                    if fill.ticket is None and not fill.withdrawn:
+                        self._failed(fill, Result.FAILED)
+                raise
+            if not whole:
+                return
+
+    def _begin_batch(self, batch: Sequence[Fill]) -> bool:
+        """Begin fills of one group; False where not all could begin: those are queued again, or failed."""
+        wanted = batch[0].wanted
+        tickets = self._cache.begin_fill(wanted.namespace, wanted.space.group, [fill.key for fill in batch])
+        refused: list[Fill] = []
+        no_space: list[Fill] = []
+        try:
+            for number, fill in enumerate(batch):
+                if number not in tickets:  # the pool has it by now
+                    self._settle(fill)
+                    self._withdraw(fill)
+                elif (ticket := tickets[number]) is None:
+                    no_space.append(fill)
+                elif not refused and self._begin(fill, ticket):
+                    del tickets[number]
+                else:
+                    refused.append(fill)
+        finally:
+            for ticket in filter(None, tickets.values()):
+                self._end_fill(ticket, None)
+        self._put_back([*self._still_there(refused), *self._awaiting_space(wanted, no_space)])
+        return not refused and not no_space
+
+    def _still_there(self, refused: Sequence[Fill]) -> list[Fill]:
+        """Those of the fills that the tier did not take which it still has; it takes them later."""
+        kept = []
+        for fill in refused:
+            if not fill.tier.available():
+                self._failed(fill, Result.DEADLINE)
+            elif fill.tier.find(fill.wanted.space, [fill.key], prefix=False)[0] != PRESENT:
+                self._failed(fill, Result.GONE)
+            else:
+                kept.append(fill)
+        return kept
+
+    def _awaiting_space(self, wanted: Wanted, fills: Sequence[Fill]) -> Sequence[Fill]:
+        """Those of the fills for which the pool had no space that wait for it: what leases pin comes free soon."""
+        if not fills:
+            self._blocked_since = None
+            return fills
+        cause = self._cache.no_space_cause(self._cache.group(wanted.namespace, wanted.space.group))
+        if cause in ("pinned", "filling") and not self._is_blocked_too_long():
+            return fills
+        self._fail_for_space(wanted, QUOTA if cause == QUOTA else NO_SPACE, fills)
+        return ()
+
+    def _is_blocked_too_long(self) -> bool:
+        """Note that the queue's first block has no space; whether that was so for too long."""
+        now = self._clock()
+        if self._blocked_since is None or self._came_at > self._blocked_since:
+            self._blocked_since = now
+        return now - self._blocked_since >= self._patience_s
+
+    def _fail_for_space(self, wanted: Wanted, reason: str, fills: Sequence[Fill]) -> None:
+        """Fail fills, and whatever else the lookup waits for."""
+        self._blocked_since = None
+        self.no_space_until[wanted.namespace] = self._clock() + NO_SPACE_S
+        for fill in [*fills, *self._take_queued(wanted)]:
+            self._failed(fill, reason)
+
+    def _put_back(self, fills: Sequence[Fill]) -> None:
+        """Queue fills of one lookup again, before all others."""
+        if not fills:
+            return
+        wanted = fills[0].wanted
+        if not (self._queue and self._queue[0] is wanted):
+            self._queue.appendleft(wanted)
+        wanted.queue.extendleft(reversed(fills))
+        self._count_queued(wanted, fills, 1)
+
+    def tick(self) -> None:
+        """End what is overdue, and look at the cold end of the pool."""
+        for tier in self.tiers:
+            tier.tick()
+        if not self.available:  # reading was slow since the tier was away: the next one is tried, whatever the speed
+            self._read_again_at = 0.0
+        self._give_up_overdue()
+        self.pump()
+        self.writer.tick(self.promoted_bytes)
+
+    def _give_up_overdue(self) -> None:
+        """Give up reads that do not end. The turn of a read comes when all before it have ended: then it has as long as
+        the settings say. If nothing at all has ended in that time, all that were begun before do not end."""
+        now = self._clock()
+        if not self.under_way or now - self._turn_at < self._patience_s:
+            return
+        stuck = list(islice(self.under_way, 1))
+        if self._came_at <= self._turn_at:
+            stuck = list(takewhile(lambda fill: now - fill.begun_at >= self._patience_s, self.under_way))
+        for fill in stuck:
+            assert fill.ticket is not None
+            del self.under_way[fill]
+            self.under_way_bytes -= fill.wanted.block_bytes
+            self.given_up[fill] = None
+            self._given_up_bytes += fill.wanted.block_bytes
+            self._failed(fill, OVERDUE)
+            self._cache.drop_unfinished(fill.ticket, MissReason.TIER_LATE)
+        self._turn_at = now
+
+    def _next_batch(self, most: int) -> list[Fill]:
+        """The next fills of one lookup's group, as many as may be under way now, out of the queue."""
+        while self._queue and not self._queue[0].queue:
+            self._queue.popleft()
+        if not self._queue:
+            self._blocked_since = None
+            return []
+        wanted = self._queue[0]
+        free = self._may_be_under_way(wanted.block_bytes) - self.under_way_bytes
+        free -= max(0, self._given_up_bytes - self._most_bytes)
+        leasable = self._cache.leasable_bytes - self.under_way_bytes
+        batch: list[Fill] = []
+        while wanted.queue and len(batch) < most:
+            nbytes = wanted.block_bytes
+            if nbytes > free and (batch or self.under_way or self.given_up):
+                break
+            if nbytes > leasable and (batch or self.under_way or self._cache.blocks.pinned_bytes):
+                if not batch and self._is_blocked_too_long():
+                    self._fail_for_space(wanted, NO_SPACE, ())
+                break
+            batch.append(wanted.queue.popleft())
+            free -= nbytes
+            leasable -= nbytes
+        self._count_queued(wanted, batch, -1)
+        return batch
+
+    def _may_be_under_way(self, block_bytes: int) -> int:
+        """Pool bytes that fills may hold now."""
+        if not (speed := self.speed.measured):
+            return min(self._most_bytes, UNMEASURED_BYTES)
+        return min(self._most_bytes, max(int(AHEAD_S * speed), AHEAD_BLOCKS * block_bytes))
+
+    def _begin(self, fill: Fill, ticket: FillTicket) -> bool:
+        """Have the tier read into the slots; False where it does not take the read now."""
+        space = fill.wanted.space
+        until = self._clock() + self._patience_s
+        if not fill.tier.read(space, fill.key, ticket.offsets, until, partial(self._on_end, fill)):
+            return False
+        fill.begun_at = self._clock()
+        if not self.under_way:
+            self._turn_at = fill.begun_at
+        self.speed.begin(space.nbytes)
+        fill.ticket = ticket
+        self.under_way[fill] = None
+        self.under_way_bytes += fill.wanted.block_bytes
+        return True
+
+    def _on_end(self, fill: Fill, result: Result, block: Block | None) -> None:
+        assert fill.ticket is not None
+        self._came_at = self._clock()
+        if fill in self.given_up:
+            del self.given_up[fill]
+            self._given_up_bytes -= fill.wanted.block_bytes
+        else:
+            if next(iter(self.under_way)) is fill:
+                self._turn_at = self._came_at
+            del self.under_way[fill]
+            self.under_way_bytes -= fill.wanted.block_bytes
+        try:
+            if self._end_fill(fill.ticket, block if result is Result.DONE else None):
+                self.promoted_blocks += 1
+                self.promoted_bytes += fill.wanted.space.nbytes
+                for lease in fill.wanted.leases:
+                    self._cache.hold(lease, fill.ticket.blocks)
+                self._promoted(self, int(fill.ticket.blocks[0]))
+                self._settle(fill)
+            elif not fill.withdrawn:
+                self._failed(fill, Result.CORRUPT if result is Result.DONE else result)
+        finally:
+            self._withdraw(fill)  # whatever went wrong, no lookup waits for it
+            fill.ticket = None  # a lookup may know the fill for some seconds more
+        self.speed.end(fill.wanted.space.nbytes if result is Result.DONE else 0, len(self.under_way))
+        if 2 * self.under_way_bytes <= self._may_be_under_way(fill.wanted.block_bytes):
+            self.pump(BEGUN_PER_END)
+
+    def _end_fill(self, ticket: FillTicket, block: Block | None) -> bool:
+        """End it; ``block``: what was read, None where that is not all there. True where the block is READY."""
+        whole = block is not None and all(block.checksums)
+        return self._cache.end_fill(ticket, *((block.first_blocks, block.checksums) if block and whole else ((), ())))
+
+    def _failed(self, fill: Fill, reason: str) -> None:
+        """Nobody waits for it any more, and why it is not there."""
+        self.failures[str(reason)] += 1
+        miss = MISSES.get(reason, MissReason.TIER_FAILED)
+        self._settle(fill, miss)
+        if not fill.withdrawn:
+            self._withdraw(fill)
+            self._cache.note_misses(fill.wanted.namespace, fill.wanted.space.group, fill.key, miss)
+
+    def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
+        """Count the key for those who asked for it, once: as found, or as a miss."""
+        askers, fill.askers = fill.askers, 0
+        counters = fill.wanted.namespace.counters
+        if miss is not None:
+            counters.misses[miss] += askers
+        elif self.shared:
+            counters.found_shared += askers
+        else:
+            counters.found_disk += askers
+
+    def _withdraw(self, fill: Fill) -> None:
+        """Lookups do not wait for it any more."""
+        if fill.withdrawn:
+            return
+        fill.withdrawn = True
+        keys = self._coming.get(fill.wanted.space.tag, {})
+        if keys.get(fill.key) is fill:
+            del keys[fill.key]
+            if not keys:
+                del self._coming[fill.wanted.space.tag]
+
+    def _count_queued(self, wanted: Wanted, fills: Collection[Fill], sign: int) -> None:
+        """Count blocks that begin to wait, 1, or no longer wait in the queue, -1."""
+        self.queued_blocks += sign * len(fills)
+        self._queued_by[wanted.first.session] += sign * len(fills)
+        if not self._queued_by[wanted.first.session]:
+            del self._queued_by[wanted.first.session]
