@@ -287,7 +287,7 @@ class Level:
 
     def _begin(self, fill: Fill, ticket: FillTicket) -> bool:
         """Have the tier read into the slots; False where it does not take the read now."""
-        if not fill.tier.read(fill.space, fill.key, ticket.offsets, fill.deadline, partial(self._on_end, fill)):
+        if not fill.tier.read(fill.space, fill.key, ticket.offsets, self._deadline_s, partial(self._on_end, fill)):
             return False
         if not self.under_way:
             self._sample_began, self._sample_bytes = self._clock(), 0

@@ -144,7 +144,7 @@ class TieringHarness(CacheRig):
 
     def finish_promotions(self) -> None:
         self.tiering.pump()
-        self.tier.end_all(self.clock())
+        self.tier.end_all()
 
     def check(self) -> None:
         """Check the cache's invariants, the pins, the events folded so far, and the bytes of all blocks."""

@@ -34,7 +34,7 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     check_invariants(rig.cache)
     rig.put(space, keys_of(1))
     assert rig.states(space, keys_of(1)) == [READY]
-    rig.tier.end_all(now=0.0, fault=fault)  # the tier was slow, and writes into its own slots only
+    rig.tier.end_all(fault=fault)  # the tier was slow, and writes into its own slots only
     assert rig.cache.usage.writing == 0
     assert rig.tiering.disks.failures == {"overdue": 1}
     rig.check()
@@ -98,7 +98,7 @@ def test_who_wants_much_leaves_room_to_who_wants_little() -> None:
     states(1, greedy, *range(24))
     assert states(2, polite, 1, 2) == [PENDING] * 2
     for job in list(rig.tier.jobs):
-        rig.tier.end(job, rig.clock())
+        rig.tier.end(job)
     rig.finish_promotions()
     assert states(2, polite, 1, 2) == [READY] * 2
     rig.check()
@@ -112,9 +112,9 @@ def test_a_part_is_begun_at_once_and_more_with_each_end() -> None:
     assert rig.states(space, keys_of(*range(most))) == [PENDING] * most
     rig.tiering.pump()
     assert len(rig.tier.jobs) == MAX_BEGUN
-    rig.tier.end(next(iter(rig.tier.jobs)), rig.clock())
+    rig.tier.end(next(iter(rig.tier.jobs)))
     assert len(rig.tier.jobs) == MAX_BEGUN - 1 + BEGUN_PER_END
-    rig.tier.end_all(rig.clock())
+    rig.tier.end_all()
     assert rig.states(space, keys_of(*range(most))) == [READY] * most
 
 
@@ -179,7 +179,7 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
         begun = [job for job in rig.tier.jobs if job not in stuck]
         assert len(begun) == 4
         for job in begun:
-            rig.tier.end(job, rig.clock())
+            rig.tier.end(job)
         assert rig.tiering.disks.under_way_bytes <= 8 * UNIT
         rig.check()
     assert rig.states(space, keys_of(*range(4, 12))) == [READY] * 8
