@@ -459,6 +459,7 @@ class Cache:
         """Pin READY blocks that came up for a lease, if it has not ended and leases may pin as much."""
         if self.leases.get(lease.lease_id) is not lease:
             return
+        lease.coming = max(0, lease.coming - len(blocks))
         held, loose_bytes = self.held[lease.session], self.blocks.pin(blocks)
         if held.keys + len(blocks) > self._max_leased_keys or (loose_bytes and self.leasable_bytes < 0):
             self.blocks.unpin(blocks)

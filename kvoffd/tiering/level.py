@@ -374,8 +374,7 @@ class Level:
     def _begin(self, fill: Fill, ticket: FillTicket) -> bool:
         """Have the tier read into the slots; False where it does not take the read now."""
         space = fill.wanted.space
-        until = self._clock() + self._patience_s
-        if not fill.tier.read(space, fill.key, ticket.offsets, until, partial(self._on_end, fill)):
+        if not fill.tier.read(space, fill.key, ticket.offsets, self._patience_s, partial(self._on_end, fill)):
             return False
         fill.begun_at = self._clock()
         if not self.under_way:

@@ -117,7 +117,8 @@ class Job:
     """In the file."""
     shards: Sequence[int]
     on_end: Callable[..., None]
-    deadline: float = inf
+    patience_s: float = inf
+    """Of a read."""
     block: Block | None = None
     """Of a write."""
     replaces: tuple[int, bytes] | None = None
@@ -232,7 +233,7 @@ class Reads:
         self._native, fd = native(), self._file.fd
         self._reader = self._native.reader_open(fd, True) if self._file.direct else None
         threads = 1
-        if not self._reader:  # each thread reads one block; the others wait here, where their deadlines are looked at
+        if not self._reader:  # each thread reads one block; the others wait here, where they end if none comes
             threads, self._reader = READERS, self._native.reader_open(fd, False)
             del self._free[READERS:]
         if not self._reader:
@@ -316,10 +317,10 @@ class Reads:
         except Exception:
             logger.exception("The end of a read of %s raised: a bug; the others go on.", self._file.path)
 
-    def end(self, result: Result, until: float = inf) -> None:
-        """End what was not begun, of those whose deadline is ``until`` at most."""
-        ended = [job for job in self._waiting if job.deadline <= until]
-        self._waiting = deque(job for job in self._waiting if job.deadline > until)
+    def end(self, result: Result, waited_s: float = inf) -> None:
+        """End what was not begun, of those whose patience is ``waited_s`` at most."""
+        ended = [job for job in self._waiting if job.patience_s <= waited_s]
+        self._waiting = deque(job for job in self._waiting if job.patience_s > waited_s)
         for job in ended:
             self._finish(job, End(result))
 
@@ -659,13 +660,14 @@ class DiskTier(Tier):
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
+    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+        """See Tier. What the kernel reads cannot be stopped: patience ends what waits while none of that comes."""
         if not self.available() or (known := self._known(space)) is None:
             return False
         self._native.disk_find(self._index_at, known.number, key, 1, len(key), self._found_at)
         if (slot := self._found.value) == NO_SLOT:
             return False
-        self._reads.put(self._job(known, key, slot, offsets, on_end, deadline))
+        self._reads.put(self._job(known, key, slot, offsets, on_end, patience_s))
         return True
 
     def _job(
@@ -675,14 +677,14 @@ class DiskTier(Tier):
         slot: int,
         offsets: Sequence[int],
         on_end: Callable[..., None],
-        deadline: float = inf,
+        patience_s: float = inf,
         block: Block | None = None,
     ) -> Job:
         """A read or write of a slot, which it pins until it has ended."""
         region, place = self._at(slot)
         region.pins[place] += 1
         at = slot, region, place, self._offset(slot), known.slot_bytes
-        return Job(known.space, key, *at, offsets, on_end, deadline, block)
+        return Job(known.space, key, *at, offsets, on_end, patience_s, block)
 
     def _read_ended(self, job: Job, end: End) -> None:
         region, place = job.region, job.place
@@ -1087,8 +1089,7 @@ class DiskTier(Tier):
         return found
 
     def tick(self) -> None:
-        now = self._clock()
-        self._reads.end(Result.DEADLINE, now)
+        self._reads.end(Result.DEADLINE, self._reads.longest_s)
         hangs = max(one.longest_s for one in (self._reads, self._writes, self._notes)) > HANG_TIMEOUT_S
         if hangs and not self.hangs:
             self._error(

@@ -256,18 +256,18 @@ class RedisCluster(Store):
             raise self._too_few()
         return numbers, found
 
-    def get(self, requests: Sequence[GetRequest], deadline: float) -> Iterator[bytes | None]:
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[bytes | None]:
         parts = self._by_owner([request.key for request in requests])
         owner = {at: address for address, places in parts.items() for at in places}
         for address, places in parts.items():
             with self._exchange(address) as node:
-                node.send_gets([requests[at] for at in places], deadline)
+                node.send_gets([requests[at] for at in places], time.monotonic() + patience_s)
         for at, request in enumerate(requests):
             if at not in owner:
                 yield None
                 continue
             with self._exchange(owner[at]) as node:
-                header = node.value(request, deadline)
+                header = node.value(request, time.monotonic() + patience_s)
             if header == b"":
                 self.close()  # values of other masters are still on their way
                 yield header

@@ -202,10 +202,10 @@ class Redis(Store):
         self.close()
         return bad_generation(f"The value of {generation_key.decode()} at {self._name}")
 
-    def get(self, requests: Sequence[GetRequest], deadline: float) -> Iterator[bytes | None]:
-        self.send_gets(requests, deadline)
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[bytes | None]:
+        self.send_gets(requests, time.monotonic() + patience_s)
         for request in requests:
-            header = self.value(request, deadline)
+            header = self.value(request, time.monotonic() + patience_s)
             yield header
             if header == b"":
                 return

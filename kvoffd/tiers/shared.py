@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -174,7 +174,7 @@ class Read:
     stored: Space
     key: bytes
     views: Sequence[memoryview]
-    deadline: float
+    patience_s: float
     on_end: ReadEnd
 
 
@@ -369,10 +369,10 @@ class SharedTier(Tier):
         tag, fits = space.tag, space.nbytes <= MOST_OBJECT_BYTES and fits_header(space, MOST_KEY_BYTES)
         return [fits and (tag, key) not in self._writes and not self._is_believed(tag, key) for key in keys]
 
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
+    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
         if not self.available() or not self._is_believed(space.tag, key) or self._reading.waiting >= MOST_READS:
             return False
-        self._reading.put(Read(space, self._stored(space), key, self._views(space, offsets), deadline, on_end))
+        self._reading.put(Read(space, self._stored(space), key, self._views(space, offsets), patience_s, on_end))
         return True
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
@@ -434,12 +434,13 @@ class SharedTier(Tier):
         return found if len(found) != 1 else [Server(found[0].name, self.available(), self.problem)]
 
     def tick(self) -> None:
-        """End reads that wait too long. Probe where that is due, and give the store up while the thread that asks
-        hangs, as it may where names are looked up. Tell of the servers that it does without, and when it is reachable.
+        """End reads that wait while the breaker is open. Probe where that is due, and give the store up while the
+        thread that asks hangs, as it may where names are looked up. Tell of the servers that it does without, and when
+        it is reachable.
         """
         now = self._clock()
-        self._reading.end((Result.DEADLINE, None), lambda read: read.deadline <= now)
         if self.breaker.open:
+            self._reading.end((Result.FAILED, None))
             self._logged_reachable, self._steady_at = False, now + (STEADY_S if self.breaker.opened else 0.0)
         elif not self._logged_reachable and now >= self._steady_at:
             self._logged_reachable = True
@@ -734,41 +735,39 @@ class StoreConnection:
 
     # --- reading and writing ---------------------------------------------------------------------
 
-    def reads(self, batch: list[Read]) -> list[tuple[Result, Block | None]]:
-        ends: list[tuple[Result, Block | None]] = []
-        while len(ends) < len(batch):
-            now, left = self._clock(), batch[len(ends) :]
-            in_time = next((at for at, read in enumerate(left) if read.deadline <= now), len(left))
+    def reads(self, batch: list[Read]) -> Iterator[tuple[Result, Block | None]]:
+        left = deque(batch)
+        while left:
             if self._tier.closed or self._breaker.open:
-                ends.append((Result.CANCELLED if self._tier.closed else Result.FAILED, None))
-            elif in_time:
-                ends += self._read(left[:in_time])
-            else:
-                ends.append((Result.DEADLINE, None))
-        return ends
+                left.popleft()
+                yield Result.CANCELLED if self._tier.closed else Result.FAILED, None
+                continue
+            for end in self._read(list(left)):
+                left.popleft()
+                yield end
 
-    def _read(self, reads: Sequence[Read]) -> list[tuple[Result, Block | None]]:
+    def _read(self, reads: Sequence[Read]) -> Iterator[tuple[Result, Block | None]]:
         """The ends of the first of them, up to one that fails."""
-        ends: list[tuple[Result, Block | None]] = []
         requests = [GetRequest(object_key(read.stored, read.key), HEADER_BYTES, read.views) for read in reads]
         try:
             self._store.connect()
-            for header in self._store.get(requests, min(read.deadline for read in reads)):
+            headers = self._store.get(requests, min(read.patience_s for read in reads))
+            for read, header in zip(reads, headers, strict=True):
                 self._breaker.succeeded("read")
                 if header is None:
-                    ends.append((Result.GONE, None))
+                    yield Result.GONE, None
                     continue
-                block = _verified(reads[len(ends)], header)
-                ends.append((Result.DONE if block is not None else Result.CORRUPT, block))
+                block = _verified(read, header)
                 if block is None:
                     # It may be the answer to another question, as what follows on the connection then is.
                     self._store.close()
-                    break
+                    yield Result.CORRUPT, None
+                    return
+                yield Result.DONE, block
         except Exception as error:
             self._fail(error, "read")
-            late = self._clock() >= reads[min(len(ends), len(reads) - 1)].deadline
-            ends.append((Result.DEADLINE if late else Result.FAILED, None))
-        return ends[: len(reads)] or [(Result.FAILED, None)]
+            late = isinstance(error, StoreError) and error.kind == "timeout"
+            yield Result.DEADLINE if late else Result.FAILED, None
 
     def writes(self, batch: list[Write | Removal]) -> list[Result]:
         writes = [one for one in batch if isinstance(one, Write)]

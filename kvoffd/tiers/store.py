@@ -136,7 +136,8 @@ class GetRequest(NamedTuple):
 class Store(ABC):
     """One connection to a store, for one thread, which waits. Every method raises StoreError, and closes it then.
 
-    Deadlines are of ``time.monotonic``. After a method has ended, in whatever way, nothing more is written into views.
+    Deadlines are of ``time.monotonic``. After a method has ended, in whatever way, nothing more is written into views,
+    nor into those of an object that ``get`` has yielded.
 
     Attributes:
         ask_deadline_s: how long ``ask`` may take, where the configuration does not say.
@@ -181,10 +182,12 @@ class Store(ABC):
         """Whether there is an object under each key; what there is counts as used now."""
 
     @abstractmethod
-    def get(self, requests: Sequence[GetRequest], deadline: float) -> Iterator[bytes | None]:
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[bytes | None]:
         """Read objects, in this order; of each yields the header when its views are filled.
 
         None where there is none. Empty where it is of another length: then nothing was read, and it may be the last.
+        ``patience_s``: how long the next one may take; of objects that come at the same time, how long nothing of any
+        may come. Then it raises a StoreError of the kind ``timeout``.
         """
 
     @abstractmethod

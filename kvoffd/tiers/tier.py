@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache, partial
@@ -158,7 +158,7 @@ class Result(StrEnum):
     GONE = "gone"  # removed, evicted or of an older generation
     CORRUPT = "corrupt"  # the bytes that were read are not those that were written; the block is removed
     FAILED = "failed"  # the device, server or file system failed
-    DEADLINE = "deadline"  # had not begun when its deadline passed
+    DEADLINE = "deadline"  # the device or server had its turn and nothing came, or hangs before the turn
     CANCELLED = "cancelled"  # the tier was closed first
 
 
@@ -238,8 +238,13 @@ class Tier(ABC):
         """Of each key, whether a write of it would be of use: it is absent, or due to be refreshed."""
 
     @abstractmethod
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
-        """Begin to read into these pool offsets, by rank. False where the block is not there or not taken now."""
+    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+        """Begin to read into these pool offsets, by rank. False where the block is not there or not taken now.
+
+        Args:
+            patience_s: how long the block may take from when its turn has come. Until then it waits for those before
+                it, as long as these come; once the device or server hangs, or is left alone, it ends too.
+        """
 
     @abstractmethod
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
@@ -300,9 +305,9 @@ class Workers(Generic[T, R]):
 
     Args:
         name: of the threads.
-        works: one for each thread, so that it may have a connection of its own. It does some tasks and returns the
-            result of each.
-        failed: gives the result of each where it raises. For any thread.
+        works: one for each thread, so that it may have a connection of its own. It does some tasks and gives the result
+            of each, in their order. A task has ended when its result was taken, though others of them go on.
+        failed: gives the result of those that have none where it raises. For any thread.
         on_end: called in the daemon's thread, with a task and its result.
         post: calls a function in the daemon's thread. For any thread.
         clock: in seconds. For any thread.
@@ -314,7 +319,7 @@ class Workers(Generic[T, R]):
     def __init__(
         self,
         name: str,
-        works: Sequence[Callable[[list[T]], list[R]]],
+        works: Sequence[Callable[[list[T]], Iterable[R]]],
         failed: Callable[[Exception], R],
         on_end: Callable[[T, R], None],
         post: Callable[[Callable[[], None]], None],
@@ -328,7 +333,7 @@ class Workers(Generic[T, R]):
         self._changed = threading.Condition(lock)
         self._idle = threading.Condition(lock)
         self._waiting: deque[T] = deque()
-        self._running: dict[int, tuple[float, list[T]]] = {}  # by thread: since when, and what
+        self._running: dict[int, tuple[float, list[T]]] = {}  # by thread: since when, and what has not ended
         self._ended: deque[tuple[T, R]] = deque()
         self._posted = self._stopped = self._called = False
         self.busy_seconds = 0.0
@@ -441,16 +446,21 @@ class Workers(Generic[T, R]):
     def _do(self, number: int, tasks: list[T]) -> None:
         begun = time.perf_counter()
         try:
-            results = self._works[number](tasks)
-            assert len(results) == len(tasks)
+            for result in self._works[number](tasks.copy()):
+                self._end_first(tasks, [result])
+            assert not tasks
         except Exception as error:
-            results = [self._failed(error)] * len(tasks)
+            self._end_first(tasks, [self._failed(error)] * len(tasks))
         with self._changed:
             self.busy_seconds += time.perf_counter() - begun
             del self._running[number]
-            self._ended.extend(zip(tasks, results, strict=True))
             # This thread takes the next tasks: no other need be woken.
             self._notify_idle()
+
+    def _end_first(self, tasks: list[T], results: list[R]) -> None:
+        """The first of these have ended."""
+        with self._changed:
+            self._ended.extend([(tasks.pop(0), result) for result in results])
             wake, self._posted = not self._posted, True
         if wake:
             self._post(self._deliver_some)

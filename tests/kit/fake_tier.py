@@ -37,7 +37,6 @@ class Job:
     key: bytes
     offsets: Sequence[int]
     on_end: Callable[..., None]
-    deadline: float = float("inf")
     block: Block | None = None
     removed: bool = False
     """The block was removed since it began."""
@@ -110,10 +109,10 @@ class FakeTier(Tier):
         writing = {(job.space.tag, job.key) for job in self.jobs if job.block is not None and not job.removed}
         return [(space.tag, key) not in self.blocks and (space.tag, key) not in writing for key in keys]
 
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
+    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
         if self._find(space, key) != PRESENT or sum(job.block is None for job in self.jobs) >= self._most_jobs:
             return False
-        self.jobs[Job(space, key, offsets, on_end, deadline)] = None
+        self.jobs[Job(space, key, offsets, on_end)] = None
         return True
 
     def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
@@ -177,14 +176,14 @@ class FakeTier(Tier):
         while self._news:
             self._news.popleft()()
 
-    def end(self, job: Job, now: float = 0.0, fault: Result | None = None) -> None:
+    def end(self, job: Job, *, fault: Result | None = None) -> None:
         """Do a job or let it fail, and call its ``on_end``."""
         del self.jobs[job]
         result = fault or Result.DONE
         if job.block is not None:
             self._end_write(job, job.block, result)
         else:
-            self._end_read(job, Result.DEADLINE if now > job.deadline else result)
+            self._end_read(job, result)
         self.settle()
 
     def _end_write(self, job: Job, block: Block, result: Result) -> None:
@@ -223,11 +222,11 @@ class FakeTier(Tier):
             self.used(job.space, [job.key])
         job.on_end(result, block if result is Result.DONE else None)
 
-    def end_all(self, now: float = 0.0, fault: Result | None = None) -> int:
+    def end_all(self, *, fault: Result | None = None) -> int:
         """End all jobs, those included that begin because of it; returns how many there were."""
         count = 0
         while self.jobs:
-            self.end(next(iter(self.jobs)), now, fault)
+            self.end(next(iter(self.jobs)), fault=fault)
             count += 1
         return count
 

@@ -157,7 +157,7 @@ class TieringHarness(CacheRig):
 
     def finish_promotions(self) -> None:
         self.tiering.pump()
-        self.tier.end_all(self.clock())
+        self.tier.end_all()
         self.stop_waiting()
 
     def stop_waiting(self) -> None:

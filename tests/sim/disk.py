@@ -164,7 +164,7 @@ class SimDisk:
         self.file.written[BlockName(block.space.fingerprint, block.space.group, block.key)] = self.file.begun
         return True
 
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
+    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
         name = BlockName(space.fingerprint, space.group, key)
 
         def ended(result: Result, block: Block | None) -> None:
@@ -173,7 +173,7 @@ class SimDisk:
             del self._reads[ended]
             self._check_stale(ended, name, offsets[0])
 
-        begin = partial(self._read, space, key, offsets, deadline)
+        begin = partial(self._read, space, key, offsets, patience_s)
         if not self._pool.lend(offsets, "writing", "the disk reads", begin, ended):
             return False
         self._clock.note(f"disk reads {key.hex()[:8]}")

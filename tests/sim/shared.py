@@ -96,7 +96,7 @@ class SimStore(Store):
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         return [key in self._there for key in keys]
 
-    def get(self, requests: Sequence[GetRequest], deadline: float) -> Iterator[bytes | None]:
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[bytes | None]:
         for key, header_bytes, views in requests:
             if self._tier.hit("fail"):
                 raise StoreError("disconnected", "It failed.")
@@ -186,12 +186,12 @@ class SimShared(SharedTier):
             seconds = self.rng.uniform(1.0, 4.0) if fault == "hang" else self.rng.uniform(0.02, 0.3)
         return seconds
 
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], deadline: float, on_end: ReadEnd) -> bool:
+    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
         def ended(result: Result, block: Block | None) -> None:
             self.objects.counts["shared_read"] += result is Result.DONE
             on_end(result, block)
 
-        begin = partial(super().read, space, key, offsets, deadline)
+        begin = partial(super().read, space, key, offsets, patience_s)
         return self._watched.lend(offsets, "writing", "the shared tier reads", begin, ended) and self._watch(
             space, key, "reads"
         )

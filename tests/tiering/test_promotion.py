@@ -37,7 +37,7 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     check_invariants(rig.cache)
     rig.put(space, keys_of(1))
     assert rig.states(space, keys_of(1)) == [READY]
-    rig.tier.end_all(now=0.0, fault=fault)  # the tier was slow, and writes into its own slots only
+    rig.tier.end_all(fault=fault)  # the tier was slow, and writes into its own slots only
     assert rig.cache.usage.writing == 0
     assert rig.tiering.disks.failures == {"overdue": 1}
     rig.check()
@@ -122,7 +122,7 @@ def test_what_comes_up_is_held_for_those_that_wait_until_they_look_again(policy:
         assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([PENDING] * 4)
     while rig.tiering.disks.waiting_blocks:
         rig.tiering.pump()
-        rig.tier.end(next(iter(rig.tier.jobs)), rig.clock())
+        rig.tier.end(next(iter(rig.tier.jobs)))
     assert rig.tiering.disks.promoted_blocks == 12
     for lease, prompt in enumerate(prompts):
         assert look_up(rig, space, 10 + lease, keys_of(*prompt)) == bytes([READY] * 4)
@@ -142,7 +142,7 @@ def test_prompts_that_do_not_fit_the_pool_together_come_up_one_after_another() -
         assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([PENDING] * 8)
     for lease, prompt in enumerate(prompts):
         rig.tiering.pump()
-        rig.tier.end_all(rig.clock())
+        rig.tier.end_all()
         assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([READY] * 8)
         rig.cache.release(1, [lease])
     assert rig.tiering.disks.promoted_blocks == 24
@@ -173,7 +173,7 @@ def test_what_was_promoted_for_nothing_is_counted(rig: TieringHarness) -> None:
     rig.put_in_tier(space, keys_of(1, 2))
     look_up(rig, space, 1, keys_of(1, 2))
     rig.tiering.pump()
-    rig.tier.end_all(rig.clock())
+    rig.tier.end_all()
     look_up(rig, space, 2, keys_of(1))
     ticket = rig.cache.begin_load(space, 0, 2, 0, keys_of(1))
     rig.cache.end_load([ticket], counts=True)
@@ -199,9 +199,9 @@ def test_a_part_is_begun_at_once_and_more_with_each_end() -> None:
     assert rig.states(space, keys_of(*range(most))) == [PENDING] * most
     rig.tiering.pump()
     assert len(rig.tier.jobs) == MAX_BEGUN
-    rig.tier.end(next(iter(rig.tier.jobs)), rig.clock())
+    rig.tier.end(next(iter(rig.tier.jobs)))
     assert len(rig.tier.jobs) == MAX_BEGUN - 1 + BEGUN_PER_END
-    rig.tier.end_all(rig.clock())
+    rig.tier.end_all()
     assert rig.states(space, keys_of(*range(most))) == [READY] * most
 
 

@@ -12,7 +12,7 @@ from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.tiering import Fill
+from kvoffd.tiering.level import Fill
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED
 from tests.kit.fake_tier import FakeTier, Job
@@ -197,7 +197,7 @@ class TieringMachine(RuleBasedStateMachine):
         if job.block is not None and fault is not Result.PRESENT:
             (level,) = [level for level in self.rig.tiering.levels if tier in level.tiers]
             self.spent[id(level)] += job.space.nbytes
-        tier.end(job, self.rig.clock(), None if fault is Result.DONE else fault)
+        tier.end(job, fault=None if fault is Result.DONE else fault)
 
     @precondition(lambda self: self.rig.tier.blocks)
     @rule(data=st.data())
@@ -294,7 +294,7 @@ class TieringMachine(RuleBasedStateMachine):
             assert (goes := goes + 1) < 100, "something waits for ever"
             rig.tiering.pump()
             for tier in self.tiers:
-                tier.end_all(rig.clock())
+                tier.end_all()
             rig.clock.now += 10.0
             rig.tiering.tick()
         assert not rig.tiering._coming

@@ -169,11 +169,11 @@ class DiskRig:
 
         return ended
 
-    def begin_read(self, block: Block, deadline_s: float = 5.0, slot: int = 16) -> list[Result] | None:
+    def begin_read(self, block: Block, patience_s: float = 5.0, slot: int = 16) -> list[Result] | None:
         ends: list[Result] = []
         offsets = [(slot + rank) * SLOT_BYTES for rank in range(len(block.space.lengths))]
         self.in_call = True
-        taken = self.tier.read(block.space, block.key, offsets, self.clock() + deadline_s, self._end(ends))
+        taken = self.tier.read(block.space, block.key, offsets, patience_s, self._end(ends))
         self.in_call = False
         return ends if taken else None
 

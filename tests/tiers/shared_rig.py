@@ -158,7 +158,7 @@ class SharedRig:
         self.tier.remove_all(blocks[0].space.fingerprint)
         return self.ask(*blocks)
 
-    def begin_read(self, block: Block, deadline_s: float = 5.0, slot: int = 8) -> list[Result] | None:
+    def begin_read(self, block: Block, patience_s: float = 5.0, slot: int = 8) -> list[Result] | None:
         """Begin to read into slots from ``slot`` on; the list gets the result."""
         ended: list[Result] = []
 
@@ -167,13 +167,12 @@ class SharedRig:
             ended.append(result)
 
         offsets = [(slot + number) * SLOT_BYTES for number in range(len(block.checksums))]
-        deadline = time.monotonic() + deadline_s
-        return ended if self.tier.read(block.space, block.key, offsets, deadline, done) else None
+        return ended if self.tier.read(block.space, block.key, offsets, patience_s, done) else None
 
-    def load(self, block: Block, deadline_s: float = 5.0) -> Result | None:
+    def load(self, block: Block, patience_s: float = 5.0) -> Result | None:
         """Ask, read and compare; None where it is not there."""
         self.read_block = None
-        if self.ask(block) != [Answer.YES] or (ended := self.begin_read(block, deadline_s)) is None:
+        if self.ask(block) != [Answer.YES] or (ended := self.begin_read(block, patience_s)) is None:
             return None
         self.until(lambda: bool(ended))
         if ended[0] is Result.DONE:

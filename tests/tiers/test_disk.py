@@ -577,18 +577,32 @@ def test_a_device_that_hangs_has_nothing_until_it_answers() -> None:
 
 
 def test_a_slow_device_whose_reads_end_does_not_hang() -> None:
-    rig = DiskRig()
+    rig = DiskRig(most_reads=4)
     blocks = [block_of(number) for number in range(1, 9)]
     rig.write(*blocks)
-    for block in blocks:
-        rig.begin_read(block, 1000.0)
+    ends = [rig.begin_read(block, HANG_TIMEOUT_S) for block in blocks]
     while rig.reads.running:
         rig.clock.now += HANG_TIMEOUT_S - 1
         rig.tier.tick()
         assert not rig.tier.hangs
         rig.reads.do(rig.reads.added.popleft())
         rig.deliver()
+    assert ends == [[DONE]] * 8, "however long the others took"
     assert rig.tier.stats().busy_seconds >= 8 * (HANG_TIMEOUT_S - 1)
+
+
+def test_reads_wait_no_longer_than_their_patience_for_one_to_end() -> None:
+    rig = DiskRig(most_reads=1)
+    rig.write(block_of(1), block_of(2), block_of(3))
+    ends = [rig.begin_read(block_of(number), patience_s) for number, patience_s in ((1, 1.0), (2, 1.0), (3, 5.0))]
+    rig.clock.now += 0.9
+    rig.tier.tick()
+    assert ends == [[], [], []]
+    rig.clock.now += 0.2
+    rig.tier.tick()
+    assert ends == [[], [Result.DEADLINE], []]
+    rig.work()
+    assert ends == [[DONE], [Result.DEADLINE], [DONE]]
 
 
 def test_a_call_that_does_not_end_keeps_the_files_open(rig: DiskRig) -> None:

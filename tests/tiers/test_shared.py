@@ -159,7 +159,7 @@ def test_a_network_cut_in_a_value_is_a_miss_in_time(store: FaultyStore, rig: Sha
     assert rig.ask(block) == [Answer.YES]
     store.hang_after, store.hang_s = hang_after, 2.0
     started = time.monotonic()
-    ended = rig.begin_read(block, deadline_s=0.2)
+    ended = rig.begin_read(block, patience_s=0.2)
     assert ended is not None
     rig.until(lambda: bool(ended))
     assert ended[0] in (Result.DEADLINE, Result.FAILED)

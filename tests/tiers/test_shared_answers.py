@@ -108,16 +108,19 @@ def test_invalidated_while_written_a_block_is_not_read(rig: Rig, result: Result)
     assert rig.find() == [ABSENT]
 
 
-def test_shared_read_that_waits_beyond_its_deadline_ends(rig: Rig) -> None:
+def test_a_read_waits_for_its_turn_until_the_store_is_left_alone(rig: Rig) -> None:
     rig.find()
     rig.answer(True)
     ends: list[Result] = []
-    for wait_s in (1.0, 3.0):
-        assert rig.tier.read(SPACE, KEY, [0], rig.clock() + wait_s, lambda result, block: ends.append(result))
-    rig.clock.now += 1.5
+    assert rig.tier.read(SPACE, KEY, [0], 0.1, lambda result, block: ends.append(result))
+    rig.clock.now += 1000.0
     rig.tier.tick()
-    assert ends == [Result.DEADLINE]
+    assert not ends
     assert rig.tier.stats().queued_reads == 1
+    rig.tier.breaker.failed("read", at_once=True)
+    rig.tier.tick()
+    assert ends == [Result.FAILED]
+    assert rig.tier.stats().queued_reads == 0
 
 
 def test_what_was_there_is_believed_longer_than_it_is_found(rig: Rig) -> None:

@@ -91,6 +91,28 @@ def test_workers_whose_call_hangs(rig: Rig) -> None:
     assert rig.workers.longest_s == 0.0
 
 
+def test_a_task_ends_when_its_result_is_given_and_others_of_its_call_go_on() -> None:
+    posted, gate, ended = deque[Callable[[], None]](), threading.Event(), list[tuple[str, str]]()
+
+    def work(tasks: list[str]) -> Iterator[str]:
+        yield tasks[0].upper()
+        assert gate.wait(DEADLINE_S)
+        yield tasks[1].upper()
+        raise ZeroDivisionError
+
+    workers: Workers[str, str] = Workers(
+        *("test", [work], lambda error: "failed", lambda *end: ended.append(end), posted.append, time.monotonic),
+        lambda waiting: [waiting.popleft() for _ in range(4)] if len(waiting) == 4 else [],
+    )
+    for name in "abcd":
+        workers.put(name)
+    deliver_until(posted, lambda: ended == [("a", "A")])
+    assert workers.running == 3
+    gate.set()
+    assert workers.close(time.monotonic() + DEADLINE_S)
+    assert ended == [("a", "A"), ("b", "B"), ("c", "failed"), ("d", "failed")]
+
+
 @pytest.mark.parametrize("started", range(5))
 def test_a_disk_leaves_nothing_where_a_thread_does_not_start(
     tmp_path: Path, started: int, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,109 @@
+"""A store behind a slow line: its blocks come one by one, however many wait; where the line hangs, all end soon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from math import inf
+
+import pytest
+
+from kvoffd.tiers.tier import Result
+from tests.kit.redis_server import RedisServer
+from tests.kit.slow_line import SlowLine
+from tests.tiers.faulty_bucket import FaultyBucket
+from tests.tiers.shared_rig import SLOT_BYTES, SLOTS, Answer, SharedRig
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
+FIRST, BLOCKS = 8, 16
+DONE = Result.DONE
+
+
+class Node(SharedRig):
+    """Reads some blocks, and notes when each ended."""
+
+    def __init__(self, url: str, line: SlowLine) -> None:
+        super().__init__(url)
+        self.line = line
+        self.reachable()
+        self.ends: list[tuple[float, Result]] = []
+
+    def begin(self, length: int, patience_s: float) -> None:
+        """Begin to read what ``fill`` wrote."""
+        self.began = time.monotonic()
+        blocks = [self.block(number, (length,)) for number in range(BLOCKS)]
+        assert self.ask(*blocks) == [Answer.YES] * BLOCKS
+        for number, block in enumerate(blocks):
+            offsets = [(FIRST + number) * SLOT_BYTES]
+            assert self.tier.read(block.space, block.key, offsets, patience_s, lambda result, _: self._note(result))
+
+    def _note(self, result: Result) -> None:
+        self.ends.append((time.monotonic() - self.began, result))
+
+    @property
+    def results(self) -> list[Result]:
+        return [result for _, result in self.ends]
+
+
+def fill(url: str, length: int) -> None:
+    writer = SharedRig(url).reachable()
+    writer.store(*(writer.block(number, (length,)) for number in range(BLOCKS)))
+
+
+@pytest.fixture(params=["redis", "s3"])
+def line(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, float], Node]]:
+    """Fills a store with blocks of a size, and gives a node at the end of a line of a speed."""
+    with ExitStack() as stack:
+        if request.param == "redis":
+            server: RedisServer | FaultyBucket = stack.enter_context(RedisServer())
+        else:
+            pytest.importorskip("obstore")
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+            server = stack.enter_context(FaultyBucket())
+
+        def node(length: int, bytes_per_second: float) -> Node:
+            fill(server.url, length)
+            line = stack.enter_context(SlowLine(server.port, bytes_per_second))
+            return Node(server.url.replace(str(server.port), str(line.port)), line)
+
+        yield node
+
+
+@pytest.mark.parametrize(("length", "bytes_per_second"), [(1 << 19, 25e6), (1 << 17, 1e6)])
+def test_blocks_come_one_by_one_however_slowly(
+    line: Callable[[int, float], Node], length: int, bytes_per_second: float
+) -> None:
+    node = line(length, bytes_per_second)
+    seconds = BLOCKS * length / bytes_per_second
+    node.begin(length, patience_s=0.7 * seconds)
+    node.until(lambda: len(node.ends) == BLOCKS)
+    assert node.results == [DONE] * BLOCKS
+    if node.tier.name.startswith("redis"):  # from a bucket all these come at the same time
+        assert node.ends[0][0] < 0.3 * seconds, "the first is served long before the last"
+    assert node.ends[-1][0] < 1.3 * seconds + 0.1
+    assert (node.tier.breaker.opened, node.kinds) == (0, {})
+
+
+def test_a_line_that_hangs_half_way_ends_all_in_time_and_serves_again(line: Callable[[int, float], Node]) -> None:
+    length = 1 << 18
+    node = line(length, 50e6)
+    node.line.left_bytes = BLOCKS * length // 2
+    node.begin(length, patience_s=0.3)
+    node.until(lambda: len(node.ends) == BLOCKS)
+    assert Result.DEADLINE in node.results
+    assert set(node.results) <= {DONE, Result.DEADLINE, Result.FAILED}
+    assert node.ends[-1][0] < 2.5
+    before = bytes(node.pool)
+    node.line.left_bytes = inf
+    node.until(node.tier.available, 10.0)
+    node.tier._refused.clear()
+    node.ends = []
+    node.tier.remove_all(None)
+    node.until(lambda: node.ask_anew(node.block(0, (length,))) == [Answer.YES])
+    assert bytes(node.pool) == before, "nothing is written into slots of what has ended"
+    node.begin(length, patience_s=5.0)
+    node.until(lambda: len(node.ends) == BLOCKS)
+    assert node.results == [DONE] * BLOCKS
+    assert FIRST + BLOCKS <= SLOTS
