@@ -400,7 +400,7 @@ class WorkerClient(Session):
                 sent.of_job,
                 known.ok and result.ok,
                 known.bytes + result.bytes,
-                max(known.seconds, result.seconds),
+                known.seconds + result.seconds,
                 known.error or result.error,
                 [*known.failed, *result.failed],
                 [*known.declined, *result.declined],

@@ -495,6 +495,7 @@ class Jobs:
         if hangs and isinstance(job, LoadJob):
             return
         session, now, error = job.session, self._host.now(), ERROR_OF_OUTCOME.get(outcome)
+        seconds = job.transfer.copy_s if job.transfer is not None else 0.0
         # The client may have given its blocks to another request the moment it closed its lifeline, so what was copied
         # of them counts only if the lifeline is still open now, after the copy.
         if isinstance(job, StoreBatch) and error is None and (session.ended or not session.lifeline.alive()):
@@ -503,11 +504,11 @@ class Jobs:
             if job.answered:
                 job.abort(self._cache)
             else:
-                results = job.end(self._cache, now - job.accepted_at, error, hangs=hangs)
+                results = job.end(self._cache, seconds, error, hangs=hangs)
         except Exception:
             # What it held stays held: nobody knows what of it may be read, or given to others.
             logger.exception("The end of a copy failed inside the daemon; its jobs fail.")
-            results = [JobResult(job_id, False, 0, now - job.accepted_at, ErrorCode.INTERNAL) for job_id in job.ids]
+            results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
         if not job.answered:
             job.answered = True
             nbytes, counters = sum([result.bytes for result in results]), self.counters[job.direction]

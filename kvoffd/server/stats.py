@@ -224,6 +224,7 @@ def _tiering_stats(service: Service) -> s.TieringStats | None:
         disks,
         promotions_waiting=disks.waiting_blocks,
         promotions_failed=dict(disks.failures),
+        promotions_unused=disks.unused_blocks,
         demoted_blocks=writer.written_blocks,
         demoted_bytes=writer.written_bytes,
         demotions_waiting=writer.waiting_blocks,
@@ -264,6 +265,7 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
             up=tier.available(),
             breaker_trips=tier.breaker.opened,
             promotions_failed=dict(level.failures),
+            promotions_unused=level.unused_blocks,
             servers=[s.SharedServer(*server) for server in tier.servers],
             unshared_namespaces=unshared,
         )

@@ -75,6 +75,8 @@ class Transfer:
         checksums: of its slots. A load's are compared before its first byte moves; a store's are taken.
         ending: how it must end, where that was decided before its copy was done.
         stop: not 0 where the copy must return; C looks at it.
+        began_at, ended_at: on the engine's clock, when its copy began and ended; 0.0 before. Not what it waited for
+            other copies.
     """
 
     direction: Direction
@@ -85,6 +87,13 @@ class Transfer:
     checksums: SlotChecksums | None = None
     ending: Outcome | None = None
     stop: ctypes.c_uint32 = field(default_factory=ctypes.c_uint32)
+    began_at: float = 0.0
+    ended_at: float = 0.0
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds from the beginning of its copy to its end; 0.0 where it has not begun."""
+        return self.ended_at - self.began_at if self.began_at else 0.0
 
     def must_end(self, outcome: Outcome) -> None:
         """Have the copy return soon, which ``on_done`` tells; the first reason counts. From any thread."""
@@ -270,7 +279,8 @@ class CopyQueue:
                 del self._waiting[transfer]
                 self._running[transfer] = {threading.get_native_id()}
             started, storing = time.perf_counter(), transfer.direction is Direction.STORE
-            if self._clock() >= transfer.deadline:
+            transfer.began_at = self._clock()
+            if transfer.began_at >= transfer.deadline:
                 transfer.must_end(Outcome.DEADLINE)
             checksums = transfer.checksums
             try:
@@ -333,6 +343,7 @@ class CopyQueue:
         with self._wake:
             del self._running[transfer]
             self._overdue.pop(transfer, None)
+        transfer.ended_at = self._clock()
         self._end(transfer, transfer.ending or Outcome.DONE)
 
     @staticmethod

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """Raised whenever a message, a field or its meaning changes. Both ends must speak the same one; none is negotiated."""
 
 FINGERPRINT_BYTES = 32
@@ -298,7 +298,10 @@ class JobResult(Wire, frozen=True):
     job_id: JobId
     ok: Annotated[bool, doc("Load: all bytes are there. Store: every key is stored, was there, or is declined.")]
     bytes: Annotated[ByteCount, doc("Bytes that were copied.")]
-    seconds: Annotated[Seconds, doc("From the daemon's acceptance of the job to its end, in seconds.")]
+    seconds: Annotated[
+        Seconds,
+        doc("From the beginning of the job's copy to its end, in seconds; not what it waited for other copies."),
+    ]
     error: Annotated[ErrorCode | None, doc("Why the job is not ok.")] = None
     failed: Annotated[list[GroupKeys], doc("Keys that were not stored, or that the load lacked.")] = []
     declined: Annotated[list[GroupKeys], doc("Keys of a store that the policy rejected.")] = []

@@ -343,6 +343,7 @@ class TieringStats(Part, frozen=True):
     promotions_failed: Annotated[
         Labelled, counter("Blocks on disk that were not promoted.", "reason", PROMOTION_FAILURES)
     ] = {}
+    promotions_unused: Annotated[Count, counter("Blocks promoted from disk and evicted before they were loaded.")] = 0
     demoted_blocks: Annotated[Count, counter("Blocks written from the pool to disk.")] = 0
     demoted_bytes: Annotated[ByteCount, doc("Bytes written from the pool to disk.")] = 0
     demotions_waiting: Annotated[Count, doc("Blocks that wait to be written to disk.")] = 0
@@ -432,6 +433,7 @@ class SharedStats(Part, frozen=True):
     queued_writes: Annotated[Count, doc("Writes that wait or run.")] = 0
     mismatches: Annotated[Count, doc("Objects that were not the block that they should be; they are removed.")] = 0
     promotions_failed: Annotated[Labelled, doc("Blocks that the shared store had and that were not promoted.")] = {}
+    promotions_unused: Annotated[Count, counter("Blocks read from the store and evicted before they were loaded.")] = 0
     errors: Annotated[Labelled, counter("Errors of the shared store by kind; the log has the sentences.", "kind")] = {}
     servers: Annotated[list[SharedServer], part("Servers of the store; empty where it cannot tell.", "server_")] = []
     unshared_namespaces: Annotated[Count, doc("Namespaces that are not shared since an engine reset them.")] = 0

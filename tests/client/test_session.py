@@ -533,7 +533,7 @@ def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerClient, 
         failed = [m.GroupKeys(0, b"k" * 32)] if sequence == 2 else []
         error = ErrorCode.NO_ROOM if failed else None
         complete(worker, sequence, m.JobResult(part.job_id, not failed, 10, 0.5, error, failed))
-    assert worker._results == [m.JobResult(1, False, 30, 0.5, ErrorCode.NO_ROOM, [m.GroupKeys(0, b"k" * 32)])]
+    assert worker._results == [m.JobResult(1, False, 30, 1.5, ErrorCode.NO_ROOM, [m.GroupKeys(0, b"k" * 32)])]
     submit(worker, link, 0.0, Job(2, MANY, 2**32))
     parts = [load for (load,) in jobs_sent(link)[3:]]
     assert [load.keep_lease for load in parts] == [True, True, False], "the last part ends the lease"
@@ -610,11 +610,10 @@ def test_a_large_lookup_is_asked_in_parts_under_one_lease(scheduler: SchedulerCl
         [(0, 2), (1, 1)],
         [(1, 1)],
     ]
-    answers = [([b"\2\2\2"], 3), ([b"\2\0", b"\2"], 2), ([b"\0"], 0)]
+    answers = [([b"\2\2\2"], 3), ([b"\2\0", b"\2"], 5), ([b"\0"], 5)]  # pinned under the lease by then
     for part, (states, pinned) in zip(parts, answers, strict=True):
         assert not future.done
-        ttl_ms = 10_000 if pinned else 0
-        scheduler.on_reply(m.LookupReply(part.request_id, part.lease_id, states, pinned, ttl_ms), 0.1)
+        scheduler.on_reply(m.LookupReply(part.request_id, part.lease_id, states, pinned, 10_000), 0.1)
     assert (future.states, future.pinned, future.alive) == ([b"\2\2\2\2\0", b"\2\0"], 5, True)
     assert list(scheduler._leases) == [future.lease_id]
     scheduler.tick(1.5)

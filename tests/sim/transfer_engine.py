@@ -123,6 +123,7 @@ class SimQueue(CopyQueue):
         transfer = next(iter(self._waiting))
         del self._waiting[transfer]
         self._running[transfer] = {NO_THREAD}
+        transfer.began_at = self._clock()
         self._copying, copy = True, self.copies[transfer]
         copy.steps = self._rng.choice((1, 1, 2, 3, 5))
         copy.pause_s = self._rng.choice((0.0001, 0.0005, 0.003))

@@ -31,7 +31,7 @@ class ManagerHarness:
         groups: tuple[ChunkGroup, ...] = (ChunkGroup(0, 1, CHUNK_TOKENS),),
         *,
         do_no_harm: bool = True,
-        disk_wait_s: float = 1.0,
+        disk_wait_s: float = 120.0,
     ) -> None:
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
@@ -43,10 +43,14 @@ class ManagerHarness:
             deadline_s=0.1,
             disk_wait_s=disk_wait_s,
             do_no_harm=do_no_harm,
+            sleep=self.sleep,
         )
         self.manager.begin_engine(shard_bytes=[SHARD_BYTES] * len(groups), most_running=1, largest_chunk=256)
         self.prefill = self.manager.harm.prefill
         self.report("weights")
+
+    def sleep(self, seconds: float) -> None:
+        self.clock.now += seconds
 
     def report(self, weights: str, *, usable: bool = True) -> None:
         """The worker reports these weights, and that its memory is registered."""

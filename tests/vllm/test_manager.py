@@ -54,8 +54,8 @@ def test_an_answer_is_awaited_no_longer_than_computing_takes(harness: ManagerHar
 
 
 @pytest.mark.parametrize("do_no_harm", [True, False])
-def test_prompts_that_are_computed_faster_than_the_daemon_answers_do_not_wait(do_no_harm: bool) -> None:
-    """Longer ones do, and so do all where it answers faster again: also what nobody waited for is timed."""
+def test_prompts_do_not_wait_for_a_daemon_whose_answers_are_all_late(do_no_harm: bool) -> None:
+    """One late answer is no verdict on the next prompt, and longer prompts wait as before."""
     harness = ManagerHarness(do_no_harm=do_no_harm)
     harness.prefill.tokens_per_second = 1000.0
 
@@ -65,11 +65,12 @@ def test_prompts_that_are_computed_faster_than_the_daemon_answers_do_not_wait(do
         harness.scan(name, computed=harness.requests[name].num_tokens - tokens)
         return harness.results(context) == [RETRY] * 3
 
-    assert waits("first", 30, 0.02)
-    assert waits("late", 30, 0.04) is not do_no_harm
-    assert waits("short", 30, 0.001) is not do_no_harm, "the late one was given up after 40 ms"
+    for number in range(3):
+        assert waits(f"in time {number}", 30, 0.02)
+        assert waits(f"late {number}", 30, 0.04) is not do_no_harm
+    assert waits("short", 30, 0.001) is not do_no_harm, "three were given up after 40 ms"
     assert waits("long", 80, 0.001)
-    harness.client.answer(set(), index=2)
+    harness.client.answer(set(), index=6)
     harness.manager.on_request_finished(ReqContext("short"))
     assert waits("next", 30, 0.001), "the short one's answer took 2 ms"
 
@@ -119,18 +120,21 @@ def test_a_request_without_a_load_releases_its_leases_and_still_stores(harness: 
 
 
 class DiskHarness(ManagerHarness):
-    """One request, with blocks that come up from disk."""
+    """One request of 3,000 tokens, with blocks that come up from disk; 1,000 tokens are computed in a second."""
 
-    def __init__(self, *, do_no_harm: bool = True, disk_wait_s: float = 1.0) -> None:
+    def __init__(self, *, do_no_harm: bool = True, disk_wait_s: float = 120.0, rate: float = 1000.0) -> None:
         super().__init__(do_no_harm=do_no_harm, disk_wait_s=disk_wait_s)
+        self.prefill.tokens_per_second = rate
         self.context = self.request()
 
-    def ask(self, coming: int, wait_s: float = 0.0) -> list[LookupResult]:
-        """The last ``coming`` blocks come from disk, the others are ready."""
+    def ask(self, coming: int, wait_s: float = 0.0, asking: int = 0) -> list[LookupResult]:
+        """The last ``coming`` blocks come from disk, or perhaps from a store that was asked; the others are ready."""
         self.scan()
         if not self.client.asked[-1][0].done:
             names = [block_hash(number) for number in range(1, 4)]
-            self.client.answer(set(names[: 3 - coming]), coming=names[3 - coming :], wait_s=wait_s)
+            ready, comes = set(names[: 3 - coming]), names[3 - coming :]
+            tiers = {"shared": comes, "asking": asking} if asking else {"coming": comes}
+            self.client.answer(ready, wait_s=wait_s, **tiers)  # type: ignore[arg-type]
             self.scan()
         return self.results(self.context)
 
@@ -140,6 +144,7 @@ def test_blocks_from_disk_are_waited_for_and_count_as_disk_hits() -> None:
     assert harness.ask(coming=2) == [HIT, PENDING, PENDING]
     assert not harness.manager.has_pending_work(), "a pause would wait for it, and the request for the pause's end"
     harness.clock.now += 0.001
+    harness.manager.step_begins([1])
     harness.ask(coming=1)
     assert harness.client.again == [False], "not in a hurry"
     harness.clock.now += 0.005
@@ -152,60 +157,111 @@ def test_blocks_from_disk_are_waited_for_and_count_as_disk_hits() -> None:
     assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.DISK]
 
 
-def test_while_blocks_come_from_disk_the_next_answer_has_the_whole_deadline() -> None:
-    """Keys that the answer before lacked are asked for again with the others; seconds of computing hang on these."""
+def test_an_idle_engine_rests_while_blocks_come_up() -> None:
+    """It would make empty steps as fast as it can, and take the CPU from the daemon."""
     harness = DiskHarness()
-    harness.prefill.tokens_per_second = 100_000.0
-    harness.client.answer({block_hash(1)}, coming=[block_hash(2)])
-    harness.scan()
-    assert harness.results(harness.context) == [HIT, PENDING, MISS]
-    harness.clock.now += 0.005
+    harness.ask(coming=2, wait_s=1.0)
+    for tokens, rests in (([], True), ([1], False)):
+        harness.manager.step_begins(tokens)
+        before = harness.clock.now
+        for _ in range(10):
+            harness.scan()
+        assert (harness.clock.now - before > 0.003) is rests
+        assert harness.clock.now - before < 0.01, "new requests wait for the end of the step"
+
+
+def test_the_next_answer_is_waited_for_as_long_as_the_blocks(harness: ManagerHarness) -> None:
+    """A late answer says nothing of the blocks: seconds of computing hang on them."""
+    harness = DiskHarness()
+    assert harness.ask(coming=2, wait_s=1.5)[1] is PENDING
+    harness.clock.now += 0.06
     assert harness.scan()
-    harness.clock.now += 0.09
-    harness.prefill.tokens_per_second = 0.0
-    harness.manager._requests["r"].disk_wait_until = harness.clock.now + 0.905
-    harness.scan()
-    assert harness.results(harness.context) == [HIT, PENDING, RETRY]
-    harness.clock.now += 0.021
-    harness.scan()
-    assert harness.results(harness.context)[2] is MISS
-
-
-@pytest.mark.parametrize(("tokens_per_second", "waits"), [(0.0, True), (6250.0, True), (62500.0, False)])
-def test_the_limit_is_no_more_than_computing_takes(tokens_per_second: float, waits: bool) -> None:
-    harness = DiskHarness()
-    harness.prefill.tokens_per_second = tokens_per_second
-    assert harness.ask(coming=2, wait_s=0.1)[1] is (PENDING if waits else MISS)  # 2,000 tokens
-    harness.clock.now += 0.35
-    assert harness.ask(coming=1)[2] is (MISS if tokens_per_second else PENDING)
-
-
-def test_the_limit_ends_the_waiting_for_good() -> None:
-    harness = DiskHarness()
-    for waited_s, coming, found in ((0.0, 2, [HIT, PENDING, PENDING]), (0.6, 1, [HIT, HIT, PENDING])):
+    for waited_s, result in ((1.5, PENDING), (0.5, MISS)):  # computing two blocks takes 2 s
         harness.clock.now += waited_s
-        assert harness.ask(coming) == found
-    harness.clock.now += 0.6
+        harness.scan()
+        assert harness.results(harness.context) == [HIT, result, result]
+    harness.client.answer(HASHES)
     harness.scan()
-    assert harness.results(harness.context) == [HIT, HIT, MISS]
-    harness.clock.now += 2.0
-    assert harness.ask(coming=1)[2] is MISS
+    assert harness.results(harness.context) == [HIT] * 3, "it came before the request ran"
+
+
+@pytest.mark.parametrize(("wait_s", "waits"), [(0.0, True), (1.9, True), (2.1, False)])
+def test_blocks_are_waited_for_that_are_up_sooner_than_computed(wait_s: float, waits: bool) -> None:
+    harness = DiskHarness()
+    assert harness.ask(coming=2, wait_s=wait_s) == [HIT, *[PENDING if waits else MISS] * 2]
+
+
+def test_loading_counts_too() -> None:
+    harness = DiskHarness()
+    harness.manager.harm.note_load(1000, 0.5)
+    assert harness.ask(coming=2, wait_s=0.9)[1] is PENDING
+    harness.clock.now += 0.06
+    assert harness.ask(coming=2, wait_s=1.1)[1] is MISS, "a second to load, and two to compute"
+
+
+def test_the_waiting_is_judged_anew_at_each_answer_and_ends_for_good() -> None:
+    """What is up by then is loaded."""
+    harness = DiskHarness()
+    for coming, wait_s, found in (
+        (3, 2.5, [PENDING] * 3),
+        (2, 1.5, [HIT, PENDING, PENDING]),
+        (1, 1.1, [HIT, HIT, MISS]),
+    ):
+        assert harness.ask(coming, wait_s) == found
+        harness.clock.now += 0.06
+    assert harness.ask(1, 0.1) == [HIT, HIT, MISS]
     harness.manager.on_request_finished(harness.context)
     assert harness.client.unused[-1] == "coming", "what comes up now is late"
 
 
-def test_nothing_is_waited_for_of_a_daemon_that_does_not_answer() -> None:
-    harness = DiskHarness(do_no_harm=False, disk_wait_s=100.0)
-    harness.ask(coming=2)
-    harness.clock.now += 0.06
-    assert harness.scan()
-    for waited_s, result in ((0.05, PENDING), (0.06, MISS)):
-        harness.clock.now += waited_s
+def test_what_hangs_costs_as_long_as_computing_takes() -> None:
+    """Whatever the daemon expects."""
+    harness = DiskHarness()
+    began = harness.clock.now
+    while PENDING in harness.ask(coming=3, wait_s=0.1):
+        harness.clock.now += 0.06
+    assert harness.clock.now - began == pytest.approx(3.0, abs=0.1)
+
+
+def test_prompts_that_came_before_would_be_computed_before() -> None:
+    """Eight at once wait for a disk that is twice as fast as computing: none of them is computed sooner."""
+    harness = DiskHarness()
+    contexts = [harness.context, *[harness.request(f"r{number}") for number in range(7)]]
+    for number, context in enumerate(contexts):
+        harness.scan(context.req_id)
+        harness.client.answer(set(), number, [block_hash(one) for one in (1, 2, 3)], wait_s=1.5 * (number + 1))
+        harness.scan(context.req_id)
+        assert harness.results(context) == [PENDING] * 3
+
+
+@pytest.mark.parametrize(("rate", "waits_s"), [(1000.0, 0.06), (100_000.0, 0.02)])
+def test_a_store_that_does_not_say_what_it_has_is_waited_for_briefly(rate: float, waits_s: float) -> None:
+    """A fiftieth of what computing takes: of a new prompt it mostly has nothing."""
+    harness = DiskHarness(rate=rate)
+    assert harness.ask(coming=3, asking=3) == [PENDING] * 3
+    began = harness.clock.now
+    while PENDING in harness.ask(coming=3, asking=3):
+        harness.clock.now += 0.005
+    assert harness.clock.now - began == pytest.approx(waits_s, abs=0.011)
+
+
+def test_a_daemon_that_is_gone_is_not_waited_for() -> None:
+    for do_no_harm in (True, False):
+        harness = DiskHarness(do_no_harm=do_no_harm)
+        harness.ask(coming=2)
+        harness.clock.now += 0.06
+        assert harness.scan()
+        harness.client.fail()
         harness.scan()
-        assert harness.results(harness.context) == [HIT, result, result]
-    harness.client.fail()
-    harness.scan()
-    assert harness.results(harness.context) == [HIT, MISS, MISS]
+        assert harness.results(harness.context) == [HIT, MISS, MISS]
+
+
+@pytest.mark.parametrize("do_no_harm", [True, False])
+def test_the_option_bounds_the_wait(do_no_harm: bool) -> None:
+    harness = DiskHarness(do_no_harm=do_no_harm, disk_wait_s=1.0)
+    assert harness.ask(coming=2)[1] is PENDING
+    harness.clock.now += 1.1
+    assert harness.ask(coming=1) == [HIT, HIT, MISS]
 
 
 @pytest.mark.parametrize(("tiers", "waits"), [(None, True), ([{"medium": "STORAGE"}], True), ([], False)])

@@ -53,15 +53,18 @@ class FakeSchedulerClient:
         coming: Collection[bytes] = (),
         wait_s: float = 0.0,
         shared: Collection[bytes] = (),
+        asking: int = 0,
     ) -> Lookup:
-        """Answer a lookup: these block hashes are ready, these on their way up from disk or from a shared store."""
+        """Answer a lookup: these block hashes are ready, these on their way up from disk or from a shared store, which
+        has not said yet whether it has ``asking`` of them."""
         future, groups = self.asked[index]
         for group in groups:
             hashes = [group.keys[at : at + KEY_BYTES] for at in range(0, len(group.keys), KEY_BYTES)]
             state = {**dict.fromkeys(coming, PENDING), **dict.fromkeys(shared, SHARED), **dict.fromkeys(ready, READY)}
             future.states.append(bytes(state.get(block_hash, 0) for block_hash in hashes))
-        future.wait_s = wait_s
+        future.wait_s, future.asking = wait_s, asking
         future.pinned = sum(states.count(READY) for states in future.states)
+        future.ttl_ms = 60_000 if future.pinned or coming or shared else 0
         future.transport, future.stale_at = self, float("inf") if future.pinned else 0.0  # type: ignore[assignment]
         future.answered_at = self.clock()
         future.done = True

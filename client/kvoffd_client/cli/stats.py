@@ -366,7 +366,8 @@ def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
     speed = f", lately {format_rate(tiers.promotion_bytes_per_second)}" if tiers.promotion_bytes_per_second else ""
     yield (
         f"promoted {count_blocks(tiers.promoted_blocks)} ({format_size(tiers.promoted_bytes)}){speed}, "
-        f"{format_count(tiers.promotions_waiting)} waiting, failed: {_failed(tiers.promotions_failed)}"
+        f"{format_count(tiers.promotions_waiting)} waiting{_unused(tiers.promotions_unused)}, "
+        f"failed: {_failed(tiers.promotions_failed)}"
     )
     avoided = f", {format_count(tiers.writes_avoided)} left out (no reuse expected)" if tiers.writes_avoided else ""
     missed = f", {format_count(tiers.writes_missed)} were evicted before their turn" if tiers.writes_missed else ""
@@ -374,6 +375,10 @@ def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
         f"demoted {count_blocks(tiers.demoted_blocks)} ({format_size(tiers.demoted_bytes)}){avoided}{missed}, "
         f"disk_write {tiers.write_mode}, {limit}"
     )
+
+
+def _unused(blocks: int) -> str:
+    return f", {format_count(blocks)} evicted before they were loaded" if blocks else ""
 
 
 def _shared(one: SharedStats) -> Iterator[Line]:
@@ -385,7 +390,8 @@ def _shared(one: SharedStats) -> Iterator[Line]:
     )
     yield (
         f"  read {count_blocks(one.read_blocks)} ({format_size(one.read_bytes)}), "
-        f"{format_count(one.queued_reads)} waiting, failed: {_failed(one.promotions_failed)}"
+        f"{format_count(one.queued_reads)} waiting{_unused(one.promotions_unused)}, "
+        f"failed: {_failed(one.promotions_failed)}"
     )
     yield (
         f"  written {count_blocks(one.written_blocks)} ({format_size(one.written_bytes)}), "

@@ -111,8 +111,9 @@ def largest_chunk_of(config: SchedulerConfig) -> int:
 class DoNoHarm:
     """Says where loads and stores cost more than they bring. Where it is not ``active`` it measures only.
 
-    A load's time is compared with computing as many tokens, at its end. The daemon measures it, from taking a job to
-    its end, so that steps of other requests count on neither side; the slowest rank counts. Loads of about one length,
+    A load's time is compared with computing as many tokens, at its end. The daemon measures it, from the beginning of
+    its copy to its end: neither steps of other requests nor the loads before it count, which would have to be computed
+    before it too. The slowest rank counts. Loads of about one length,
     a power of two of tokens, are compared with each other. What is not known, or not clearly slower, is loaded.
 
     Stores pause for a while where vLLM waits for them too often, before it reuses blocks that are being stored. That is
