@@ -51,7 +51,6 @@ def engine_of(model: Path, directory: Path | None, **settings: Any) -> EnginePro
         max_model_len=CACHED_TOKENS + 1,
         max_num_batched_tokens=CACHED_TOKENS + 1,
         fork=False,
-        patient=False,
         environ={"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"},
         **settings,
     )

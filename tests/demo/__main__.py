@@ -44,8 +44,6 @@ ANSWER_TOKENS = 16
 """Enough steps after the prompt's for vLLM to hand over all stores, and enough tokens to compare."""
 LOOKS = 25
 """Stores have ended when the daemon has nothing to do and the same blocks at so many looks, half a second long."""
-SHARED = {"shared_ask_deadline": "1s", "shared_deadline": "30s"}
-"""The defaults, 20 ms and 2 s, are for a store with cores of its own. Here two nodes and the store have one machine."""
 LEGEND = f"""Every run after the cold one has to get the prompts from kvoffd.
   cache cleared: the same engine, after its own prefix cache was cleared
   second engine: one that has not computed them
@@ -107,7 +105,7 @@ class Demo:
         if PROGRAM is not None:
             server = RedisServer()
             self._children.enter_context(server)
-            self._shared = {"shared": server.url, **SHARED}
+            self._shared = {"shared": server.url}
         self._start_daemon(self._sockets, "kvoffd")
         first, second = self._start_engines({"engine": self._sockets, "engine-second": self._sockets})
         runs = [Run(first, "cold", self._prompts)]
@@ -161,8 +159,6 @@ class Demo:
                     num_blocks=600,
                     max_model_len=8192,
                     fork=False,
-                    # The connector has its defaults, as with users.
-                    patient=False,
                     # Block hashes begin with it: equal in every engine, or nothing is found again.
                     environ={"PYTHONHASHSEED": "0"},
                 )

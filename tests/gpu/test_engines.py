@@ -61,7 +61,7 @@ def test_an_engine_that_slept_loads_its_blocks(level: int, tmp_path: Path) -> No
     asked = [prompt(1, 900)]
     model = make_tiny_llama(tmp_path / "model")
     with DaemonProcess("64MiB") as daemon, AdminClient(daemon.directory) as admin:
-        with EngineProcess(model, daemon.directory, enable_sleep_mode=True, **GPU) as engine:
+        with EngineProcess(model, daemon.directory, patient=True, enable_sleep_mode=True, **GPU) as engine:
             wait_connected(daemon.directory)
             engine.generate(asked)
             (own,) = engine.generate(asked)

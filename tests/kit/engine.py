@@ -77,9 +77,9 @@ class EngineProcess(Starting):
     in seconds; without, it is a new process and vLLM starts them as it does for users, by spawning them on CPU. A
     forked worker computes with as many threads as there are CPUs, a spawned one with as many as vLLM says.
 
-    The connector waits long for the daemon and loads what is there. On a machine busy with other tests an answer may
-    be late, which is a miss and would fail a test. So would a load that is left out, since the daemon was slow, or was
-    stopped, in those before it. Without ``patient`` the connector has its defaults.
+    The connector has its defaults, unless it is ``patient``: then it waits long for the daemon and loads what is there.
+    That is for tests of something else than waiting and loading, on a machine busy with other tests: a late answer is
+    a miss, and a load is left out where the daemon was slow, or was stopped, in those before it.
 
     Of some hundred forked engines two were once in a namespace of their own; in which field was not noted. What can do
     it is the first call of a math function by several threads, which the connector prevents since
@@ -97,7 +97,7 @@ class EngineProcess(Starting):
         transfer: dict[str, Any] | None = None,
         events: dict[str, Any] | None = None,
         fork: bool = True,
-        patient: bool = True,
+        patient: bool = False,
         environ: dict[str, str] | None = None,
         **settings: Any,
     ) -> None:

@@ -57,7 +57,9 @@ def check_shape(shape: Shape, model: Path, daemon: DaemonProcess, *, restart: bo
     """
     options = {"lookup_deadline_ms": 1000 * PATIENCE_S, **shape.extra}
     environ = dict(shape.environ)
-    with EngineProcess(model, daemon.directory, extra_config=options, environ=environ, **shape.settings) as engine:
+    with EngineProcess(
+        model, daemon.directory, patient=True, extra_config=options, environ=environ, **shape.settings
+    ) as engine:
 
         def ask() -> list[Completion]:
             """One prompt after the other: in a batch, what else is in it may change a kernel's rounding."""

@@ -57,7 +57,9 @@ class Node:
 
 def engine_of(model: Path, daemon: DaemonProcess, ports: tuple[int, int]) -> EngineProcess:
     events = {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}"}
-    return EngineProcess(model, daemon.directory, events={"enable_kv_cache_events": True, "publisher": "zmq", **events})
+    return EngineProcess(
+        model, daemon.directory, patient=True, events={"enable_kv_cache_events": True, "publisher": "zmq", **events}
+    )
 
 
 @pytest.fixture(scope="module")

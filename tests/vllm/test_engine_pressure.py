@@ -48,7 +48,9 @@ def test_pressure_changes_no_token(
     model = make_tiny_llama(tmp_path / "model")
     with (
         closing(DaemonProcess("256MiB", faults=True)) as daemon,
-        EngineProcess(model, daemon.directory, num_blocks=FEW_BLOCKS, max_model_len=2048, extra_config=extra) as engine,
+        EngineProcess(
+            model, daemon.directory, num_blocks=FEW_BLOCKS, max_model_len=2048, patient=True, extra_config=extra
+        ) as engine,
     ):
         # Three at a time, for which there are blocks enough.
         expected = [*engine.generate(PROMPTS[:3], MAX_TOKENS), *engine.generate(PROMPTS[3:], MAX_TOKENS)]

@@ -167,7 +167,9 @@ def test_a_draft_models_blocks_do_not_depend_on_draft_tokens(method: str, layers
         def answers(tokens: int, salt: str) -> list[Completion]:
             drafting = {"method": method, "model": str(draft), "num_speculative_tokens": tokens}
             options = {"offload_prompt_only": False, "salt": salt}
-            with EngineProcess(model, daemon.directory, extra_config=options, speculative_config=drafting) as engine:
+            with EngineProcess(
+                model, daemon.directory, patient=True, extra_config=options, speculative_config=drafting
+            ) as engine:
                 wait_connected(daemon.directory)
                 found = engine.generate(REPEATING, max_tokens=80)
                 wait_stored(daemon.directory)
@@ -204,7 +206,9 @@ def test_embeddings_of_a_causal_model(tmp_path: Path) -> None:
     asked = {"prompts": list(PROMPTS)}
     with DaemonProcess("64MiB") as daemon:
         model = add_tokenizer(make_tiny_llama(tmp_path / "model"))
-        engine = EngineProcess(model, daemon.directory, runner="pooling", convert="embed", skip_tokenizer_init=False)
+        engine = EngineProcess(
+            model, daemon.directory, patient=True, runner="pooling", convert="embed", skip_tokenizer_init=False
+        )
         with engine:
             wait_connected(daemon.directory)
             cold = engine.call("embed", **asked)

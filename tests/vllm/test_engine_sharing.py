@@ -106,7 +106,7 @@ class Windows:
 def windows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Windows]:
     model = make_tiny_gemma3(tmp_path_factory.mktemp("models") / "model")
     few = {"num_blocks": 151, "max_model_len": 1152, "max_num_batched_tokens": 128}
-    with DaemonProcess("256MiB") as daemon, EngineProcess(model, daemon.directory, **few) as engine:
+    with DaemonProcess("256MiB") as daemon, EngineProcess(model, daemon.directory, patient=True, **few) as engine:
         wait_connected(daemon.directory)
         yield Windows(engine, daemon)
 
