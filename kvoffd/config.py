@@ -321,8 +321,7 @@ class Config:
     )
     disk_deadline_s: float = duration(0.1).setting(
         TieringSettings.deadline_s,
-        "Time for a block to come from disk; later it is a miss. Raise it for slow disks, lower it where prompts must"
-        " not wait.",
+        "Time for a disk to read a block once it is the block's turn; later it is a miss. Raise it for disks that pause.",
     )
     shared: tuple[str, ...] = Kind(_urls, "URL", _commas, repeated=True).setting(
         (),
@@ -340,12 +339,13 @@ class Config:
     )
     shared_ask_deadline_s: float = duration(0.0).setting(
         0.0,
-        "Time for a shared store to say whether it has a block; later it is a miss. 0 is 20 ms, of S3 100 ms. Raise it "
-        "for a store that is far away.",
+        "Time for a shared store to say whether it has a block; later it is a miss. 0 is 500 ms. Engines wait less for "
+        "short prompts.",
     )
     shared_deadline_s: float = duration(0.1).setting(
         2.0,
-        "Time for a block to come from a shared store; later it is a miss. Raise it for a store behind a slow network.",
+        "Time for a shared store to send a block once it is the block's turn; later it is a miss. Raise it for a store "
+        "behind a very slow network.",
     )
     copy_threads: int = number(1, 64).setting(
         1,

@@ -30,7 +30,7 @@ class TieringSettings:
     Attributes:
         mode: what is written.
         per_day_bytes: bound on writing; 0 for none.
-        deadline_s: a block that was requested and is not up after so many seconds is absent.
+        deadline_s: time for a tier to read a block once it is the block's turn; later it is absent.
         trickle_bytes: what is written from one tick to the next while engines copy, which goes first.
     """
 

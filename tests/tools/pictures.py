@@ -49,9 +49,7 @@ def take(out: Path) -> None:
         disk.mkdir()
         flags = {"http_address": f"127.0.0.1:{port}", "disk": f"{disk}=1GiB"}
         with DaemonProcess("160MiB", **flags) as daemon, Tmux(COLUMNS, ROWS) as terminal, Chromium() as browser:
-            with EngineProcess(
-                make_demo_llama(Path(own, "demo-llama")), daemon.directory, num_blocks=130, patient=False
-            ) as engine:
+            with EngineProcess(make_demo_llama(Path(own, "demo-llama")), daemon.directory, num_blocks=130) as engine:
                 browser.open(f"http://127.0.0.1:{port}/")
                 terminal.run(CLI, "top", "--directory", str(daemon.directory))
                 chat(engine, time.monotonic() + SECONDS)
