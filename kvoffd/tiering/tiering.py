@@ -217,7 +217,6 @@ class Tiering:
             return
         slower, lease, wants = self._slower_levels(lookup, some, places), lookup.lease, dict[Level, Wanted]()
         block_bytes = self._cache.group(lease.namespace, some.space.group).block_bytes
-        awaits = self._awaits.setdefault(lease, {})
         for at in places:
             key = some.keys[at]
             if (fill := self._coming.get(some.space.tag, {}).get(key)) is None:
@@ -230,7 +229,7 @@ class Tiering:
                 if lookup.left_bytes < block_bytes or (fill := level.request(wanted, key, tier)) is None:
                     return
             lookup.left_bytes -= block_bytes
-            awaits[fill.wanted] = fill.wanted.leases[lease] = None
+            self._awaits.setdefault(lease, {})[fill.wanted] = fill.wanted.leases[lease] = None
             fill.askers += not lookup.again
             some.states[at] = SHARED if fill.wanted.level.shared else PENDING
 
@@ -269,6 +268,7 @@ class Tiering:
                     level.writer.used(group, alike)
 
     def stored(self, blocks: BlockIds) -> None:
+        self._unused[blocks] = 0  # the number may be that of a block which was dropped
         for level in self.levels:
             level.writer.stored(blocks)
 

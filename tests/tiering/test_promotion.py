@@ -342,3 +342,15 @@ def test_where_nothing_comes_the_wait_grows() -> None:
     rig.clock.now += 1.0
     look_up(rig, space, 1, keys_of(*range(100)))
     assert rig.cache.leases[1].wait_s == pytest.approx(80.0, rel=0.02), "one block a second, as of now"
+
+
+def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringHarness) -> None:
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1))
+    space.counters.prefill_tokens_per_second = 1e9
+    rig.tiering.disks.speed.measured = 1.0
+    rig.states(space, keys_of(1))  # one is tried
+    rig.stop_waiting()
+    assert look_up(rig, space, 1, keys_of(1)) == bytes([ABSENT])
+    assert not rig.cache.leases
+    assert not rig.tiering._awaits
