@@ -154,7 +154,7 @@ class Tiering:
         if lease.coming:
             awaits = self._awaits.get(lease, {})
             answers_s = max(0.0, self._answers_due - self._clock()) if lease.asking else 0.0
-            lease.wait_s = max(answers_s, *(level.wait_s(awaits) for level in levels))
+            lease.wait_s = max(answers_s, *(level.wait_s(awaits) for level in self.levels))
         return list(map(bytes, answer))
 
     def _find_run(self, lookup: _Lookup, some: _Range) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 
@@ -63,6 +63,25 @@ class Clock:
 
     def digest(self) -> str:
         return self._hash.hexdigest()
+
+
+class Stops:
+    """A device or server that stops half-way: from the next read on nothing ends for a while, which ``due_s`` sets."""
+
+    def __init__(self, clock: Clock, counts: Counter[str]) -> None:
+        self._clock, self._counts = clock, counts
+        self.due_s = self._until = 0.0
+
+    def read_begins(self) -> None:
+        if self.due_s:
+            self._until, self.due_s = self._clock.now + self.due_s, 0.0
+            self._counts["stopped_half_way"] += 1
+            self._clock.note("a tier stops")
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it goes on; 0.0 while it has not stopped."""
+        return max(0.0, self._until - self._clock.now)
 
 
 class Process:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
@@ -19,6 +20,7 @@ from kvoffd.server.memory import STUCK_AFTER_S
 from kvoffd.server.sessions import Peer
 from kvoffd.server.sockets import REST_S
 from kvoffd.system.mappings import MappedSegment, close_segments
+from kvoffd.tiering import WriteMode
 from kvoffd.transfer.engine import OVERDUE_GRACE_S
 from kvoffd.transfer.plan import Direction, Outcome
 from kvoffd_proto import admin as a
@@ -45,6 +47,7 @@ from tests.sim.parts import (
     with_tiers,
 )
 from tests.sim.pool import WatchedPool, as_bytes, records_of
+from tests.sim.promotions import Promotions
 from tests.sim.shared import SimShared
 from tests.sim.tiers import SimTiers
 from tests.sim.transfer_engine import SimTransferEngine
@@ -108,6 +111,8 @@ class SimDaemon:
         self._job_finished = jobs.finished
         self._in_queue = False
         jobs.finished = self._finished  # type: ignore[method-assign]
+        self.promotions = Promotions(self.service, self.world.faults.counts)
+        self.pool.before_drop = self.promotions.dropped
         self.tiers = self._make_tiers(life)
         watch_quotas(self.service.cache)
         watch_narrow(self.service.cache)
@@ -145,12 +150,15 @@ class SimDaemon:
         rng = self.world.scenario.rng(f"disk {life}")
         disk = SimDisk(device, self, rng)
         config = with_tiers(self.config, rng)
+        if self.world.promotes:
+            config = replace(config, disk_write=WriteMode.ALWAYS.value)
         tiers = self.service.tiers = SimTiers(config, self.service, disk, self.post)
         drained = self.world.faults.calm
+        promotes = self.world.promotes
         if objects is not None:
             rng = self.world.scenario.rng(f"shared {life}")
-            drained = drained or rng.random() < 0.7  # or the disk has most of what is asked for
-            tiers.share([SimShared(objects, self, rng, tiers.use())])
+            drained = drained or rng.random() < (0.2 if promotes else 0.7)  # or the disk has most of what is asked for
+            tiers.share_one(SimShared(objects, self, rng, tiers.use()))
         if drained:
             disk.takes_writes = False
         return tiers
@@ -254,6 +262,10 @@ class SimDaemon:
             self._watch_removal(dealer.name, request, begun)
         if request is not None and dealer.name in self._session_of_route:
             self.audit.served(self._session_of_route[dealer.name], request, replies)
+        if self.tiers is not None and isinstance(request, m.Lookup):
+            for reply in replies:
+                if isinstance(reply, m.LookupReply):
+                    self.promotions.answered(request, reply, self.tiers)
 
     def _watch_removal(self, sender: bytes, request: m.AnyRequest, begun: int) -> None:
         """What a request has removed is looked at before others are served. ``begun``: writes to the disk before it."""
@@ -376,6 +388,8 @@ class SimDaemon:
         self.service.tick()
         if self.tiers is not None:
             self.tiers.check_followed()
+            for level in self.tiers.use().levels:
+                self.promotions.check_given_up(level)
         if self.service.memory.stuck:
             self.clock.note("daemon ends itself: a copy hangs")
             self.world.faults.counts["ended_itself"] += 1

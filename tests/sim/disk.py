@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import random
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -23,7 +24,7 @@ from kvoffd.server.service import Service
 from kvoffd.tiers.disk import DiskOptions, DiskTier
 from kvoffd.tiers.tier import Block, ReadEnd, Result, Space, TierListener, decode_header
 from tests.kit.memory_disk import MemoryDisk, ReadsWithoutThreads, WorkersWithoutThreads, names_of
-from tests.sim.clock import Broken
+from tests.sim.clock import Broken, Clock, Stops
 from tests.sim.pool import PAGE, BlockName
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ REGIONS = 6
 class Device(MemoryDisk):
     """The files, and what may be in them by what the daemons were asked for."""
 
-    def __init__(self, largest_block_bytes: int, pool_bytes: int) -> None:
+    def __init__(self, largest_block_bytes: int, pool_bytes: int, clock: Clock, counts: Counter[str]) -> None:
         super().__init__()
+        self.stops = Stops(clock, counts)
         self.region_bytes = -(-max(largest_block_bytes + 3 * PAGE, pool_bytes // REGIONS) // PAGE) * PAGE
         self.written: dict[BlockName, int] = {}
         """Blocks of which a write was begun since they were dropped for good, and when that was, as a number."""
@@ -63,7 +65,9 @@ class SimWorkers(WorkersWithoutThreads):
                 self._tier.process.after(self._tier.seconds_of(self), partial(self._end, number, tasks))
 
     def _end(self, number: int, tasks: list[Any]) -> None:
-        if self._running.get(number, (0.0, None))[1] is tasks:
+        if left_s := self._tier.stops.left_s:
+            self._tier.process.after(left_s, partial(self._end, number, tasks))
+        elif self._running.get(number, (0.0, None))[1] is tasks:
             self._do(number, tasks)
             self._begin_all()
 
@@ -77,10 +81,13 @@ class SimReads(ReadsWithoutThreads):
 
     def _add(self, read: array[int]) -> None:
         super()._add(read)
+        self._tier.stops.read_begins()
         self._tier.process.after(self._tier.seconds_of(self), partial(self._end, read))
 
     def _end(self, read: array[int]) -> None:
-        if read in self.added:
+        if left_s := self._tier.stops.left_s:
+            self._tier.process.after(left_s, partial(self._end, read))
+        elif read in self.added:
             self.added.remove(read)
             self._tier.before_read(read)
             self.do(read)
@@ -91,6 +98,7 @@ class SimDisk:
 
     def __init__(self, file: Device, daemon: SimDaemon, rng: random.Random) -> None:
         self.file, self.process, self._daemon, self._rng = file, daemon.process, daemon, rng
+        self.stops = file.stops
         self._pool, self._clock, self._faults = daemon.pool, daemon.clock, daemon.world.faults
         self._fails_next = False
         self._reads: dict[object, tuple[BlockName, int]] = {}
@@ -169,13 +177,15 @@ class SimDisk:
 
         def ended(result: Result, block: Block | None) -> None:
             self._faults.counts["disk_read"] += result is Result.DONE
-            on_end(result, block)
+            end(result, block)
             del self._reads[ended]
             self._check_stale(ended, name, offsets[0])
 
+        end = self._daemon.promotions.watched(on_end)
         begin = partial(self._read, space, key, offsets, patience_s)
         if not self._pool.lend(offsets, "writing", "the disk reads", begin, ended):
             return False
+        self._daemon.promotions.begun(on_end)
         self._clock.note(f"disk reads {key.hex()[:8]}")
         self._reads[ended] = name, offsets[0]
         return True

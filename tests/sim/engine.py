@@ -41,6 +41,8 @@ class Engine:
         self._poking = False
         self._poke_again = False
         self._leaving = False
+        self.key_s = world.scenario.rng(f"{name} computes").choice((0.005, 0.05, 0.3))
+        """Seconds in which it computes the tokens of a key."""
         self.ended = False
         """True once a process of it died or it has left; nothing is asked of it any more."""
         blocks = self.rng.randint(6, 16) * content.blocks_per_key
@@ -66,8 +68,8 @@ class Engine:
         self._asked.append((future, self.clock.now))
         return future
 
-    def release(self, lease_id: int) -> None:
-        self.scheduler.release(lease_id)
+    def release(self, lease_id: int, unused: str = "") -> None:
+        self.scheduler.release(lease_id, unused)
 
     def give_back(self, blocks: list[list[int]]) -> None:
         for free, given in zip(self._free, blocks, strict=True):

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
+from kvoffd.cache.namespace import MissReason
 from kvoffd.cache.policy import Group
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.pool import Pool
@@ -71,6 +72,8 @@ class WatchedPool:
         self.commits = 0
         self.before_write: Callable[[], None] = lambda: None
         """Called before each change of the pool's records."""
+        self.before_drop: Callable[..., None] = lambda blocks, *, evicted: None
+        """Called with blocks that are dropped, and whether they are evicted."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)  # what the daemon asks of the pool besides is not watched
@@ -137,6 +140,7 @@ class WatchedPool:
 
     def replace(self, group: Group, blocks: BlockIds, keys: bytes, reason: int) -> tuple[Any, bytes, int]:
         self.before_write()
+        self.before_drop(blocks, evicted=True)
         slots, names, unverified = self._replace(group, blocks, keys, reason)
         self._released(slots.ravel())
         self._own(slots, group, keys)
@@ -183,6 +187,7 @@ class WatchedPool:
 
     def drop(self, blocks: BlockIds, key_bytes: int, ranks: int, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
         self.before_write()
+        self.before_drop(blocks, evicted=reason in (MissReason.EVICTED, MissReason.QUOTA))
         names, slots, *counted = self._drop(blocks, key_bytes, ranks, reason)
         self._released(slots)
         return names, slots, *counted

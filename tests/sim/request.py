@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvoffd_client import Lookup
 from kvoffd_client.worker_client import GroupTransfer
+from kvoffd_proto import messages as m
+from tests.sim.clock import Broken
 from tests.sim.rank import Place, Rank, ids
 
 if TYPE_CHECKING:
     from tests.sim.engine import Engine
+
+LEAST_COMPUTED_S, ASK_SHARE, MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.02, 0.02, 0.002, 0.05
+"""As the connector's, which needs vLLM to be imported."""
 
 
 class Request:
@@ -26,6 +32,10 @@ class Request:
         self._lookup: Lookup | None = engine.lookup(keys)
         self._give_up_at = engine.clock.now + self._rng.uniform(0.05, 0.6)
         engine.wake_at(self._give_up_at)
+        self._answer: Lookup | None = None
+        """The last lookup that was answered; its lease is held."""
+        self._waits_since, self._waits_until = 0.0, inf
+        """When it began to wait for a tier, and when it stops at the latest."""
         self._hit = 0
         self._loads: list[tuple[Rank, int]] = []
         self._stores: list[tuple[Rank, int]] = []
@@ -51,44 +61,74 @@ class Request:
     # --- load ------------------------------------------------------------------------------------
 
     def _looking_up(self) -> bool:
-        future = self._lookup
+        future, now = self._lookup, self._engine.clock.now
         if future is None or future.failed:
-            return self._compute()
+            return self._use_answer()
         if not future.done:
-            if self._engine.clock.now < self._give_up_at:
+            if now < (self._give_up_at if self._answer is None else self._waits_until):
                 return False
-            self._engine.release(future.lease_id)
-            return self._compute()
-        if future.pending and self._engine.clock.now < self._give_up_at and future.alive | (not future.pinned):
-            self._sleep(self._rng.uniform(0.001, 0.02))
-            self.state = self._waiting_for_disk
+            self._engine.release(future.lease_id, "late")
+            return self._use_answer()
+        if self._answer is not None:  # what it pinned the new lease pins
+            self._engine.release(self._answer.lease_id)
+        self._answer = future
+        if future.pending and future.alive | (not future.pinned) and self._waits_for_tier(future):
+            expected_s = future.wait_s or now - self._waits_since
+            pause_s = min(MAX_RETRY_PAUSE_S, max(MIN_RETRY_PAUSE_S, expected_s / 2))
+            self._sleep(min(pause_s, self._waits_until - now))
+            self.state = self._waiting_for_tier
             return True
-        self._hit = min(future.leading_ready(index) for index in range(len(self.blocks)))
-        if not self._hit or not future.alive:
-            self._engine.release(future.lease_id)
+        return self._use_answer()
+
+    def _waits_for_tier(self, answer: Lookup) -> bool:
+        """Whether to wait for what is on its way: the rule of the connector's ``KvoffdManager._waits_for_tier``."""
+        now = self._engine.clock.now
+        missing = max(sum(map(states.count, m.COMING)) for states in answer.states)
+        computed_s = max(LEAST_COMPUTED_S, missing * self._engine.key_s)
+        if self._waits_until == inf:
+            self._waits_since, self._waits_until = now, now + computed_s
+            self._faults.counts["tier_awaited"] += 1
+            self._engine.wake_at(self._waits_until)
+        if answer.asking and not any(m.PENDING in states for states in answer.states):
+            computed_s = max(LEAST_COMPUTED_S, ASK_SHARE * computed_s)
+            if now - self._waits_since >= computed_s:
+                return False
+        expected_s = max(0.0, answer.answered_at + answer.wait_s - now)
+        return now < self._waits_until and expected_s <= computed_s
+
+    def _waiting_for_tier(self) -> bool:
+        if not self._slept():
+            return False
+        if self._engine.clock.now >= self._waits_until:
+            return self._use_answer()
+        self._lookup = self._engine.lookup(self.keys, again=True)
+        self.state = self._looking_up
+        return True
+
+    def _use_answer(self) -> bool:
+        """Load what the last answer has, and wait for nothing any more."""
+        answer, engine = self._answer, self._engine
+        if engine.clock.now > self._waits_until and engine.process.paused_until < self._waits_since:
+            raise Broken("a request waits for a tier longer than computing takes")
+        if answer is None:
+            return self._compute()
+        self._faults.counts["tier_given_up"] += answer.pending
+        self._hit = min(answer.leading_ready(index) for index in range(len(self.blocks)))
+        if not self._hit or not answer.alive:
+            engine.release(answer.lease_id, "coming" if answer.pending else "")
             return self._compute()
         # Scheduling takes its time; the lease must outlive it, or the load must fail.
         self._sleep(self._rng.uniform(0.5, 4.0) if self._faults.hit("late_answer") else self._rng.uniform(0, 0.01))
         self.state = self._scheduled
         return True
 
-    def _waiting_for_disk(self) -> bool:
-        if not self._slept():
-            return False
-        before = self._lookup
-        assert before is not None
-        self._lookup = self._engine.lookup(self.keys, again=True)
-        self._engine.release(before.lease_id)
-        self.state = self._looking_up
-        return True
-
     def _scheduled(self) -> bool:
         if not self._slept():
             return False
-        future = self._lookup
-        assert future is not None
+        answer = self._answer
+        assert answer is not None
         if self._faults.hit("stale_lease"):
-            self._engine.release(future.lease_id)
+            self._engine.release(answer.lease_id)
         groups: list[GroupTransfer] = []
         first = tail = 0
         if self.per_key > 1 and self._faults.hit("partial_load"):
@@ -99,7 +139,7 @@ class Request:
             keys = b"".join(self.keys[: self._hit])
             groups.append(GroupTransfer(group, keys, ids([blocks[at] for at in span]), first))
             self._loading += [self._place(group, at) for at in span]
-        self._loads = [(rank, rank.load(future.lease_id, groups, list(self._loading))) for rank in self._engine.ranks]
+        self._loads = [(rank, rank.load(answer.lease_id, groups, list(self._loading))) for rank in self._engine.ranks]
         if self._faults.hit("abort_request"):
             self._fence(self._loads)
         self.state = self._loading_blocks
@@ -111,18 +151,21 @@ class Request:
     def _loading_blocks(self) -> bool:
         if not all(rank.ended([job_id]) for rank, job_id in self._loads):
             return False
-        assert self._lookup is not None
+        assert self._answer is not None
         ok = all(rank.results[job_id].ok for rank, job_id in self._loads)
         if ok:
             self._loaded = set(self._loading)
         if not ok or not self._faults.hit("keep_lease"):
-            self._engine.release(self._lookup.lease_id)
+            self._engine.release(self._answer.lease_id, "coming" if self._answer.pending else "")
         return self._compute()
 
     # --- compute and store -----------------------------------------------------------------------
 
     def _compute(self) -> bool:
-        self._sleep(self._rng.uniform(0.0, 0.02))
+        missing = len(self.keys) - self._hit
+        # Those that waited for nothing are computed quickly, so that a run has many.
+        quickly_s = self._rng.uniform(0.0, 0.02)
+        self._sleep(quickly_s if self._waits_until == inf else missing * self._engine.key_s)
         self.state = self._computing
         return True
 

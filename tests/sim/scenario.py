@@ -54,6 +54,9 @@ TIMED = {
     "hostile": 3,
     "limit": 6,
     "worker_disconnect": 2,
+    "disk_stop": 2,
+    "shared_stop": 2,
+    "wrong_estimate": 2,
 }
 """Faults that happen at some time of the run, with how often at most in two seconds."""
 

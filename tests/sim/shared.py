@@ -15,7 +15,7 @@ from kvoffd.pool.checksums import digest
 from kvoffd.tiers.shared import Ask, SharedTier
 from kvoffd.tiers.store import GetRequest, Store, StoreError, generation_key, object_key
 from kvoffd.tiers.tier import Block, ReadEnd, Result, Space, TierListener, encode_header, make_space
-from tests.sim.clock import Broken
+from tests.sim.clock import Broken, Clock, Stops
 from tests.sim.content import Content
 from tests.sim.disk import SimWorkers
 
@@ -39,7 +39,10 @@ CHANCES = {
 class SharedObjects:
     """Objects by name, as they would lie in Redis, and the generations of namespaces by theirs."""
 
-    def __init__(self, contents: Mapping[bytes, Content], rng: random.Random, counts: Counter[str]) -> None:
+    def __init__(
+        self, contents: Mapping[bytes, Content], rng: random.Random, counts: Counter[str], clock: Clock
+    ) -> None:
+        self.stops = Stops(clock, counts)
         self.objects: dict[bytes, bytes] = {}
         self.generations: Counter[bytes] = Counter()
         self.dark_until = 0.0
@@ -149,7 +152,7 @@ class SimShared(SharedTier):
 
     def __init__(self, objects: SharedObjects, daemon: SimDaemon, rng: random.Random, listener: TierListener) -> None:
         self.objects, self.process, self.clock, self.rng = objects, daemon.process, daemon.clock, rng
-        self._daemon, self._watched = daemon, daemon.pool
+        self._daemon, self._watched, self.stops = daemon, daemon.pool, objects.stops
         self.left = set(objects.left)
         """Namespaces that an engine has reset: nothing may come of them."""
         super().__init__(
@@ -187,14 +190,18 @@ class SimShared(SharedTier):
         return seconds
 
     def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+        end = self._daemon.promotions.watched(on_end)
+
         def ended(result: Result, block: Block | None) -> None:
             self.objects.counts["shared_read"] += result is Result.DONE
-            on_end(result, block)
+            end(result, block)
 
         begin = partial(super().read, space, key, offsets, patience_s)
-        return self._watched.lend(offsets, "writing", "the shared tier reads", begin, ended) and self._watch(
-            space, key, "reads"
-        )
+        if not self._watched.lend(offsets, "writing", "the shared tier reads", begin, ended):
+            return False
+        self.stops.read_begins()
+        self._daemon.promotions.begun(on_end)
+        return self._watch(space, key, "reads")
 
     def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
         begin = partial(super().write, block, offsets)

@@ -19,7 +19,11 @@ from tests.sim.soak import Part, run_part
 from tests.sim.world import run
 
 SEEDS = range(200)
-EVENTS = (*KINDS, *(f"shared_{fault}" for fault in SHARED_CHANCES), "load_failed", "store_failed", "fence_abandoned")
+EVENTS = (
+    *KINDS,
+    *(f"shared_{fault}" for fault in SHARED_CHANCES),
+    *("load_failed", "store_failed", "fence_abandoned", "tier_given_up", "read_given_up"),
+)
 """What has to happen in them, or the run would prove nothing."""
 PARTS = 8
 SAME = 10
@@ -41,6 +45,10 @@ def test_seeds_bring_every_fault() -> None:
     counts = sum((part(number).counts for number in range(PARTS)), start=Counter[str]())
     assert [kind for kind in EVENTS if not counts[kind]] == []
     assert counts["shared_read"] > 50
+    assert counts["disk_read"] > 50
+    assert counts["tier_awaited"] > 300
+    assert counts["promoted_awaited"] > 100
+    assert counts["stopped_half_way"] > 10
     assert counts["load_ok"] > 300
     assert counts["store_ok"] > 300
     assert counts["load_failed"] > 30

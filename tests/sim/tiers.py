@@ -11,6 +11,8 @@ from kvoffd.observe.meters import CounterWindows
 from kvoffd.server.memory import Post
 from kvoffd.server.service import Service
 from kvoffd.server.tiers import Disk, Tiers
+from kvoffd.tiering.read_speed import ReadSpeed
+from kvoffd.tiers.shared import SharedTier
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from tests.sim.clock import Broken
@@ -21,15 +23,46 @@ if TYPE_CHECKING:
     from tests.sim.audit import Readable
 
 
+class BentSpeed(ReadSpeed):
+    """A speed that is wrong by a factor."""
+
+    bend = 1.0
+
+    @property
+    def measured(self) -> float:  # type: ignore[override]
+        return self.bend * self._measured
+
+    @measured.setter
+    def measured(self, speed: float) -> None:
+        self._measured = speed
+
+    @property
+    def current(self) -> float:
+        return super().current if self._measured else self.bend * super().current
+
+
 class SimTiers(Tiers):
     def __init__(self, config: Config, service: Service, disk: SimDisk, post: Post) -> None:
         parts = service.cache, service.pool, service.events, service.clock, post, lambda: False, service.state
         super().__init__(config, *parts)
         self.disk = disk
+        self.bend = 1.0
         tiering = self.use()
+        tiering.disks.speed = BentSpeed(service.clock)
         self._disks.append(entry := Disk(DiskSize("/", 1), CounterWindows(service.clock)))
         self._opened(entry, disk.open(tiering, service), tiering)
         disk.check_dropped(disk.blocks())
+
+    def share_one(self, tier: SharedTier) -> None:
+        self.share([tier])
+        self.use().levels[-1].speed = BentSpeed(self.use()._clock)
+
+    def bend_speeds(self, factor: float) -> None:
+        """Have what is known of all tiers' speed be wrong by a factor from now on."""
+        self.bend = factor
+        for level in self.use().levels:
+            assert isinstance(level.speed, BentSpeed)
+            level.speed.bend = factor
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         super().namespace_reset(fingerprint, everywhere=everywhere)

@@ -27,6 +27,9 @@ from tests.sim.shared import SharedObjects
 
 OWN_WAITS_S = 10.0
 """The longest that the simulator itself keeps a request or a process waiting: pauses, a slow disk, a reconnection."""
+MAX_STOP_S = 6.0
+EMPTIED_S = 0.05
+"""From one emptying of the pool to the next where most is to come up from tiers."""
 MAX_STEPS = 200_000
 LOAD_POLL_S = 0.002
 """Between two looks for a worker that loads."""
@@ -71,13 +74,15 @@ class World:
         largest_block = max(content.block_bytes(group) for content in self.contents for group in content.groups)
         has_disk = scenario.rng("has a disk").random() < 0.6
         self.written_state: list[bytes] = []
-        self.device = Device(largest_block, self.pool_bytes) if has_disk else None
+        self.device = Device(largest_block, self.pool_bytes, self.clock, self.faults.counts) if has_disk else None
         own_rng = scenario.rng("a shared store")
         self.shared = (
-            SharedObjects(self.content_of, own_rng, self.faults.counts)
+            SharedObjects(self.content_of, own_rng, self.faults.counts, self.clock)
             if self.device is not None and own_rng.random() < 0.5
             else None
         )
+        self.promotes = self.device is not None and scenario.rng("promotes").random() < 0.5
+        """Whether most prompts find their blocks in tiers alone: there are many, and the pool is emptied often."""
         self.log = FailureLog()
         self.longest_lookup_s = 0.0
         self.longest_job_s = 0.0
@@ -93,6 +98,7 @@ class World:
         self._operator_transport = SimTransport(self.network, process, (), lambda: None)
         self._limits_rng = scenario.rng("limits")
         self._cuts_rng = scenario.rng("cuts")
+        self._stops_rng = scenario.rng("stops")
         self._looks = 0
         """Steps that only looked for a worker that loads: most of a long run with few loads. They end with faults."""
         self._saved: SavedPool | None = None
@@ -141,7 +147,8 @@ class World:
     def _new_engine(self, content: Content, corpus: Corpus) -> Engine:
         self._engines_made += 1
         engine = Engine(self, f"engine-{self._engines_made}", content, corpus)
-        for _ in range(self._rng.randint(0, self.scenario.max_requests) if not self.faults.calm else 0):
+        count = self._rng.randint(0, self.scenario.max_requests) if not self.faults.calm else 0
+        for _ in range(3 * count if self.promotes else count):
             self.clock.after(self._rng.uniform(0.0, self.scenario.duration_s), engine.submit)
         return engine
 
@@ -155,6 +162,9 @@ class World:
             self.engines.append(self._new_engine(self.contents[place], self.corpora[place]))
         for kind, at in self.faults.times():
             self.clock.at(start + at * scenario.duration_s, lambda kind=kind: self._inject(kind))  # type: ignore[misc]
+        if self.promotes and "squeeze" not in scenario.without:
+            for number in range(round(scenario.duration_s / EMPTIED_S)):
+                self.clock.at(start + number * EMPTIED_S, self._squeeze)
         self._run_until(start + scenario.duration_s)
         self.faults.calm = True
         if self.daemon.tiers is not None:
@@ -295,6 +305,25 @@ class World:
 
     def _engine_leave(self) -> None:
         self._some_engine().leave()
+
+    def _disk_stop(self) -> None:
+        if self.device is not None:
+            self.device.stops.due_s = self._stop_s()
+
+    def _shared_stop(self) -> None:
+        if self.shared is not None:
+            self.shared.stops.due_s = self._stop_s()
+
+    def _stop_s(self) -> float:
+        """For how long a tier stops. It may come back while prompts wait, or once the faults are over."""
+        return self._stops_rng.choice((self._stops_rng.uniform(0.3, 2.0), MAX_STOP_S))
+
+    def _wrong_estimate(self) -> None:
+        """What is known of the tiers' speed is wrong ten times over, for a while."""
+        daemon, factor = self.daemon, self._stops_rng.choice((0.1, 10.0))
+        if (tiers := daemon.tiers) is not None and daemon.process.alive:
+            tiers.bend_speeds(factor)
+            daemon.process.after(self._stops_rng.uniform(0.2, 2.0), lambda: tiers.bend_speeds(1.0))
 
     def _reset(self) -> None:
         engine = self._some_engine()

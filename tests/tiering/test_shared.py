@@ -81,6 +81,23 @@ def test_keys_are_asked_for_then_come_up_as_their_objects_say(rig: TieringHarnes
     rig.check()
 
 
+def test_a_store_that_went_away_is_waited_for_by_its_silence(rig: TieringHarness, shared: FakeTier) -> None:
+    """What it is reading is on its way still, and nothing of it comes."""
+    space, keys = rig.open(), keys_of(1, 2)
+    rig.put_in_tier(space, keys_of(1))
+    give(rig, shared, space, 2)
+    rig.states(space, keys)
+    shared.answer()
+    rig.cache.lookup(space, 1, 1, [(0, keys)])
+    rig.tiering.pump()
+    rig.tier.end_all()
+    rig.clock.now += 1.0
+    shared.hangs = True
+    ((states,), _) = rig.cache.lookup(space, 1, 1, [(0, keys)], again=True)
+    assert list(states) == [READY, SHARED]
+    assert rig.cache.leases[1].wait_s == pytest.approx(1.0), "one block a second, as of now"
+
+
 # --- what is counted -------------------------------------------------------------------------------
 
 
