@@ -29,7 +29,7 @@ class BentSpeed(ReadSpeed):
     bend = 1.0
 
     @property
-    def measured(self) -> float:  # type: ignore[override]
+    def measured(self) -> float:
         return self.bend * self._measured
 
     @measured.setter

@@ -124,6 +124,8 @@ def test_what_comes_up_is_held_for_those_that_wait_until_they_look_again(policy:
         rig.tiering.pump()
         rig.tier.end(next(iter(rig.tier.jobs)))
     assert rig.tiering.disks.promoted_blocks == 12
+    for key in range(200, 216):  # more than the pool holds, in the place of what is not held
+        rig.put(space, keys_of(key))
     for lease, prompt in enumerate(prompts):
         assert look_up(rig, space, 10 + lease, keys_of(*prompt)) == bytes([READY] * 4)
         rig.cache.release(1, [lease])
