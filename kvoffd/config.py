@@ -321,7 +321,8 @@ class Config:
     )
     disk_deadline_s: float = duration(0.1).setting(
         TieringSettings.deadline_s,
-        "Time for a disk to read a block once it is the block's turn; later it is a miss. Raise it for disks that pause.",
+        "Time for a disk to read a block once it is the block's turn; later it is a miss. Raise it for disks that "
+        "pause.",
     )
     shared: tuple[str, ...] = Kind(_urls, "URL", _commas, repeated=True).setting(
         (),

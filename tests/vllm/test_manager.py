@@ -191,6 +191,14 @@ def test_blocks_are_waited_for_that_are_up_sooner_than_computed(wait_s: float, w
     assert harness.ask(coming=2, wait_s=wait_s) == [HIT, *[PENDING if waits else MISS] * 2]
 
 
+def test_before_anything_is_measured_an_engines_report_tells_the_rate() -> None:
+    """It was restarted since. Without any report a rate is assumed."""
+    for reported, waits in ((1000.0, True), (0.0, False)):
+        harness = DiskHarness(rate=0.0)
+        harness.client.reported_prefill_rate = reported
+        assert harness.ask(coming=2, wait_s=1.0)[1] is (PENDING if waits else MISS)
+
+
 def test_loading_counts_too() -> None:
     harness = DiskHarness()
     harness.manager.harm.note_load(1000, 0.5)

@@ -235,7 +235,8 @@ class KvoffdManager(OffloadingManager):
         self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
         if event_kinds is not None:
             self.events = HostBlockEvents({index: self._groups[index] for index in event_kinds}, event_kinds)
-        prefill = PrefillRate(self._clock, most_running, largest_chunk, assumed_rate)
+        self._assumed_rate = assumed_rate
+        prefill = PrefillRate(self._clock, most_running, largest_chunk)
         self.harm = DoNoHarm(self._clock, prefill, active=self._do_no_harm)
 
     def look_up(self, request: Request) -> None:
@@ -360,6 +361,13 @@ class KvoffdManager(OffloadingManager):
                 self._replies_s.append(now - pending.sent_at)
                 self._counters[metrics.LATE_LOOKUPS] += 1
 
+    @property
+    def _expected_rate(self) -> float:
+        """Prompt tokens a second that are expected to be computed: as measured, else as an engine of this namespace
+        has reported to the daemon, else as assumed."""
+        rate = self.harm.prefill.tokens_per_second
+        return rate or self.namespace.client.reported_prefill_rate or self._assumed_rate
+
     def _allowed_s(self, tokens: int) -> float:
         """How long an answer is waited for, from the sending of its lookup, where so many tokens are missing.
 
@@ -367,7 +375,7 @@ class KvoffdManager(OffloadingManager):
         """
         if not self._do_no_harm:
             return self._deadline_s
-        allowed_s = min(self._deadline_s, max(LEAST_COMPUTED_S, tokens / self.harm.prefill.expected_rate))
+        allowed_s = min(self._deadline_s, max(LEAST_COMPUTED_S, tokens / self._expected_rate))
         late = len(self._replies_s) == LATE_REPLIES and min(self._replies_s) > allowed_s
         return 0.0 if late else allowed_s
 
@@ -402,8 +410,8 @@ class KvoffdManager(OffloadingManager):
         computed_s, loaded_s = inf, 0.0
         if self._do_no_harm:
             tokens, (_, load_rate) = self._most_tokens(answer.coming), self.harm.rates
-            before, rate = self._tokens_before_each().get(state.request.request_id, 0), self.harm.prefill.expected_rate
-            computed_s = max(LEAST_COMPUTED_S, (before + tokens) / rate)
+            before = self._tokens_before_each().get(state.request.request_id, 0)
+            computed_s = max(LEAST_COMPUTED_S, (before + tokens) / self._expected_rate)
             loaded_s = tokens / load_rate if load_rate else 0.0
         if state.tier_wait_began is None:
             state.tier_wait_began = now
