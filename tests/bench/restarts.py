@@ -9,6 +9,7 @@ nothing and takes as long as its tokens do at ``--rate``. ``python -m tests.benc
 from __future__ import annotations
 
 import argparse
+import itertools
 import mmap
 import os
 import random
@@ -49,13 +50,15 @@ TEXT = """\
 * **loaded**: part of the tokens that were not computed, of those that the pool, disk or store has.
 * **first token**: until all prompts have theirs; what was not loaded is computed.
 * **device**: the same bytes by one thread's memcpy (pool), by O_DIRECT reads of the daemon's own file (disk), over one
-  TCP connection of loopback (store). The faster of two, one before and one after.
+  TCP connection of loopback (store). The faster of one before and one after.
 * **of device**: loaded in / device, where all is loaded. The aim is at most 1.15 from 8k tokens on.
 * **computed in**: all tokens at {rate:,.0f} a second, by arithmetic. Where the device alone takes longer, marked *,
   kvoffd had better compute.
 
-Times are in seconds, medians of {rounds} rounds. Blocks have {block_tokens} tokens. A prompt of an 8B model has 128 KiB
-a token; where the prompts of a row would not fit into {most_gib:.1f} GiB the model has fewer layers."""
+Times are in seconds, of the median of {rounds} rounds. Blocks have {block_tokens} tokens. Prompts of an 8B model have
+128 KiB a token; where those of a row would not fit into {most_gib:.2g} GiB the model has fewer layers."""
+HEADER = ["prompts", "KiB a token", "row", "loaded in", "loaded", "first token", "device", "of device", "computed in"]
+PLAIN_GETS = "\n\nThe store alone, GETs of as many bytes over one connection, seconds: {}."
 
 STEP_TOKENS = 8192
 """Tokens that the engine computes in a step."""
@@ -107,35 +110,43 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What one round found: seconds until all was loaded, seconds until all had a token, and tokens not computed."""
+    """What one round found.
+
+    Attributes:
+        loaded_s: seconds until all that is loaded was there.
+        first_token_s: seconds until all prompts had their first token.
+        loaded: tokens that were not computed.
+        device_s: the device's own time for the same bytes, the faster of one before and one after.
+    """
 
     loaded_s: float
     first_token_s: float
     loaded: int
+    device_s: float
 
     @classmethod
-    def of(cls, answers: Sequence[Completion]) -> Self:
+    def of(cls, answers: Sequence[Completion], device_s: float) -> Self:
         began = min(one.queued_at for one in answers)
-        loaded_s = max(one.scheduled_at for one in answers) - began
-        return cls(loaded_s, max(one.first_token_at for one in answers) - began, sum(one.cached for one in answers))
-
-
-@dataclass(frozen=True)
-class Result:
-    """The rounds of a row, the device's own seconds, and what else is to be said."""
-
-    rounds: list[Found]
-    device_s: float
-    note: str = ""
-
-    @property
-    def middle(self) -> Found:
-        """The round with the median time to the first token."""
-        return sorted(self.rounds, key=lambda one: one.first_token_s)[len(self.rounds) // 2]
+        return cls(
+            max(one.scheduled_at for one in answers) - began,
+            max(one.first_token_at for one in answers) - began,
+            sum(one.cached for one in answers),
+            device_s,
+        )
 
 
 class Bench:
-    """One case: its model and prompts, their daemons and engines. ``place`` is a directory on the disk to measure."""
+    """One case: its model and prompts, their daemons and engines.
+
+    Args:
+        case: what is measured.
+        place: a directory on the disk that is measured.
+        rate: tokens that are computed in a second.
+        rounds: how often each row is measured.
+
+    Attributes:
+        plain_gets_s: how long the store takes to answer GETs of the same bytes, once that was measured.
+    """
 
     def __init__(self, case: Case, place: Path, rate: float, rounds: int) -> None:
         self._case, self._rate, self._rounds = case, rate, rounds
@@ -148,6 +159,7 @@ class Bench:
         # One token more than is loaded: vLLM computes the last one in any case.
         self._prompts = [self._new_prompt(case.tokens + 1) for _ in range(case.count)]
         warm_up_blocks = (len(ROWS) + 1) * sum(WARM_UP) // BLOCK_TOKENS
+        self.plain_gets_s = 0.0
         self._pool_bytes = (case.blocks + warm_up_blocks) * case.block_bytes * 33 // 32 + MARGIN_BYTES
 
     def close(self) -> None:
@@ -160,9 +172,9 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, rows: Sequence[str]) -> dict[str, Result]:
+    def run(self, rows: Sequence[str]) -> dict[str, Found]:
         """Have the prompts computed once, then measure each row."""
-        found: dict[str, Result] = {}
+        found: dict[str, Found] = {}
         tiers, disk = {}, {"disk": f"{self._disk}={2 * self._pool_bytes}"}
         with RedisServer() as store:
             # Only what is there can come back: everything is written.
@@ -187,14 +199,16 @@ class Bench:
                     found["node"] = self._measure(node, self._disk_seconds)
             if "other" in rows:
                 with self._daemon(shared=store.url) as other:
-                    result = self._measure(other, tcp_seconds)
-                note = f"{number(redis_seconds(store, self._case))} by plain GETs"
-                found["other"] = Result(result.rounds, result.device_s, note)
+                    found["other"] = self._measure(other, tcp_seconds)
+                self.plain_gets_s = redis_seconds(store, self._case)
         return found
 
-    def _measure(self, daemon: DaemonProcess, device: Callable[[int], float], *, restarts: bool = True) -> Result:
-        """Send the prompts to a new engine; in each round its own cache is empty, and the daemon has restarted."""
-        rounds, device_s = [], device(self._case.nbytes)
+    def _measure(self, daemon: DaemonProcess, device: Callable[[int], float], *, restarts: bool = True) -> Found:
+        """Send the prompts in rounds to a new engine, each time to a daemon that was restarted; the median round.
+
+        The engine's own cache is empty then.
+        """
+        rounds, before_s = [], device(self._case.nbytes)
         with self._engine(daemon, self._rate) as engine:
             for _ in range(self._rounds):
                 if restarts:
@@ -203,8 +217,11 @@ class Bench:
                     wait_connected(daemon.directory, 1, CONNECT_S, lambda: engine.pids)
                 engine.forget()
                 wait_tiers(daemon.directory)
-                rounds.append(Found.of(engine.generate(self._prompts, max_tokens=1)))
-        return Result(rounds, min(device_s, device(self._case.nbytes)))
+                answers = engine.generate(self._prompts, max_tokens=1)
+                after_s = device(self._case.nbytes)
+                rounds.append(Found.of(answers, min(before_s, after_s)))
+                before_s = after_s
+        return sorted(rounds, key=lambda one: one.first_token_s / one.device_s)[len(rounds) // 2]
 
     def _daemon(self, **settings: str) -> DaemonProcess:
         return DaemonProcess(str(self._pool_bytes), **settings)
@@ -225,31 +242,48 @@ class Bench:
             **DOUBLE,
         ) as engine:
             wait_connected(daemon.directory, 1, CONNECT_S, lambda: engine.pids)
-            for tokens in WARM_UP if rate else ():
-                engine.generate([self._new_prompt(tokens)], max_tokens=1)
-            wait_stored(daemon.directory, LOOKS) if rate else None
+            if rate:
+                for tokens in WARM_UP:
+                    engine.generate([self._new_prompt(tokens)], max_tokens=1)
+                wait_stored(daemon.directory, LOOKS)
             yield engine
 
     def _new_prompt(self, tokens: int) -> list[int]:
         return self._random.choices(range(3, VOCABULARY), k=tokens)
 
     def _disk_seconds(self, nbytes: int) -> float:
-        """How long the disk takes to read as many bytes of the daemon's file."""
-        (file,) = (one for one in self._disk.iterdir() if one.stat().st_size >= nbytes)
-        pieces, descriptor = nbytes // PIECE_BYTES, os.open(file, os.O_RDONLY | os.O_DIRECT)
+        """How long the disk takes to read as many bytes of what the daemon has written there."""
+        file = max(self._disk.iterdir(), key=lambda one: one.stat().st_size)
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        places = list(itertools.islice(written_pieces(descriptor), max(1, nbytes // PIECE_BYTES)))
 
         def read(first: int) -> None:
             with mmap.mmap(-1, PIECE_BYTES) as buffer:
-                for piece in range(first, pieces, READERS):
-                    os.preadv(descriptor, [buffer], piece * PIECE_BYTES)
+                for place in places[first::READERS]:
+                    os.preadv(descriptor, [buffer], place)
 
         try:
             with ThreadPoolExecutor(READERS) as readers:
                 began = time.perf_counter()
                 list(readers.map(read, range(READERS)))
-                return time.perf_counter() - began
+                return (time.perf_counter() - began) * nbytes / (len(places) * PIECE_BYTES)
         finally:
             os.close(descriptor)
+
+
+def written_pieces(descriptor: int) -> Iterator[int]:
+    """Yield where the whole pieces of a file begin that were written: others, which are only allocated, read as zeros.
+
+    The kernel reads nothing from the device for those.
+    """
+    end, data, hole = os.fstat(descriptor).st_size, 0, 0
+    while hole < end:
+        try:
+            data = os.lseek(descriptor, hole, os.SEEK_DATA)
+        except OSError:
+            return
+        hole = os.lseek(descriptor, data, os.SEEK_HOLE)
+        yield from range(-(-data // PIECE_BYTES) * PIECE_BYTES, hole - PIECE_BYTES + 1, PIECE_BYTES)
 
 
 def written_blocks(found: Books) -> int:
@@ -324,26 +358,33 @@ def most_bytes(place: Path) -> int:
     return min(int((free - KEPT_BYTES) / 3.5), shutil.disk_usage(place).free // 3)
 
 
-def table(results: dict[Case, dict[str, Result]], rate: float) -> str:
-    header = ["prompts", "KiB a token", "row", "loaded in", "loaded", "first token", "device", "of device"]
-    rows = [[*header, "computed in", "note"]]
+def table(results: dict[Case, dict[str, Found]], rate: float) -> str:
+    header = [
+        "prompts",
+        "KiB a token",
+        "row",
+        "loaded in",
+        "loaded",
+        "first token",
+        "device",
+        "of device",
+        "computed in",
+    ]
+    rows = [header]
     for case, found in results.items():
         tokens = case.blocks * BLOCK_TOKENS
-        for row, result in found.items():
-            middle, device_s, computed_s = result.middle, result.device_s, tokens / rate
-            whole = middle.loaded >= tokens
+        for row, one in found.items():
             rows.append(
                 [
                     f"{case.count} of {case.tokens:,}",
-                    number(case.layers * LAYER_BYTES / 1024),
+                    f"{case.layers * LAYER_BYTES // 1024}",
                     ROWS[row],
-                    number(middle.loaded_s) if middle.loaded else "-",
-                    f"{middle.loaded / tokens:.0%}",
-                    number(middle.first_token_s),
-                    number(device_s) + ("*" if device_s > computed_s else ""),
-                    f"{middle.loaded_s / device_s:.2f}" if whole else "-",
-                    number(computed_s),
-                    result.note,
+                    number(one.loaded_s) if one.loaded else "-",
+                    f"{one.loaded / tokens:.0%}",
+                    number(one.first_token_s),
+                    number(one.device_s) + ("*" if one.device_s > tokens / rate else ""),
+                    f"{one.loaded_s / one.device_s:.2f}" if one.loaded >= tokens else "-",
+                    number(tokens / rate),
                 ]
             )
     return markdown_table(rows)
@@ -370,15 +411,20 @@ def main() -> int:
     if unknown := set(rows) - set(ROWS):
         parser.error(f"--rows has {', '.join(sorted(unknown))}; it may have {', '.join(ROWS)}")
     facts = run_facts(f"python -m tests.bench.restarts {' '.join(sys.argv[1:])}".strip())
-    results = {}
+    results, plain = {}, list[str]()
     for tokens in map(int, given.tokens.split(",")):
         for count in map(int, given.counts.split(",")):
             case = Case.within(limit, tokens, count)
             print(f"measuring: {count} of {tokens}", file=sys.stderr, flush=True)
             with Bench(case, given.place, given.rate, given.rounds) as bench:
                 results[case] = bench.run(rows)
+                if bench.plain_gets_s:
+                    plain.append(f"{count} of {tokens:,}: {number(bench.plain_gets_s)}")
     text = TEXT.format(rate=given.rate, rounds=given.rounds, block_tokens=BLOCK_TOKENS, most_gib=limit / 2**30)
-    print_report("Long prompts after restarts", facts, f"{text}\n\n{table(results, given.rate)}")
+    note = (
+        f"\n\nThe store alone, GETs of as many bytes over one connection, seconds: {'; '.join(plain)}." if plain else ""
+    )
+    print_report("Long prompts after restarts", facts, f"{text}\n\n{table(results, given.rate)}{note}")
     return 0
 
 
