@@ -34,9 +34,9 @@ TILE_BYTES = 32 << 20
 class ModelRunner:
     """Has a model by which the connector names the weights, allocates the KV cache, and makes steps."""
 
-    def __init__(self, config: VllmConfig) -> None:
+    def __init__(self, config: VllmConfig, tokens_per_second: float) -> None:
         self._config = config
-        self._tokens_per_second = float(os.environ.get(RATE, "inf"))
+        self._tokens_per_second = tokens_per_second
         self._model = torch.nn.Linear(4, 4)
         for parameter in self._model.parameters():
             torch.nn.init.constant_(parameter, 0.5)
@@ -105,7 +105,7 @@ class ModelWorker(WorkerBase):
         init_worker_distributed_environment(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, "gloo"
         )
-        self.model_runner = ModelRunner(self.vllm_config)
+        self.model_runner = ModelRunner(self.vllm_config, float(os.environ.get(RATE, "inf")))
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Do nothing: the runner has its model."""
