@@ -79,7 +79,6 @@ class Model:
             self.path,
             daemon.directory,
             num_blocks=blocks,
-            patient=False,
             max_model_len=MOST_TOKENS,
             environ=environ,
             **settings,

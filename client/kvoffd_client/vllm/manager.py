@@ -76,7 +76,7 @@ LEAST_COMPUTED_S = 0.02
 """A step of an engine is taken to last so long at least."""
 LATE_REPLIES = 3
 """Answers in a row that took longer than a prompt may wait, after which the next prompts do not wait at all."""
-ASK_SHARE = 0.02
+ASK_SHARE = 0.05
 """Part of the time of computing that a prompt waits for a shared store to say whether it has its blocks."""
 WAIT_PAUSE_S = 0.1
 """After an answer that did not come in time none is awaited for so long. A daemon that hangs costs a hundredth of the
