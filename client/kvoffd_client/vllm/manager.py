@@ -76,8 +76,9 @@ LEAST_COMPUTED_S = 0.02
 """A step of an engine is taken to last so long at least."""
 LATE_REPLIES = 3
 """Answers in a row that took longer than a prompt may wait, after which the next prompts do not wait at all."""
-ASK_SHARE = 0.05
-"""Part of the time of computing that a prompt waits for a shared store to say whether it has its blocks."""
+TRIAL_SHARE = 0.04
+"""Part of the time of computing that a prompt waits whatever is expected: a speed known from a few blocks, or on a busy
+machine, may be far off. A shared store has as long to say whether it has the blocks."""
 WAIT_PAUSE_S = 0.1
 """After an answer that did not come in time none is awaited for so long. A daemon that hangs costs a hundredth of the
 time, until it counts as not connected."""
@@ -400,9 +401,8 @@ class KvoffdManager(OffloadingManager):
 
     def _waits_for_tier(self, state: RequestState, answer: KeyedLookup) -> bool:
         """Whether a request waits for what its answer says is on its way: as long as that is expected to be up and
-        loaded sooner than it would be computed, and for no longer than computing takes, whatever is expected.
-
-        Then it loads what is up. It would be computed after all prompts that came before it.
+        loaded sooner than it would be computed, which it would be after all prompts that came before it. It waits for
+        TRIAL_SHARE of computing at least and for all of it at most, whatever is expected. Then it loads what is up.
         """
         now = self._clock()
         if now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
@@ -416,13 +416,11 @@ class KvoffdManager(OffloadingManager):
         if state.tier_wait_began is None:
             state.tier_wait_began = now
             state.tier_wait_until = min(state.tier_wait_until, now + min(self._disk_wait_s, computed_s))
-        if answer.ticket.asking and PENDING not in answer.coming.values():
-            # Of a new prompt a store mostly has nothing. What it has and is slow to say is worth a small part.
-            computed_s = max(LEAST_COMPUTED_S, ASK_SHARE * computed_s)
-            if now - state.tier_wait_began >= computed_s:
-                state.tier_wait_until = NEVER
         expected_s = max(0.0, answer.ticket.answered_at + answer.ticket.wait_s - now)
-        if now >= state.tier_wait_until or expected_s + loaded_s > computed_s:
+        if answer.ticket.asking and PENDING not in answer.coming.values():
+            expected_s = inf  # of a new prompt a store mostly has nothing
+        is_tried = now - state.tier_wait_began >= max(LEAST_COMPUTED_S, TRIAL_SHARE * computed_s)
+        if now >= state.tier_wait_until or (is_tried and expected_s + loaded_s > computed_s):
             state.tier_wait_until = NEVER
         return state.tier_wait_until != NEVER
 
