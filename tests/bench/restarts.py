@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,14 +28,12 @@ from typing import Self
 
 import numpy as np
 
-from kvoffd_client import AdminClient
 from tests.bench.report_file import ROOT, markdown_table, number, print_report, run_facts
 from tests.kit.daemon import DaemonProcess
-from tests.kit.engine import Completion, EngineProcess, wait_connected, wait_steady, wait_stored
+from tests.kit.engine import Completion, EngineProcess, wait_connected, wait_stored
+from tests.kit.filled_tiers import fill_tiers, wait_serving
 from tests.kit.model_double import BLOCK_TOKENS, DOUBLE, LAYER_BYTES, LAYERS, RATE, llama_8b
 from tests.kit.redis_server import RedisServer
-from tests.kit.waiting import wait_until
-from tests.kit.wire import Books
 
 ROWS = {
     "engine": "engine restarted, from the pool",
@@ -172,7 +170,7 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, rows: Sequence[str]) -> dict[str, Found]:
+    def run(self, rows: Set[str]) -> dict[str, Found]:
         """Have the prompts computed once, then measure each row."""
         found: dict[str, Found] = {}
         tiers, disk = {}, {"disk": f"{self._disk}={2 * self._pool_bytes}"}
@@ -184,11 +182,8 @@ class Bench:
                 tiers |= {"shared": store.url, "shared_write": "always"}
             with self._daemon(pool_file=str(self._memory / "pool"), **tiers) as first:
                 with self._engine(first, rate=None) as engine:
-                    wait_tiers(first.directory)
-                    engine.generate(self._prompts, max_tokens=2)
-                    wait_stored(first.directory, LOOKS)
-                    if tiers:
-                        wait_steady(first.directory, written_blocks, LOOKS)
+                    wait_serving(first.directory)
+                    fill_tiers(first.directory, engine, self._prompts, self._case.blocks)
                 if "engine" in rows:
                     found["engine"] = self._measure(first, memcpy_seconds, restarts=False)
                 if "daemon" in rows:
@@ -216,7 +211,7 @@ class Bench:
                     daemon.start()
                     wait_connected(daemon.directory, 1, CONNECT_S, lambda: engine.pids)
                 engine.forget()
-                wait_tiers(daemon.directory)
+                wait_serving(daemon.directory)
                 answers = engine.generate(self._prompts, max_tokens=1)
                 after_s = device(self._case.nbytes)
                 rounds.append(Found.of(answers, min(before_s, after_s)))
@@ -286,23 +281,6 @@ def written_pieces(descriptor: int) -> Iterator[int]:
         yield from range(-(-data // PIECE_BYTES) * PIECE_BYTES, hole - PIECE_BYTES + 1, PIECE_BYTES)
 
 
-def written_blocks(found: Books) -> int:
-    """How many blocks disks and stores were given; 0 while writes wait."""
-    tiers = [*found.said.disks, *found.said.shared]
-    return 0 if any(one.queued_writes for one in tiers) else sum(one.written_blocks for one in tiers)
-
-
-def wait_tiers(directory: Path) -> None:
-    """Until disks and stores serve."""
-    with AdminClient(directory) as admin:
-
-        def serve() -> bool:
-            stats = admin.stats()
-            return all(one.up for one in (*stats.disks, *stats.shared))
-
-        wait_until(serve)
-
-
 def memcpy_seconds(nbytes: int) -> float:
     """How long one thread takes to copy so many bytes."""
     size = min(nbytes, SAMPLE_BYTES)
@@ -359,18 +337,7 @@ def most_bytes(place: Path) -> int:
 
 
 def table(results: dict[Case, dict[str, Found]], rate: float) -> str:
-    header = [
-        "prompts",
-        "KiB a token",
-        "row",
-        "loaded in",
-        "loaded",
-        "first token",
-        "device",
-        "of device",
-        "computed in",
-    ]
-    rows = [header]
+    rows = [HEADER]
     for case, found in results.items():
         tokens = case.blocks * BLOCK_TOKENS
         for row, one in found.items():
@@ -417,7 +384,7 @@ def main() -> int:
             case = Case.within(limit, tokens, count)
             print(f"measuring: {count} of {tokens}", file=sys.stderr, flush=True)
             with Bench(case, given.place, given.rate, given.rounds) as bench:
-                results[case] = bench.run(rows)
+                results[case] = bench.run(frozenset(rows))
                 if bench.plain_gets_s:
                     plain.append(f"{count} of {tokens:,}: {number(bench.plain_gets_s)}")
     text = TEXT.format(rate=given.rate, rounds=given.rounds, block_tokens=BLOCK_TOKENS, most_gib=limit / 2**30)

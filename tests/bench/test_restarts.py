@@ -16,7 +16,7 @@ RATE = 500.0
 
 def test_a_row_says_how_much_was_loaded_and_how_long_the_device_takes() -> None:
     with Bench(CASE, Path("/var/tmp"), RATE, rounds=1) as bench:
-        found = bench.run(["engine"])
+        found = bench.run({"engine"})
     one = found["engine"]
     assert one.loaded == 2 * 1024
     assert 0 < one.device_s < one.loaded_s < one.first_token_s

@@ -8,7 +8,8 @@ import time
 from contextlib import suppress
 from typing import Self
 
-CHUNK_BYTES = 1 << 16
+LEAST_BYTES, MOST_BYTES, PIECE_S = 1 << 12, 1 << 16, 0.0005
+"""What is forwarded at once: what takes this long, so that a short answer does not wait for long ones."""
 MOST_AHEAD_S = 0.02
 """A link that was idle has caught up with this much of its time at most."""
 
@@ -82,13 +83,18 @@ class SlowLink:
 
     def _forward(self, source: socket.socket, target: socket.socket, slowly: bool) -> None:
         with suppress(OSError):  # an end is closed
-            while data := source.recv(CHUNK_BYTES):
+            while data := source.recv(self._piece_bytes if slowly else MOST_BYTES):
                 if slowly:
                     self._wait_turn(len(data))
                 target.sendall(data)
         for one in (source, target):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def _piece_bytes(self) -> int:
+        rate = self.bytes_per_second
+        return MOST_BYTES if rate is None else min(MOST_BYTES, max(LEAST_BYTES, int(rate * PIECE_S)))
 
     def _wait_turn(self, nbytes: int) -> None:
         """Return when so many bytes have passed the link."""

@@ -99,8 +99,13 @@ class EngineOfParts:
             time.sleep(EMPTY_STEP_S)
 
     def forget(self) -> None:
-        """Clear the engine's own prefix cache."""
-        assert self._scheduler.reset_prefix_cache()
+        """Clear the engine's own prefix cache, when stores have ended that read its blocks."""
+
+        def forgotten() -> bool:
+            self.step()
+            return bool(self._scheduler.reset_prefix_cache())
+
+        wait_until(forgotten)
 
     def _request(self, prompt: list[int], max_tokens: int) -> Request:
         self._number += 1
