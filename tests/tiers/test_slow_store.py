@@ -82,7 +82,7 @@ def test_blocks_come_one_by_one_however_slowly(
     assert node.results == [DONE] * BLOCKS
     if node.tier.name.startswith("redis"):  # from a bucket all these come at the same time
         assert node.ends[0][0] < 0.5 * node.ends[-1][0], "the first is served long before the last"
-    assert node.ends[-1][0] < 1.3 * seconds + 0.1
+    assert node.ends[-1][0] < 1.5 * seconds + 0.5
     assert (node.tier.breaker.opened, node.kinds) == (0, {})
 
 
