@@ -69,7 +69,7 @@ CONNECT_S = 60.0
 PIECE_BYTES, READERS = 2 << 20, 16
 """The disk's own time is taken with reads of this size by this many threads."""
 SAMPLE_BYTES = 1 << 30
-"""At most this much is copied or sent for the device's own time; the rest is taken to be as fast."""
+"""Most bytes that are copied or sent for the device's own time. A larger case is taken to be as fast."""
 MARGIN_BYTES = 64 << 20
 KEPT_BYTES = 2 << 30
 """Memory that a run leaves to others."""
@@ -247,7 +247,7 @@ class Bench:
         return self._random.choices(range(3, VOCABULARY), k=tokens)
 
     def _disk_seconds(self, nbytes: int) -> float:
-        """How long the disk takes to read as many bytes of what the daemon has written there."""
+        """Return how many seconds the disk takes to read this number of bytes that the daemon has written there."""
         file = max(self._disk.iterdir(), key=lambda one: one.stat().st_size)
         descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
         places = list(itertools.islice(written_pieces(descriptor), max(1, nbytes // PIECE_BYTES)))
@@ -282,7 +282,7 @@ def written_pieces(descriptor: int) -> Iterator[int]:
 
 
 def memcpy_seconds(nbytes: int) -> float:
-    """How long one thread takes to copy so many bytes."""
+    """Return how many seconds one thread takes to copy this number of bytes."""
     size = min(nbytes, SAMPLE_BYTES)
     source, target, taken = np.ones(size, np.uint8), np.ones(size, np.uint8), []
     for _ in range(3):
@@ -293,7 +293,7 @@ def memcpy_seconds(nbytes: int) -> float:
 
 
 def tcp_seconds(nbytes: int) -> float:
-    """How long another process takes to send so many bytes over loopback."""
+    """Return how many seconds another process takes to send this number of bytes over loopback."""
     pieces = max(1, min(nbytes, SAMPLE_BYTES) // PIECE_BYTES)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = subprocess.Popen([sys.executable, "-c", SEND, str(listener.getsockname()[1]), str(pieces)])
@@ -305,7 +305,7 @@ def tcp_seconds(nbytes: int) -> float:
 
 
 def redis_seconds(store: RedisServer, case: Case) -> float:
-    """How long the store takes to answer GETs of so many blocks, sent ahead over one connection."""
+    """Return how many seconds the store takes to answer GETs of all blocks, sent ahead over one connection."""
     count = max(1, min(case.nbytes, SAMPLE_BYTES) // case.block_bytes)
     with socket.create_connection(("127.0.0.1", store.port)) as connection:
         size = case.block_bytes
@@ -317,7 +317,7 @@ def redis_seconds(store: RedisServer, case: Case) -> float:
 
 
 def receive(connection: socket.socket, nbytes: int) -> float:
-    """Receive so many bytes; return how many seconds it takes."""
+    """Receive this number of bytes; return how many seconds it takes."""
     buffer, began = memoryview(bytearray(PIECE_BYTES)), time.perf_counter()
     while nbytes:
         count = connection.recv_into(buffer[: min(nbytes, PIECE_BYTES)])
@@ -327,7 +327,7 @@ def receive(connection: socket.socket, nbytes: int) -> float:
 
 
 def most_bytes(place: Path) -> int:
-    """How many bytes of prompts this machine has memory and disk for.
+    """Return how many bytes of prompts this machine has memory and disk for.
 
     Engine, pool and store have all of them at once; the store wastes up to a quarter, and the disk has twice as much.
     """

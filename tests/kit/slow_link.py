@@ -97,7 +97,7 @@ class SlowLink:
         return MOST_BYTES if rate is None else min(MOST_BYTES, max(LEAST_BYTES, int(rate * PIECE_S)))
 
     def _wait_turn(self, nbytes: int) -> None:
-        """Return when so many bytes have passed the link."""
+        """Return when this number of bytes has passed the link."""
         if self.hangs:
             self._resumed.wait()
         with self._lock:

@@ -31,7 +31,7 @@ DEADLINE_S = 100.0
 
 
 class EngineOfParts:
-    """An engine of so many blocks, whose connector has its defaults; one at a time in a process.
+    """An engine whose connector has its defaults; one at a time in a process.
 
     Args:
         model: a model's directory, of which only the configuration is read.

@@ -1,4 +1,4 @@
-"""Long prompts come back whole from disks and other nodes, and nobody waits in vain; with the connector's defaults.
+"""Long prompts come back whole from disks and other nodes, and none waits for nothing; by the connector's defaults.
 
 Most tests run with a model that computes nothing and takes a stated time (``light``), so that what loading and
 computing cost does not depend on the machine. Nightly they run with a model that computes (``demo``).
@@ -63,9 +63,9 @@ class Model:
 
     @contextmanager
     def engine(self, daemon: DaemonProcess, rate: float | None, tokens: int = MOST_TOKENS) -> Iterator[EngineProcess]:
-        """An engine whose connector has its defaults, with a cache of so many tokens; warm if it has a ``rate``.
+        """An engine whose connector has its defaults, and whose cache holds ``tokens`` and one prompt more.
 
-        The light model computes so many tokens a second, at once where there is no rate.
+        The light model computes ``rate`` tokens a second. Without one it takes no time, and nothing warms it up.
         """
         settings: dict[str, Any] = {}
         environ = {"PYTHONHASHSEED": "0"}
@@ -238,7 +238,7 @@ def test_many_prompts_at_once_read_each_block_once(model: Model, disk: Path) -> 
 # --- the pool --------------------------------------------------------------------------------------
 
 
-def test_loads_at_once_that_are_faster_than_computing_go_on(model: Model) -> None:
+def test_loads_at_once_that_are_faster_than_computing_are_not_paused(model: Model) -> None:
     """A load waits for those before it, which says nothing of how long it takes itself."""
     prompts = [model.new_prompt(1001) for _ in range(40)]
     with DaemonProcess("1GiB") as daemon, model.engine(daemon, 40_000, tokens=40 * 1024) as engine:
