@@ -47,7 +47,14 @@ class SlowLink:
     def hang_after(self, nbytes: int) -> None:
         """Forward nothing more once this much has been forwarded from now on, and keep all connections open."""
         with self._lock:
+            self._resumed.clear()
             self._hangs_at = self.answered_bytes + nbytes
+
+    def resume(self) -> None:
+        """End the hang."""
+        with self._lock:
+            self._hangs_at = None
+            self._resumed.set()
 
     @property
     def hangs(self) -> bool:

@@ -292,7 +292,7 @@ class KvoffdManager(OffloadingManager):
         if state.pending is None and state.waits_for_tier:
             self._rest()
         if state.pending is not None and not state.pending.ticket.done:
-            self._wait_for_answer(state, state.pending, request.num_tokens - computed_tokens)
+            self._wait_for_answer(state, state.pending, self._computed_s(request, request.num_tokens - computed_tokens))
         came = state.pending
         if came is not None and came.ticket.done:
             state.pending = None
@@ -336,10 +336,10 @@ class KvoffdManager(OffloadingManager):
             self._sleep(min(self._wait_left_s, MIN_RETRY_PAUSE_S))
             self._wait_left_s -= MIN_RETRY_PAUSE_S
 
-    def _wait_for_answer(self, state: RequestState, pending: KeyedLookup, missing_tokens: int) -> None:
+    def _wait_for_answer(self, state: RequestState, pending: KeyedLookup, computed_s: float) -> None:
         """Wait for an answer where all that is known of a request is that it is due; give it up when it is late.
 
-        ``missing_tokens`` are computed if nothing is loaded.
+        ``computed_s``: it would be computed by then if nothing were loaded.
         """
         ticket, now = pending.ticket, self._clock()
         is_first = state.answer is None and not pending.given_up and now >= self._no_wait_before
@@ -354,7 +354,7 @@ class KvoffdManager(OffloadingManager):
         else:
             self.namespace.client.poll()
         if not ticket.done and not pending.given_up:
-            until = pending.sent_at + self._allowed_s(missing_tokens)
+            until = pending.sent_at + self._allowed_s(computed_s)
             if state.waits_for_tier:  # the blocks may come all the same
                 until = max(until, state.tier_wait_until)
             if now >= until:
@@ -369,14 +369,17 @@ class KvoffdManager(OffloadingManager):
         rate = self.harm.prefill.tokens_per_second
         return rate or self.namespace.client.reported_prefill_rate or self._assumed_rate
 
-    def _allowed_s(self, tokens: int) -> float:
-        """How long an answer is waited for, from the sending of its lookup, where so many tokens are missing.
+    def _computed_s(self, request: Request, tokens: int) -> float:
+        """How long it takes until this many tokens of a request are computed, after the prompts that came before it."""
+        before = self._tokens_before_each().get(request.request_id, 0)
+        return max(LEAST_COMPUTED_S, (before + tokens) / self._expected_rate)
 
-        No longer than it takes to compute them; and not at all where the daemon's last answers all took longer.
-        """
+    def _allowed_s(self, computed_s: float) -> float:
+        """How long an answer is waited for, from the sending of its lookup: no longer than computing takes, and not at
+        all where the daemon's last answers all took longer."""
         if not self._do_no_harm:
             return self._deadline_s
-        allowed_s = min(self._deadline_s, max(LEAST_COMPUTED_S, tokens / self._expected_rate))
+        allowed_s = min(self._deadline_s, computed_s)
         late = len(self._replies_s) == LATE_REPLIES and min(self._replies_s) > allowed_s
         return 0.0 if late else allowed_s
 
@@ -410,8 +413,7 @@ class KvoffdManager(OffloadingManager):
         computed_s, loaded_s = inf, 0.0
         if self._do_no_harm:
             tokens, (_, load_rate) = self._most_tokens(answer.coming), self.harm.rates
-            before = self._tokens_before_each().get(state.request.request_id, 0)
-            computed_s = max(LEAST_COMPUTED_S, (before + tokens) / self._expected_rate)
+            computed_s = self._computed_s(state.request, tokens)
             loaded_s = tokens / load_rate if load_rate else 0.0
         if state.tier_wait_began is None:
             state.tier_wait_began = now
