@@ -92,8 +92,8 @@ class Transfer:
 
     @property
     def copy_s(self) -> float:
-        """Seconds from the beginning of its copy to its end; 0.0 where it has not begun."""
-        return self.ended_at - self.began_at if self.began_at else 0.0
+        """Seconds from the beginning of its copy to its end; 0.0 where it has not begun, or does not end."""
+        return self.ended_at - self.began_at if self.began_at and self.ended_at else 0.0
 
     def must_end(self, outcome: Outcome) -> None:
         """Have the copy return soon, which ``on_done`` tells; the first reason counts. From any thread."""

@@ -459,6 +459,7 @@ def test_an_overdue_copy_is_reported_once(harness: Harness, direction: Direction
         harness.now += OVERDUE_GRACE_S
         harness.engine.tick()
     assert (overdue, job.ends) == ([job.transfer], [])
+    assert job.transfer.copy_s == 0.0, "a store is answered by now, and of its copy's time nothing is known"
     harness.release()
     assert job.outcome() is Outcome.DEADLINE
     wait_until(lambda: harness.engine.stats(direction)[:2] == (0, 0))
