@@ -36,9 +36,7 @@ def store(model: Path) -> Iterator[RedisServer]:
 
 def test_eight_prompts_at_once_come_whole_from_a_slow_store(model: Path, store: RedisServer) -> None:
     """2 s to load, 8 s to compute."""
-    # On a busy machine an answer may wait for a core.
-    settings = {"shared_ask_deadline": "1s"}
-    with SlowLink(store.port, BYTES_PER_SECOND) as link, DaemonProcess("128MiB", shared=link.url, **settings) as daemon:
+    with SlowLink(store.port, BYTES_PER_SECOND) as link, DaemonProcess("128MiB", shared=link.url) as daemon:
         with EngineOfParts(model, daemon.directory, BLOCKS, RATE) as engine:
             engine.wait_connected(daemon.directory)
             for each in WARM_UP:
