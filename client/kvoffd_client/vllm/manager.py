@@ -78,7 +78,9 @@ LATE_REPLIES = 3
 """Answers in a row that took longer than a prompt may wait, after which the next prompts do not wait at all."""
 TRIAL_SHARE = 0.04
 """Part of the time of computing that a prompt waits whatever is expected: a speed known from a few blocks, or on a busy
-machine, may be far off. A shared store has as long to say whether it has the blocks."""
+machine, may be far off."""
+ASK_SHARE, MOST_ASK_S = 0.1, 0.1
+"""Part of that time, and the most, that it waits for a shared store to say whether it has the blocks."""
 WAIT_PAUSE_S = 0.1
 """After an answer that did not come in time none is awaited for so long. A daemon that hangs costs a hundredth of the
 time, until it counts as not connected."""
@@ -419,9 +421,11 @@ class KvoffdManager(OffloadingManager):
             state.tier_wait_began = now
             state.tier_wait_until = min(state.tier_wait_until, now + min(self._disk_wait_s, computed_s))
         expected_s = max(0.0, answer.ticket.answered_at + answer.ticket.wait_s - now)
+        trial_s = max(LEAST_COMPUTED_S, TRIAL_SHARE * computed_s)
         if answer.ticket.asking and PENDING not in answer.coming.values():
             expected_s = inf  # of a new prompt a store mostly has nothing
-        is_tried = now - state.tier_wait_began >= max(LEAST_COMPUTED_S, TRIAL_SHARE * computed_s)
+            trial_s = max(trial_s, min(MOST_ASK_S, ASK_SHARE * computed_s))
+        is_tried = now - state.tier_wait_began >= trial_s
         if now >= state.tier_wait_until or (is_tried and expected_s + loaded_s > computed_s):
             state.tier_wait_until = NEVER
         return state.tier_wait_until != NEVER
