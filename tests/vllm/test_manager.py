@@ -246,7 +246,7 @@ def test_prompts_that_came_before_would_be_computed_before() -> None:
         assert harness.results(context) == [PENDING] * 3
 
 
-@pytest.mark.parametrize(("rate", "waits_s"), [(1000.0, 0.12), (100_000.0, 0.02)])
+@pytest.mark.parametrize(("rate", "waits_s"), [(1000.0, 0.25), (100_000.0, 0.02)])
 def test_a_store_that_does_not_say_what_it_has_is_waited_for_briefly(rate: float, waits_s: float) -> None:
     """A small part of what computing takes: of a new prompt it mostly has nothing."""
     harness = DiskHarness(rate=rate)

@@ -79,7 +79,7 @@ LATE_REPLIES = 3
 TRIAL_SHARE = 0.04
 """Part of the time of computing that a prompt waits whatever is expected: a speed known from a few blocks, or on a busy
 machine, may be far off."""
-ASK_SHARE, MOST_ASK_S = 0.1, 0.1
+ASK_SHARE, MOST_ASK_S = 0.1, 0.25
 """Part of that time, and the most, that it waits for a shared store to say whether it has the blocks."""
 WAIT_PAUSE_S = 0.1
 """After an answer that did not come in time none is awaited for so long. A daemon that hangs costs a hundredth of the
