@@ -25,7 +25,7 @@ from tests.kit.waiting import wait_until
 class FakeDisk:
     """As much of a DiskTier as Tiers uses."""
 
-    open_seconds, found_blocks, lifetime_bytes, direct, removed = 0.0, 0, 0, True, False
+    open_seconds, found_blocks, lifetime_bytes, lifetime_written_bytes, direct, removed = 0.0, 0, 0, 0, True, False
 
     def __init__(self, hangs: bool = False, generation: int = 0) -> None:
         self.hangs, self.generation = hangs, generation
