@@ -118,7 +118,7 @@ def choice(*choices: str) -> Kind:
 
 def _write_mode(value: object) -> str:
     if isinstance(value, str) and value.strip().lower() in ("reuse", "evict"):
-        raise ValueError(f"{quoted(value)} is gone; choose auto, which is the default, or leave the setting out")
+        raise ValueError(f"{quoted(value)} is gone; auto, the default, takes its place")
     return str(WRITE_MODES.parse(value))
 
 

@@ -268,7 +268,7 @@ class Level:
             self._failed(fill, OVERDUE)
             self._cache.drop_unfinished(fill.ticket, MissReason.TIER_LATE)
         self.pump()
-        self.writer.tick(self.promoted_bytes)
+        self.writer.tick()
 
     def _next_batch(self, most: int) -> list[Fill]:
         """The next fills of one group, as many as may be under way now, out of the queue."""

@@ -28,6 +28,8 @@ the day's bytes are spent; the tier is full, and little of its kind comes back."
 
 MAX_WRITING_BYTES = 16 * 2**20
 """Bound on the bytes that are being written, besides a sixteenth of the pool."""
+MAX_WAITING = 1 << 17
+"""Blocks that wait to be written, of those that were stored; later ones wait once they are next to be evicted."""
 MAX_LOOKED_AT = 512
 """Blocks that wait, or that a lookup found, that are looked at in one go."""
 MAX_BEGUN = 64
@@ -37,9 +39,10 @@ COLD_PART = 8
 MAX_COLD_BLOCKS = 1024
 """Bound on these blocks in one tick."""
 DAY_S = 86_400.0
-LEAST_CHANCE, LEAST_OF_MEAN = 0.1, 0.5
-"""A full tier is written what comes back with at least this chance while the tier would keep it, or with this part of
-the mean chance of late, if that is lower."""
+PRICED_PART = 64
+"""A price counts in full once blocks were judged that are much more than this part of the tier."""
+REMEMBERED = 4
+"""Prices are of the time in which this many times the bytes of the tier were asked for."""
 SAVED_SHARE = 1 / 8
 """Share of a day's bytes that may be saved up and written at once."""
 NOTED_AHEAD_SHARE = 1 / 8
@@ -151,6 +154,39 @@ def writes_of(cache: Cache, group: Group, space: Space, blocks: BlockIds) -> lis
     ]
 
 
+class Price:
+    """The least chance to come back for which a block is worth its place in a full tier.
+
+    A block stays there for a lifetime, until as many bytes are written as the tier has. One write more takes a part of
+    their lifetimes from all that are there, and with it some of their hits. So a block is worth it if its own chance is
+    higher than what the others lose: by p(T) of the policy, the chance within a lifetime T, that is the mean of T p'(T)
+    of what is written, here twice the part of p(T) that comes in the second half.
+    """
+
+    def __init__(self) -> None:
+        self._accessed = self._written = self._judged = self._lost = 0.0
+
+    def note(self, accessed_bytes: int, written_bytes: int, tier_bytes: int) -> None:
+        """Note what was asked for and written since the last call, and the size of the tier."""
+        self._accessed += accessed_bytes
+        self._written += written_bytes
+        if self._accessed > REMEMBERED * tier_bytes:
+            self._accessed, self._written = self._accessed / 2, self._written / 2
+            self._judged, self._lost = self._judged / 2, self._lost / 2
+
+    def lifetime(self, tier_bytes: int) -> int:
+        """Bytes that are asked for while a block stays: the less is written of them, the more."""
+        return int(tier_bytes * max(1.0, self._accessed / max(1.0, self._written)))
+
+    def judged(self, chances: npt.NDArray[np.float64], of_half: npt.NDArray[np.float64], nbytes: int) -> None:
+        """Note blocks of this size that are to be written: their chances within a lifetime, and within half of it."""
+        self._judged += nbytes * len(chances)
+        self._lost += nbytes * 2 * float((chances - of_half).sum())
+
+    def now(self, tier_bytes: int) -> float:
+        return self._lost / (self._judged + tier_bytes / PRICED_PART)
+
+
 class _Left(NamedTuple):
     """Blocks that left the pool since the last tick."""
 
@@ -213,10 +249,9 @@ class Writer:
         """Blocks that left the pool and that no tier has, by reason."""
         self._judges = False
         """Whether the tiers were full at the last tick, and blocks must be likely to come back."""
-        self._least_chance = 0.0
-        self._read_bytes = self._offered_bytes = 0.0
-        """Of late: what was read, and what was written or judged unlikely."""
-        self._read_before = 0
+        self._price = Price()
+        self._before = cache.policy.accessed_bytes, 0
+        """Bytes that were asked for, and written, up to the last tick."""
 
     @property
     def _available(self) -> bool:
@@ -227,7 +262,7 @@ class Writer:
         return len(self.waiting)
 
     def stored(self, blocks: BlockIds) -> None:
-        if self.mode is not WriteMode.NEVER and not self._judges:
+        if self.mode is not WriteMode.NEVER and not self._judges and len(self.waiting) < MAX_WAITING:
             self._wait(blocks)
 
     def used(self, group: Group, blocks: BlockIds) -> None:
@@ -252,10 +287,10 @@ class Writer:
         self.mode = WriteMode.NEVER
         self.waiting.clear()
 
-    def tick(self, read_bytes: int) -> None:
-        """Look at the cold end, and continue. ``read_bytes``: what was read from the tiers so far."""
+    def tick(self) -> None:
+        """Look at the cold end, and continue."""
         self._count_left()
-        self._judge(read_bytes)
+        self._note_traffic()
         self._passed.clear()
         if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < self._cold_bytes:
             self._look_at_cold_end()
@@ -267,9 +302,7 @@ class Writer:
         """Count what left the pool and is in no tier."""
         left, self._left = self._left, []
         for group, keys, reasons in left:
-            found = Counter(compress(reasons, self._wanted(group, keys)))
-            self.not_written += found
-            self._offered_bytes += found[UNLIKELY] * sum(group.lengths)
+            self.not_written += Counter(compress(reasons, self._wanted(group, keys)))
 
     def _look_at_cold_end(self) -> None:
         left, left_bytes = MAX_COLD_BLOCKS, self._cold_bytes
@@ -288,9 +321,13 @@ class Writer:
         """Which of the blocks are to be written, all while a tier has space; note why the others are not."""
         if not self._judges or not keys:
             return np.ones(len(keys), np.bool_)
-        chances = self._cache.policy.chance(group, b"".join(keys), self._lifetime_bytes)
-        passed = chances < max(self._least_chance, 1 - self.budget.left_share)
-        reasons = [UNLIKELY if chance < self._least_chance else BUDGET for chance in chances[passed].tolist()]
+        chance, tier_bytes, packed_keys = self._cache.policy.chance, self._lifetime_bytes, b"".join(keys)
+        lifetime, price = self._price.lifetime(tier_bytes), self._price.now(tier_bytes)
+        chances = chance(group, packed_keys, lifetime)
+        passed = chances < max(price, 1 - self.budget.left_share)
+        of_half = chance(group, packed_keys, lifetime // 2)
+        self._price.judged(chances[~passed], of_half[~passed], sum(group.lengths))
+        reasons = [UNLIKELY if chance < price else BUDGET for chance in chances[passed].tolist()]
         noted = zip(blocks[passed].tolist(), self._generations[blocks[passed]].tolist(), reasons, strict=True)
         self._passed |= {block: (generation, reason) for block, generation, reason in noted}
         return ~passed
@@ -405,27 +442,23 @@ class Writer:
         each = [tier.lifetime_bytes for tier in self._tiers]
         return sum(each) if all(each) else 0
 
-    def _judge(self, read_bytes: int) -> None:
-        """See whether the tiers are full, and how often what was offered was read: where little is, a lower chance is
-        enough."""
-        full = bool(self._lifetime_bytes) and self.mode is WriteMode.AUTO
+    def _note_traffic(self) -> None:
+        """See whether the tiers are full, and how much is asked for and written."""
+        tier_bytes = self._lifetime_bytes
+        full = tier_bytes > 0 and self.mode is WriteMode.AUTO
         if full and not self._judges:
             self.waiting.clear()  # they wait again when they are next to be evicted
         self._judges = full
-        self._read_bytes += read_bytes - self._read_before
-        self._read_before = read_bytes
-        if self._offered_bytes > self._lifetime_bytes > 0:
-            self._read_bytes /= 2
-            self._offered_bytes /= 2
-        mean = self._read_bytes / max(1.0, self._offered_bytes)
-        self._least_chance = min(LEAST_CHANCE, LEAST_OF_MEAN * mean)
+        accessed, written = self._cache.policy.accessed_bytes, self.written_bytes
+        if full:
+            self._price.note(accessed - self._before[0], written - self._before[1], tier_bytes)
+        self._before = accessed, written
 
     def _on_end(self, write: Write, result: Result) -> None:
         nbytes = write.copy.space.nbytes
         if result is Result.DONE:
             self.written_blocks += 1
             self.written_bytes += nbytes
-            self._offered_bytes += nbytes
         elif result is Result.PRESENT:
             self.budget.give_back(nbytes)
             self._trickle_left += nbytes

@@ -8,7 +8,7 @@ import pytest
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, UNLIKELY, WriteBudget
+from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, UNLIKELY, Price, WriteBudget
 from kvoffd_proto.messages import BENCH_LABEL, READY
 from tests.kit.clock import Clock
 from tests.kit.slot_cache import UNIT, keys_of
@@ -111,33 +111,31 @@ def test_while_others_read_only_a_trickle_is_written() -> None:
 
 
 def full_rig(
-    monkeypatch: pytest.MonkeyPatch, mode: WriteMode, chances: dict[int, float], reads: int = 1, per_day_bytes: int = 0
+    monkeypatch: pytest.MonkeyPatch, mode: WriteMode, chances: dict[int, float], price: float, per_day_bytes: int = 0
 ) -> tuple[TieringHarness, Namespace]:
-    """Over a tier of four blocks, which has evicted one and was read; its policy knows some chances to come back."""
+    """Over a full tier of four blocks. The policy knows some chances to come back soon, and 0.11 of all others.
+    ``price``: the least chance that is worth a write."""
     rig = TieringHarness(settings=TieringSettings(mode, per_day_bytes), regions=8, tier_blocks=4)
     space = rig.open()
     for number in range(100, 105):
         rig.put_in_tier(space, keys_of(number))
     assert rig.tier.lifetime_bytes == 4 * UNIT
-    for _ in range(reads):
-        rig.states(space, keys_of(104))
-        rig.finish_promotions()
-        rig.evict(space, keys_of(104))
     rig.tiering.tick()
     rig.writer.not_written.clear()
+    rig.writer._price.judged(np.full(1000, price), np.full(1000, price / 2), UNIT)
     known = {keys_of(number): chance for number, chance in chances.items()}
 
     def chance(group: Group, keys: bytes, within_bytes: int) -> np.ndarray:
-        assert within_bytes == rig.tier.lifetime_bytes
+        assert within_bytes in (rig.tier.lifetime_bytes, rig.tier.lifetime_bytes // 2)
         return np.array([known.get(key, 0.11) for key in group.namespace.split(group.index, keys)])
 
-    if known:
+    if chances:
         monkeypatch.setattr(rig.cache.policy, "chance", chance)
     return rig, space
 
 
 def test_a_full_tier_gets_nothing_that_hardly_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.09})
+    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.09}, price=0.1)
     rig.put(space, keys_of(*range(30)))
     for _ in range(3):
         go_on(rig)
@@ -149,30 +147,37 @@ def test_a_full_tier_gets_nothing_that_hardly_comes_back(monkeypatch: pytest.Mon
     rig.check()
 
 
-def test_less_is_asked_of_a_block_where_little_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {121: 0.03, 122: 0.02})
-    for first in range(0, 48, 16):  # one read for about thirty writes
-        rig.put(space, keys_of(*range(200 + first, 216 + first)))
-        go_on(rig)
-    rig.put(space, keys_of(121, 122))
-    for first in range(0, 48, 16):
-        rig.put(space, keys_of(*range(300 + first, 316 + first)))
-        go_on(rig)
-    assert rig.writer.not_written[UNLIKELY] == 1, "the half of what is read is more than 0.02"
-
-
 @pytest.mark.parametrize(
-    ("mode", "chances", "reads"),
-    [(WriteMode.ALWAYS, {1: 0.0, 2: 0.0}, 1), (WriteMode.AUTO, {}, 1), (WriteMode.AUTO, {1: 0.0, 2: 0.0}, 0)],
-    ids=["all is wanted", "the policy does not know", "nothing was read so far"],
+    ("mode", "chances"), [(WriteMode.ALWAYS, {1: 0.0, 2: 0.0}), (WriteMode.AUTO, {})], ids=["all is wanted", "unknown"]
 )
-def test_what_cannot_be_judged_is_written(
-    mode: WriteMode, chances: dict[int, float], reads: int, monkeypatch: pytest.MonkeyPatch
+def test_what_is_not_judged_is_written(
+    mode: WriteMode, chances: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, space = full_rig(monkeypatch, mode, chances, reads)
+    rig, space = full_rig(monkeypatch, mode, chances, price=0.5)
     rig.put(space, keys_of(*range(10, 38), 1, 2))
     go_on(rig)
     assert rig.in_tier(space, keys_of(1, 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("of_half", "price"), [(0.3, 0.0), (0.15, 0.3), (0.2, 0.2)], ids=["at once", "at any time", "mostly at once"]
+)
+def test_a_block_is_worth_what_others_lose_for_it(of_half: float, price: float) -> None:
+    """What comes back at once loses nothing when it stays shorter; what comes back at any time as much as its part."""
+    judge = Price()
+    judge.judged(np.full(100, 0.3), np.full(100, of_half), 4096)
+    assert judge.now(4096) == pytest.approx(price, rel=0.001)
+
+
+def test_a_price_is_forgotten_while_nothing_is_worth_it() -> None:
+    tier_bytes, judge = 64 * UNIT, Price()
+    judge.judged(np.full(100, 0.9), np.zeros(100), UNIT)
+    judge.note(tier_bytes, tier_bytes, tier_bytes)
+    before = judge.lifetime(tier_bytes)
+    for _ in range(100):
+        judge.note(tier_bytes, 0, tier_bytes)
+    assert judge.now(tier_bytes) < 0.01
+    assert judge.lifetime(tier_bytes) > 2 * before == 2 * tier_bytes
 
 
 def test_blocks_without_a_checksum_are_not_written() -> None:
@@ -215,7 +220,7 @@ def test_the_first_filling_is_not_counted() -> None:
 
 
 def test_a_full_tier_is_written_only_the_likeliest_when_little_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.9, 28: 0.4}, per_day_bytes=32 * UNIT)
+    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.9, 28: 0.4}, price=0.1, per_day_bytes=32 * UNIT)
     rig.writer.budget.take(2 * UNIT)
     rig.put(space, keys_of(*range(30)))
     go_on(rig)
