@@ -1311,10 +1311,14 @@ uint64_t kvoffd_learned_candidates(struct learned *l, double below, uint32_t *ha
 /* The chance that a key of a span comes back while `within` bytes more are accessed. */
 static double chance(const struct learned *l, const struct span *s, uint64_t within)
 {
-    double left = 1, until = (double)(l->known.now - s->since) + within;
+    const double *edges = l->counts.edges;
+    double left = 1, age = (double)(l->known.now - s->since), until = age + within;
 
-    for (int bin = age_bin(l, s->since); bin < BINS && l->counts.edges[bin] < until; bin++)
-        left *= 1 - l->counts.hazard[s->kind][bin];
+    for (int bin = bin_of(l, age); bin < BINS && edges[bin] < until; bin++) {
+        double end = bin + 1 < BINS ? edges[bin + 1] : 2 * edges[bin];
+        double part = (fmin(until, end) - fmin(fmax(age, edges[bin]), end)) / (end - edges[bin]);
+        left *= pow(1 - l->counts.hazard[s->kind][bin], part);
+    }
     return 1 - left;
 }
 

@@ -88,7 +88,7 @@ class SimulatedDisk:
 
     Args:
         block_bytes: of the cache's blocks.
-        per_day_blocks: bound on writing, once the disk was filled; 0 for none.
+        per_day_blocks: bound on writing once the disk was filled; 0 for none.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class SimulatedDisk:
         cache: Cache,
         events: CacheListener,
         clock: Callable[[], float],
-        blocks: int,
         block_bytes: int,
+        blocks: int,
         mode: WriteMode,
         per_day_blocks: int,
     ) -> None:
@@ -135,12 +135,13 @@ class SimulatedDisk:
         self.settle()
 
     @property
-    def is_full(self) -> bool:
-        return bool(self.tier.lifetime_bytes)
+    def promoted(self) -> int:
+        """Blocks that came up."""
+        return self._tiering.disks.promoted_blocks
 
     @property
-    def not_written(self) -> dict[str, int]:
-        return dict(self._tiering.disks.writer.not_written)
+    def written(self) -> int:
+        return self._tiering.disks.writer.written_blocks
 
     def close(self) -> None:
         self.tier.close(0.0)

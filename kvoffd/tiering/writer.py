@@ -39,10 +39,16 @@ COLD_PART = 8
 MAX_COLD_BLOCKS = 1024
 """Bound on these blocks in one tick."""
 DAY_S = 86_400.0
-PRICED_PART = 64
-"""A price counts in full once blocks were judged that are much more than this part of the tier."""
-REMEMBERED = 4
-"""Prices are of the time in which this many times the bytes of the tier were asked for."""
+STAYS = 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0
+"""How long what is written may stay on a full tier, in times of how long it would if all were written."""
+WORTH = 0.99
+"""The fewest writes are chosen with at least this part of the most hits."""
+OF_MEAN = 0.9
+"""A block must also have this part of their mean chance: a write that brings less is not worth the wear."""
+SAMPLE = 2048
+"""Blocks by which that is chosen, the latest ones."""
+WATCHED = 4
+"""Chances are believed for a time if the policy has watched this many times as long."""
 SAVED_SHARE = 1 / 8
 """Share of a day's bytes that may be saved up and written at once."""
 NOTED_AHEAD_SHARE = 1 / 8
@@ -154,37 +160,55 @@ def writes_of(cache: Cache, group: Group, space: Space, blocks: BlockIds) -> lis
     ]
 
 
-class Price:
-    """The least chance to come back for which a block is worth its place in a full tier.
+class Selection:
+    """Which part of what leaves the pool is worth a write to a full tier: the likeliest to come back.
 
-    A block stays there for a lifetime, until as many bytes are written as the tier has. One write more takes a part of
-    their lifetimes from all that are there, and with it some of their hits. So a block is worth it if its own chance is
-    higher than what the others lose: by p(T) of the policy, the chance within a lifetime T, that is the mean of T p'(T)
-    of what is written, here twice the part of p(T) that comes in the second half.
+    The less is written, the longer it stays, and the more of it is asked for meanwhile. So the chances of the latest
+    blocks are taken for each of ``STAYS``, and the hits added up of as large a part of them, the likeliest, as can stay
+    as long.
     """
 
     def __init__(self) -> None:
-        self._accessed = self._written = self._judged = self._lost = 0.0
+        self._chances = np.empty((0, len(STAYS)))
+        self._unseen = 0
+        """Of these chances, those since the last choice."""
+        self._accessed = self._offered = 0.0
+        """Bytes of late: what was asked for, and what left the pool for the tier or was left out."""
+        self._stay = 0
+        self._least = 0.0
 
-    def note(self, accessed_bytes: int, written_bytes: int, tier_bytes: int) -> None:
-        """Note what was asked for and written since the last call, and the size of the tier."""
+    def note_traffic(self, accessed_bytes: int, tier_bytes: int) -> None:
+        """Note what was asked for since the last call."""
         self._accessed += accessed_bytes
-        self._written += written_bytes
-        if self._accessed > REMEMBERED * tier_bytes:
-            self._accessed, self._written = self._accessed / 2, self._written / 2
-            self._judged, self._lost = self._judged / 2, self._lost / 2
+        if self._accessed > WATCHED * tier_bytes:
+            self._accessed, self._offered = self._accessed / 2, self._offered / 2
 
-    def lifetime(self, tier_bytes: int) -> int:
-        """Bytes that are asked for while a block stays: the less is written of them, the more."""
-        return int(tier_bytes * max(1.0, self._accessed / max(1.0, self._written)))
+    def lifetimes(self, tier_bytes: int) -> list[int]:
+        """For each of ``STAYS``, the bytes that are asked for while a block stays."""
+        each = tier_bytes * max(1.0, self._accessed / max(1.0, self._offered))
+        return [int(each * stay) for stay in STAYS]
 
-    def judged(self, chances: npt.NDArray[np.float64], of_half: npt.NDArray[np.float64], nbytes: int) -> None:
-        """Note blocks of this size that are to be written: their chances within a lifetime, and within half of it."""
-        self._judged += nbytes * len(chances)
-        self._lost += nbytes * 2 * float((chances - of_half).sum())
+    def note(self, chances: npt.NDArray[np.float64], nbytes: int, believed: int) -> None:
+        """Note blocks of this size that are next to be evicted: their chances to come back within ``lifetimes``, of
+        which the first ones are ``believed``."""
+        self._offered += nbytes * len(chances)
+        self._chances = np.concatenate([self._chances, chances])[-SAMPLE:]
+        self._unseen += len(chances)
+        if 16 * self._unseen >= len(self._chances):
+            self._choose(max(1, believed))
 
-    def now(self, tier_bytes: int) -> float:
-        return self._lost / (self._judged + tier_bytes / PRICED_PART)
+    def _choose(self, believed: int) -> None:
+        self._unseen = 0
+        ordered = np.sort(self._chances[:, :believed], axis=0)[::-1]
+        parts = [max(1, int(len(ordered) / stay)) for stay in STAYS[:believed]]
+        hits = [float(ordered[:part, at].sum()) for at, part in enumerate(parts)]
+        self._stay = max(at for at, some in enumerate(hits) if some >= WORTH * max(hits))
+        chances = ordered[:, self._stay]
+        self._least = max(float(chances[parts[self._stay] - 1]), OF_MEAN * float(chances.mean()))
+
+    def deciding(self, chances: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], float]:
+        """The chances of blocks that decide, and the least one that is enough."""
+        return chances[:, self._stay], self._least
 
 
 class _Left(NamedTuple):
@@ -249,9 +273,9 @@ class Writer:
         """Blocks that left the pool and that no tier has, by reason."""
         self._judges = False
         """Whether the tiers were full at the last tick, and blocks must be likely to come back."""
-        self._price = Price()
-        self._before = cache.policy.accessed_bytes, 0
-        """Bytes that were asked for, and written, up to the last tick."""
+        self._selection = Selection()
+        self._accessed_before = cache.policy.accessed_bytes
+        """Bytes that were asked for up to the last tick."""
 
     @property
     def _available(self) -> bool:
@@ -291,9 +315,9 @@ class Writer:
         """Look at the cold end, and continue."""
         self._count_left()
         self._note_traffic()
-        self._passed.clear()
+        before, self._passed = self._passed, {}
         if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < self._cold_bytes:
-            self._look_at_cold_end()
+            self._look_at_cold_end(before)
         self._trickle_left = self._trickle_bytes
         self._refused_above = inf  # a disk may hang, and a store have space
         self.pump()
@@ -304,7 +328,8 @@ class Writer:
         for group, keys, reasons in left:
             self.not_written += Counter(compress(reasons, self._wanted(group, keys)))
 
-    def _look_at_cold_end(self) -> None:
+    def _look_at_cold_end(self, before: dict[int, tuple[int, str]]) -> None:
+        """``before``: ``_passed`` as of the last tick."""
         left, left_bytes = MAX_COLD_BLOCKS, self._cold_bytes
         for batch in self._cache.policy.candidates():
             for group, alike in self._cache.by_group(batch):
@@ -313,21 +338,28 @@ class Writer:
                 if not group.dead:
                     left_bytes -= len(some) * group.block_bytes
                 blocks, keys = self._lacking(group, some)
-                self._wait(blocks[self._judged_likely(group, blocks, keys)])
+                self._wait(blocks[self._judged_likely(group, blocks, keys, before)])
             if left <= 0 or left_bytes <= 0:
                 return
 
-    def _judged_likely(self, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+    def _judged_likely(
+        self, group: Group, blocks: BlockIds, keys: Sequence[bytes], before: dict[int, tuple[int, str]]
+    ) -> npt.NDArray[np.bool_]:
         """Which of the blocks are to be written, all while a tier has space; note why the others are not."""
         if not self._judges or not keys:
             return np.ones(len(keys), np.bool_)
-        chance, tier_bytes, packed_keys = self._cache.policy.chance, self._lifetime_bytes, b"".join(keys)
-        lifetime, price = self._price.lifetime(tier_bytes), self._price.now(tier_bytes)
-        chances = chance(group, packed_keys, lifetime)
-        passed = chances < max(price, 1 - self.budget.left_share)
-        of_half = chance(group, packed_keys, lifetime // 2)
-        self._price.judged(chances[~passed], of_half[~passed], sum(group.lengths))
-        reasons = [UNLIKELY if chance < price else BUDGET for chance in chances[passed].tolist()]
+        policy, generations = self._cache.policy, self._generations[blocks].tolist()
+        lifetimes, packed_keys = self._selection.lifetimes(self._lifetime_bytes), b"".join(keys)
+        every = np.stack([policy.chance(group, packed_keys, one) for one in lifetimes], axis=1)
+        known = [
+            before.get(block, (0, ""))[0] == generation or self.waiting.get(block) == generation
+            for block, generation in zip(blocks.tolist(), generations, strict=True)
+        ]
+        believed = sum(WATCHED * one <= policy.accessed_bytes for one in lifetimes)
+        self._selection.note(every[~np.array(known)], sum(group.lengths), believed)
+        chances, least = self._selection.deciding(every)
+        passed = chances < max(least, 1 - self.budget.left_share)
+        reasons = [UNLIKELY if chance < least else BUDGET for chance in chances[passed].tolist()]
         noted = zip(blocks[passed].tolist(), self._generations[blocks[passed]].tolist(), reasons, strict=True)
         self._passed |= {block: (generation, reason) for block, generation, reason in noted}
         return ~passed
@@ -449,10 +481,9 @@ class Writer:
         if full and not self._judges:
             self.waiting.clear()  # they wait again when they are next to be evicted
         self._judges = full
-        accessed, written = self._cache.policy.accessed_bytes, self.written_bytes
+        before, self._accessed_before = self._accessed_before, self._cache.policy.accessed_bytes
         if full:
-            self._price.note(accessed - self._before[0], written - self._before[1], tier_bytes)
-        self._before = accessed, written
+            self._selection.note_traffic(self._accessed_before - before, tier_bytes)
 
     def _on_end(self, write: Write, result: Result) -> None:
         nbytes = write.copy.space.nbytes

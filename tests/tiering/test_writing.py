@@ -8,7 +8,7 @@ import pytest
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, UNLIKELY, Price, WriteBudget
+from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, STAYS, UNLIKELY, Selection, WriteBudget
 from kvoffd_proto.messages import BENCH_LABEL, READY
 from tests.kit.clock import Clock
 from tests.kit.slot_cache import UNIT, keys_of
@@ -111,10 +111,10 @@ def test_while_others_read_only_a_trickle_is_written() -> None:
 
 
 def full_rig(
-    monkeypatch: pytest.MonkeyPatch, mode: WriteMode, chances: dict[int, float], price: float, per_day_bytes: int = 0
+    monkeypatch: pytest.MonkeyPatch, mode: WriteMode, chances: dict[int, float], least: float, per_day_bytes: int = 0
 ) -> tuple[TieringHarness, Namespace]:
     """Over a full tier of four blocks. The policy knows some chances to come back soon, and 0.11 of all others.
-    ``price``: the least chance that is worth a write."""
+    ``least``: the least chance that is worth a write."""
     rig = TieringHarness(settings=TieringSettings(mode, per_day_bytes), regions=8, tier_blocks=4)
     space = rig.open()
     for number in range(100, 105):
@@ -122,11 +122,11 @@ def full_rig(
     assert rig.tier.lifetime_bytes == 4 * UNIT
     rig.tiering.tick()
     rig.writer.not_written.clear()
-    rig.writer._price.judged(np.full(1000, price), np.full(1000, price / 2), UNIT)
+    monkeypatch.setattr(Selection, "deciding", lambda _, chances: (chances[:, 0], least))
     known = {keys_of(number): chance for number, chance in chances.items()}
 
     def chance(group: Group, keys: bytes, within_bytes: int) -> np.ndarray:
-        assert within_bytes in (rig.tier.lifetime_bytes, rig.tier.lifetime_bytes // 2)
+        assert within_bytes >= rig.tier.lifetime_bytes
         return np.array([known.get(key, 0.11) for key in group.namespace.split(group.index, keys)])
 
     if chances:
@@ -135,7 +135,7 @@ def full_rig(
 
 
 def test_a_full_tier_gets_nothing_that_hardly_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.09}, price=0.1)
+    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.09}, least=0.1)
     rig.put(space, keys_of(*range(30)))
     for _ in range(3):
         go_on(rig)
@@ -153,31 +153,42 @@ def test_a_full_tier_gets_nothing_that_hardly_comes_back(monkeypatch: pytest.Mon
 def test_what_is_not_judged_is_written(
     mode: WriteMode, chances: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, space = full_rig(monkeypatch, mode, chances, price=0.5)
+    rig, space = full_rig(monkeypatch, mode, chances, least=0.5)
     rig.put(space, keys_of(*range(10, 38), 1, 2))
     go_on(rig)
     assert rig.in_tier(space, keys_of(1, 2)) == 2
 
 
-@pytest.mark.parametrize(
-    ("of_half", "price"), [(0.3, 0.0), (0.15, 0.3), (0.2, 0.2)], ids=["at once", "at any time", "mostly at once"]
-)
-def test_a_block_is_worth_what_others_lose_for_it(of_half: float, price: float) -> None:
-    """What comes back at once loses nothing when it stays shorter; what comes back at any time as much as its part."""
-    judge = Price()
-    judge.judged(np.full(100, 0.3), np.full(100, of_half), 4096)
-    assert judge.now(4096) == pytest.approx(price, rel=0.001)
+def choose(*kinds: tuple[int, float, float], believed: int = len(STAYS)) -> tuple[Selection, list[bool]]:
+    """The choice from kinds of blocks, and which of them it takes: their number, their chance to come back while they
+    would stay if all were written, and by how much it grows in each time as long."""
+    chosen = Selection()
+    every = [[chance + more * (stay - 1) for stay in STAYS] for _, chance, more in kinds]
+    rows = [row for (count, *_), row in zip(kinds, every, strict=True) for _ in range(count)]
+    chosen.note(np.array(rows), UNIT, believed)
+    deciding, least = chosen.deciding(np.array(every))
+    return chosen, (deciding >= least).tolist()
 
 
-def test_a_price_is_forgotten_while_nothing_is_worth_it() -> None:
-    tier_bytes, judge = 64 * UNIT, Price()
-    judge.judged(np.full(100, 0.9), np.zeros(100), UNIT)
-    judge.note(tier_bytes, tier_bytes, tier_bytes)
-    before = judge.lifetime(tier_bytes)
-    for _ in range(100):
-        judge.note(tier_bytes, 0, tier_bytes)
-    assert judge.now(tier_bytes) < 0.01
-    assert judge.lifetime(tier_bytes) > 2 * before == 2 * tier_bytes
+def test_the_likeliest_are_chosen_as_far_as_others_do_not_pay() -> None:
+    assert choose((90, 0.01, 0.0), (10, 0.2, 0.1))[1] == [False, True], "it comes back if it stays long"
+    assert choose((50, 0.3, 0.0), (50, 0.2, 0.0))[1] == [True, False], "the mean is more"
+    assert choose((50, 0.3, 0.0), (50, 0.28, 0.0))[1] == [True, True]
+    assert choose((100, 0.08, 0.08))[1] == choose((100, 1.0, 0.0))[1] == [True], "alike"
+
+
+def test_what_was_not_watched_for_long_is_not_believed() -> None:
+    assert choose((50, 0.3, 0.0), (50, 0.29, 0.3))[1] == [False, True]
+    assert choose((50, 0.3, 0.0), (50, 0.29, 0.3), believed=1)[1] == [True, True]
+
+
+def test_a_block_stays_longer_the_less_is_offered() -> None:
+    chosen, tier_bytes = Selection(), 64 * UNIT
+    chosen.note(np.zeros((64, len(STAYS))), UNIT, 1)
+    chosen.note_traffic(tier_bytes, tier_bytes)
+    assert chosen.lifetimes(tier_bytes)[0] == tier_bytes
+    chosen.note_traffic(tier_bytes, tier_bytes)
+    assert chosen.lifetimes(tier_bytes)[:2] == [2 * tier_bytes, 3 * tier_bytes]
 
 
 def test_blocks_without_a_checksum_are_not_written() -> None:
@@ -220,7 +231,7 @@ def test_the_first_filling_is_not_counted() -> None:
 
 
 def test_a_full_tier_is_written_only_the_likeliest_when_little_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.9, 28: 0.4}, price=0.1, per_day_bytes=32 * UNIT)
+    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.9, 28: 0.4}, least=0.1, per_day_bytes=32 * UNIT)
     rig.writer.budget.take(2 * UNIT)
     rig.put(space, keys_of(*range(30)))
     go_on(rig)
