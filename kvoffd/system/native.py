@@ -122,7 +122,7 @@ class Native:
             self.learned_candidates = with_gil("learned_candidates", count, address, real, address, number)
             self.learned_admit = with_gil("learned_admit", count, address, *keys, number, text, number, address)
             self.learned_rejected = with_gil("learned_rejected", None, address, *keys)
-            self.learned_chance = with_gil("learned_chance", real, address, number, text, number, number)
+            self.learned_chances = with_gil("learned_chances", None, address, *keys, number, address)
             self.learned_go_on = with_gil("learned_go_on", None, address)
         except (OSError, AttributeError, ValueError) as error:
             raise NotCompiled(

@@ -324,7 +324,7 @@ class Level:
             self._read_again_at = 0.0
         self._give_up_overdue()
         self.pump()
-        self.writer.tick(self.promoted_bytes)
+        self.writer.tick()
 
     def _give_up_overdue(self) -> None:
         """Give up reads that do not end. The turn of a read comes when all before it have ended: then it has as long as
