@@ -25,6 +25,7 @@ SOURCES = [
     "kvoffd/pool/slots.c",
     "kvoffd/tiers/disk_index.c",
     "kvoffd/tiers/disk_reads.c",
+    "kvoffd/tiers/receive.c",
     "kvoffd/transfer/host_copy.c",
     "kvoffd/transfer/plan.c",
     "kvoffd/transfer/cuda/gpu_copy.c",

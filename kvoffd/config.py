@@ -116,6 +116,16 @@ def choice(*choices: str) -> Kind:
     return Kind(parse, "|".join(choices))
 
 
+def _write_mode(value: object) -> str:
+    if isinstance(value, str) and value.strip().lower() in ("reuse", "evict"):
+        raise ValueError(f"{quoted(value)} is gone; auto, the default, takes its place")
+    return str(WRITE_MODES.parse(value))
+
+
+def _per_day(value: object) -> int | None:
+    return None if isinstance(value, str) and value.strip().lower() == AUTO else int(size(0).parse(value))
+
+
 def _ids(value: object) -> tuple[int, ...]:
     parts = value.replace(",", " ").split() if isinstance(value, str) else value
     if not isinstance(parts, list):
@@ -231,7 +241,10 @@ def _commas(values: tuple[object, ...]) -> str:
 
 DIRECTORY = Kind(_directory, "PATH")
 IDS = Kind(_ids, "IDS", _commas)
-WRITE_MODE = choice(*(mode.value for mode in WriteMode))
+WRITE_MODES = choice(*(mode.value for mode in WriteMode))
+WRITE_MODE = WRITE_MODES._replace(parse=_write_mode)
+AUTO = "auto"
+PER_DAY = Kind(_per_day, f"SIZE|{AUTO}", lambda nbytes: AUTO if nbytes is None else exact_size(nbytes))
 
 # --- the settings ---------------------------------------------------------------------------------
 
@@ -312,16 +325,18 @@ class Config:
     )
     disk_write: str = WRITE_MODE.setting(
         TieringSettings.mode.value,
-        "Which blocks are written to disk: every block; those used twice, and while the disk is idle those that are "
-        "next to be evicted; all that are next to be evicted; or none. Write less where an SSD wears out too fast.",
+        "Which blocks are written to disk: every block while the disk has space, and once it is full those that are "
+        "likely to come back (auto); every block (always); or none (never). Choose never to read a disk alone.",
     )
-    disk_write_bytes_per_day: int = size(0).setting(
-        0,
-        "Bytes that may be written to all disks in a day, 0 for no bound. Set it to what your SSDs are rated for.",
+    disk_write_bytes_per_day: int | None = PER_DAY.setting(
+        None,
+        "Bytes that may be written to all disks in a day once each was filled, 0 for no bound; auto is the disks' size,"
+        " with disk_write always no bound. Set it to what your SSDs are rated for.",
     )
     disk_deadline_s: float = duration(0.1).setting(
         TieringSettings.deadline_s,
-        "Time for a disk to read a block once it is the block's turn; later it is a miss. Raise it for disks that pause.",
+        "Time for a disk to read a block once it is the block's turn; later it is a miss. Raise it for disks that "
+        "pause.",
     )
     shared: tuple[str, ...] = Kind(_urls, "URL", _commas, repeated=True).setting(
         (),

@@ -182,6 +182,8 @@ class Session(Closing):
         epoch: the daemon's life this client is, or was last, connected to; 0 before the first.
         session_id: of its session there.
         refusal: the daemon's refusal, where that is why the client is not ready.
+        reported_prefill_rate: prompt tokens a second that an engine of the namespace computes, as one reported last to
+            the daemon, perhaps before its restart; 0.0 where none has.
         memory_on_gpu: the daemon may touch the client's memory until its process is gone.
     """
 
@@ -207,6 +209,7 @@ class Session(Closing):
         self._rng = rng or random.Random()
         self.epoch = self.session_id = 0
         self.refusal: RequestRefused | None = None
+        self.reported_prefill_rate = 0.0
         self._phase = Phase.IDLE
         self._wanted = True
         """False once what the client is for was given up: it is not ready any more."""
@@ -443,7 +446,11 @@ class Session(Closing):
             return
         geometry = one.fingerprint, one.label, one.world_size, one.key_bytes, list(one.groups)
         message = m.OpenNamespace(self._next_request_id(), *geometry, one.description)
-        self._shake(message, lambda _, now: self._on_namespace_opened(now), now)
+        self._shake(message, self._on_opened, now)
+
+    def _on_opened(self, reply: m.NamespaceOpened, now: float) -> None:
+        self.reported_prefill_rate = reply.prefill_tokens_per_second
+        self._on_namespace_opened(now)
 
     def _become_ready(self, now: float) -> None:
         self._phase, self._ready_at = Phase.READY, now

@@ -152,7 +152,7 @@ class Cache:
         self._next_group = 1
         self._current: dict[Namespace, list[Group]] = {}
         """By number in the namespace."""
-        self._victims = Victims(slots, self.blocks, policy, self._groups)
+        self._victims = Victims(slots, self.blocks, policy, self._groups, self._waiting)
         self._partial: dict[int, float] = {}
         """Blocks that lack a shard which nobody writes, and since when."""
         self._requested: deque[tuple[Namespace, list[Chain]]] = deque()
@@ -905,6 +905,10 @@ class Cache:
             return None
         self._evict(victims)
         return _NOTHING
+
+    def _waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
+        """Which of the blocks wait to be written to a tier; None where none does."""
+        return None if self.tiers is None else self.tiers.waiting(blocks)
 
     def _replace(self, group: Group, victims: BlockIds, keys: bytes) -> npt.NDArray[np.uint32]:
         """Evict READY blocks of a group, and make WRITING ones of as many of the keys in their slots. Returns these."""

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease, LoadTicket
@@ -68,6 +71,9 @@ class TierHooks(Protocol):
 
     def evicted(self, blocks: BlockIds) -> None:
         """These READY blocks leave the pool because others need the space. Their keys and bytes are still there."""
+
+    def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
+        """Which of the blocks wait to be written, to be evicted after others that do not; None where none waits."""
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
         """Remove keys from the tiers for good, and stop bringing them up."""

@@ -1308,21 +1308,31 @@ uint64_t kvoffd_learned_candidates(struct learned *l, double below, uint32_t *ha
     return found;
 }
 
-/* The chance that a key comes back while `within` bytes more are accessed, 1 where nothing is learned of it. */
-double kvoffd_learned_chance(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes, uint64_t within)
+/* The chance that a key of a span comes back while `within` bytes more are accessed. */
+static double chance(const struct learned *l, const struct span *s, uint64_t within)
 {
-    uint64_t hash;
-    double left = 1;
+    const double *edges = l->counts.edges;
+    double left = 1, age = (double)(l->known.now - s->since), until = age + within;
 
-    hash_keys(l, name, key, 1, key_bytes, &hash);
-    const struct place *there = find_place(l, hash);
-    if (!there->hash || l->known.as_lru)
-        return 1;
-    const struct span *s = &l->spans[there->span];
-    double until = (double)(l->known.now - s->since) + within;
-    for (int bin = age_bin(l, s->since); bin < BINS && l->counts.edges[bin] < until; bin++)
-        left *= 1 - l->counts.hazard[s->kind][bin];
+    for (int bin = bin_of(l, age); bin < BINS && edges[bin] < until; bin++) {
+        double end = bin + 1 < BINS ? edges[bin + 1] : 2 * edges[bin];
+        double part = (fmin(until, end) - fmin(fmax(age, edges[bin]), end)) / (end - edges[bin]);
+        left *= pow(1 - l->counts.hazard[s->kind][bin], part);
+    }
     return 1 - left;
+}
+
+/* Writes the chance of each key, 1 where nothing is learned of it. */
+void kvoffd_learned_chances(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                            uint64_t within, double *chances)
+{
+    uint64_t *hashes = scratch(l, count * sizeof *hashes);
+
+    hash_keys(l, name, keys, count, key_bytes, hashes);
+    for (uint64_t i = 0; i < count; i++) {
+        const struct place *there = find_place(l, hashes[i]);
+        chances[i] = there->hash && !l->known.as_lru ? chance(l, &l->spans[there->span], within) : 1;
+    }
 }
 
 /* --- from one daemon to the next --- */

@@ -154,12 +154,15 @@ class Learned(InOrder):
         self._native.learned_rejected(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)
 
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
-        size, count = group.key_bytes, len(keys) // group.key_bytes
-        if not self._is_learned_of(group):
-            return np.ones(count)
-        single = (keys[at * size : (at + 1) * size] for at in range(count))
-        chance = self._native.learned_chance
-        return np.array([chance(self._at, group.number, key, size, within_bytes) for key in single], np.float64)
+        size, chances = group.key_bytes, np.ones(len(keys) // group.key_bytes)
+        if self._is_learned_of(group):
+            of = group.number, keys, len(chances), size
+            self._native.learned_chances(self._at, *of, within_bytes, chances.ctypes.data)
+        return chances
+
+    @property
+    def accessed_bytes(self) -> int:
+        return int(self.known.now)
 
     @property
     def lowest(self) -> float:

@@ -99,6 +99,10 @@ class Policy(Protocol):
         """The chance of each key to be asked for again before so many bytes more are; 1 where nothing tells."""
 
     @property
+    def accessed_bytes(self) -> int:
+        """Bytes that were asked for so far; 0 where the policy tells no chances."""
+
+    @property
     def ghosts(self) -> int:
         """Keys without a block that are remembered."""
 

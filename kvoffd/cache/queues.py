@@ -36,6 +36,7 @@ class Queues(InOrder):
     """
 
     lowest = -inf
+    accessed_bytes = 0
 
     def __init__(self, slots: int, pool_bytes: int = 0) -> None:
         self._native = native()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ MAX_REGIONS_COMPARED = 16
 """Regions that are looked into to find the coldest."""
 MAX_PASSED = 1024
 """Blocks of others in the policy's order that are passed over for one of a namespace that has its quota."""
+WRITTEN_AHEAD = 4
+"""Of this many times the blocks that are to go, those that wait to be written to a tier go last."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 
 
@@ -27,10 +29,20 @@ class Victims:
 
     Args:
         groups: those whose blocks have slots, by number.
+        waiting: which blocks wait to be written to a tier, None where none does. Those that do not go before them, of
+            the next few.
     """
 
-    def __init__(self, slots: SlotAllocator, blocks: BlockTable, policy: Policy, groups: Mapping[int, Group]) -> None:
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        blocks: BlockTable,
+        policy: Policy,
+        groups: Mapping[int, Group],
+        waiting: Callable[[BlockIds], npt.NDArray[np.bool_] | None] = lambda _: None,
+    ) -> None:
         self._slots, self._blocks, self._policy, self._groups = slots, blocks, policy, groups
+        self._waiting = waiting
         self._oldest: dict[Namespace, deque[tuple[int, int]]] = {}
         """Of namespaces with a quota: blocks that were there at some time and their generations, the oldest first."""
 
@@ -48,6 +60,11 @@ class Victims:
         """The next ``count`` blocks with a score lower than ``below``, or as many as there are, if all are of the group
         and may go, as a rule; otherwise None."""
         first = self._policy.first(count, below)
+        if (waiting := self._waiting(first)) is not None and waiting.any():
+            some = self._policy.first(WRITTEN_AHEAD * count, below)
+            first = self._written_first(some[self._blocks.pins[some] == 0])[:count]
+            if len(first) < min(count, len(some)):
+                return None
         return first if not first.size or self._blocks.group_of(first, loose=True) == group.number else None
 
     def for_space(self, group: Group, count: int, below: float) -> BlockIds:
@@ -69,6 +86,7 @@ class Victims:
             if (blocks.pins[batch] != 0).any():
                 pinned.append(batch[blocks.pins[batch] != 0])
                 batch = batch[blocks.pins[batch] == 0]
+            batch = self._written_first(batch)
             while batch.size:
                 numbers = blocks.group[batch]
                 useful = self._has_slot_of(numbers, {size for size, lacking in wanted.items() if lacking > 0})
@@ -99,6 +117,12 @@ class Victims:
         if passed_pages and (region_blocks := self._coldest_region(np.concatenate(passed))).size:
             return np.union1d(self._picked(chosen, pinned), region_blocks)
         return self._picked(chosen, pinned)
+
+    def _written_first(self, blocks: BlockIds) -> BlockIds:
+        """The same blocks, those that wait to be written last; the order is otherwise the same."""
+        if (waiting := self._waiting(blocks)) is None:
+            return blocks
+        return np.concatenate([blocks[~waiting], blocks[waiting]])
 
     def _has_slot_of(self, groups: npt.NDArray[np.uint32], sizes: Set[int]) -> npt.NDArray[np.bool_]:
         """Whether a block of each group has a slot of one of these sizes."""

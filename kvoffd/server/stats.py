@@ -228,8 +228,7 @@ def _tiering_stats(service: Service) -> s.TieringStats | None:
         demoted_blocks=writer.written_blocks,
         demoted_bytes=writer.written_bytes,
         demotions_waiting=writer.waiting_blocks,
-        writes_avoided=writer.spared_blocks,
-        writes_missed=writer.missed_blocks,
+        not_written=dict(writer.not_written),
         write_budget_left_bytes=writer.budget.left_bytes,
         write_mode=writer.mode.value,
         promotion_bytes_per_second=disks.speed.measured,
@@ -266,6 +265,7 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
             breaker_trips=tier.breaker.opened,
             promotions_failed=dict(level.failures),
             promotions_unused=level.unused_blocks,
+            not_written=dict(level.writer.not_written),
             servers=[s.SharedServer(*server) for server in tier.servers],
             unshared_namespaces=unshared,
         )

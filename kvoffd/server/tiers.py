@@ -120,9 +120,12 @@ class Tiers:
         if self.tiering is not None:
             return self.tiering
         config = self._config
+        mode, per_day = WriteMode(config.disk_write), config.disk_write_bytes_per_day
+        if per_day is None:
+            per_day = sum(one.size_bytes for one in config.disk) if mode is WriteMode.AUTO else 0
         settings = TieringSettings(
-            WriteMode(config.disk_write),
-            config.disk_write_bytes_per_day,
+            mode,
+            per_day,
             deadline_s=config.disk_deadline_s,
             trickle_bytes=self._trickle_bytes,
         )
@@ -338,6 +341,7 @@ class Tiers:
                 tier.remove_all(fingerprint, wiped=fingerprint in missed)
             elif generation > self._state.generation(fingerprint):
                 self._raised_elsewhere(fingerprint, generation)
+        tiering.disks.writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
         tiering.disks.tiers.append(tier)
 
     def _raised_elsewhere(self, fingerprint: bytes, generation: int) -> None:

@@ -1,4 +1,4 @@
-"""``kvoffd-cli trace replay`` runs this: replays a trace with several policies and pool sizes."""
+"""``kvoffd-cli trace replay`` runs this: replays a trace with several policies and sizes of pool and disk."""
 
 from __future__ import annotations
 
@@ -14,25 +14,30 @@ from typing import TypeAlias
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.errors import KvoffdError
 from kvoffd.simulate.optimum import optimum_percent, uses_of
-from kvoffd.simulate.replay import Replayed, replay
+from kvoffd.simulate.replay import DiskPlan, Replayed, replay
 from kvoffd.simulate.trace import BadTrace, Trace, read_trace
+from kvoffd.tiering import WriteMode
 from kvoffd_proto.units import format_size, parse_size
 
 ALL = "all"
 PARTS = (8, 4, 2, 1)
 """Sizes of the pool unless others are given: these parts of all blocks of the trace."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+AUTO = "auto"
 
-
+Sizes: TypeAlias = dict[tuple[int, int], str]
+"""Blocks of the pool and of the disk, and how they were given."""
 Results: TypeAlias = Sequence[tuple[Replayed, float]]
-"""What each policy made of the trace in a pool of each size, and the hits in percent that were possible in it."""
+"""What each policy made of the trace with each size, and the hits in percent that were possible with it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns its status: 0, 2 after a sentence on stderr, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser("kvoffd-cli trace replay")
     parser.add_argument("file", type=Path)
-    for option, default in (("--policy", ALL), ("--size", ""), ("--blocks", ""), ("--block-size", "")):
+    for option in ("--size", "--blocks", "--block-size", "--disk"):
+        parser.add_argument(option, default="")
+    for option, default in (("--policy", ALL), ("--disk-write", AUTO), ("--disk-write-per-day", AUTO)):
         parser.add_argument(option, default=default)
     parser.add_argument("--pool", type=int, default=0, help="bytes of the daemon's own")
     parser.add_argument("--json", action="store_true")
@@ -74,13 +79,14 @@ def _replay_file(given: argparse.Namespace) -> None:
     if trace.others:
         print(_unequal(trace), file=sys.stderr)
     block_bytes, uses = _block_bytes(given, trace), uses_of(trace)
-    sizes = _sizes(given, trace, block_bytes, uses.distinct)
+    sizes = _with_disks(given, _sizes(given, trace, block_bytes, uses.distinct), block_bytes)
     results = []
-    for blocks, text in sizes.items():
-        best = optimum_percent(uses, blocks)
-        for policy in policies:
-            _show_progress(f"replaying: {policy}, {text}")
-            results.append((replay(trace, policy, blocks), best))
+    for (blocks, disk_blocks), text in sizes.items():
+        best = optimum_percent(uses, blocks + disk_blocks)
+        for disk in _disks(given, trace, disk_blocks, block_bytes):
+            for policy in policies:
+                _show_progress(f"replaying: {policy}, {text}")
+                results.append((replay(trace, policy, blocks, disk), best))
     _show_progress("")
     if given.json:
         print(json.dumps(_as_json(trace, sizes, results)))
@@ -145,6 +151,44 @@ def _sizes(given: argparse.Namespace, trace: Trace, block_bytes: int, distinct: 
     return dict(sorted(found.items()))
 
 
+def _with_disks(given: argparse.Namespace, pools: dict[int, str], block_bytes: int) -> Sizes:
+    """Each size of the pool with each disk, or without one."""
+    found: Sizes = {}
+    for blocks, text in pools.items():
+        for part in given.disk.split(","):
+            times = part.strip().removesuffix("x")
+            if not part:
+                found[blocks, 0] = text
+            elif part.strip().endswith("x") and times.isdecimal() and int(times):
+                found[blocks, int(times) * blocks] = f"{text} + {times}x"
+            elif not block_bytes:
+                raise ValueError(
+                    f"--disk {part}: the trace does not say how many bytes a block has; give --block-size."
+                )
+            elif (disk_blocks := _bytes_of("--disk", part) // block_bytes) < 1:
+                raise ValueError(f"A disk of {part} does not hold one block of {format_size(block_bytes)}.")
+            else:
+                found[blocks, disk_blocks] = f"{text} + {part.strip()}"
+    return found
+
+
+def _disks(given: argparse.Namespace, trace: Trace, blocks: int, block_bytes: int) -> list[DiskPlan | None]:
+    """The disk of a size, with each mode of writing; None where there is none."""
+    if not blocks:
+        return [None]
+    plans: list[DiskPlan | None] = []
+    for name in given.disk_write.split(","):
+        if name.strip() not in list(WriteMode):
+            raise ValueError(f"--disk-write {name}: choose from {', '.join(WriteMode)}.")
+        mode, per_day = WriteMode(name.strip()), 0
+        if given.disk_write_per_day != AUTO:
+            per_day = -(-_bytes_of("--disk-write-per-day", given.disk_write_per_day) // max(1, block_bytes))
+        elif mode is WriteMode.AUTO:
+            per_day = blocks
+        plans.append(DiskPlan(blocks, mode, per_day if trace.seconds else 0))
+    return plans
+
+
 def _bytes_of(option: str, text: str) -> int:
     try:
         return parse_size(text)
@@ -152,44 +196,58 @@ def _bytes_of(option: str, text: str) -> int:
         raise ValueError(f"{option}: {error}.") from None
 
 
-def _as_json(trace: Trace, sizes: dict[int, str], results: Results) -> dict[str, object]:
+def _as_json(trace: Trace, sizes: Sizes, results: Results) -> dict[str, object]:
     return {
         "trace": trace.name,
         "accesses": trace.accesses,
         "results": [
             {
                 "policy": one.policy,
-                "size": sizes[one.blocks],
+                "size": sizes[one.size],
                 "blocks": one.blocks,
                 "hit_percent": round(one.hit_percent, 3),
                 "written_percent": round(one.written_percent, 3),
                 "optimum_percent": round(best, 3),
+                **(_disk_as_json(one, one.disk) if one.disk is not None else {}),
             }
             for one, best in results
         ],
     }
 
 
-def _as_table(trace: Trace, sizes: dict[int, str], results: Results, block_bytes: int) -> str:
+def _disk_as_json(one: Replayed, disk: DiskPlan) -> dict[str, object]:
+    return {
+        "disk_blocks": disk.blocks,
+        "disk_write": disk.mode.value,
+        "disk_write_per_day_blocks": disk.per_day_blocks,
+        "disk_hit_percent": round(one.disk_hit_percent, 3),
+        "disk_written_percent": round(one.disk_written_percent, 3),
+    }
+
+
+def _as_table(trace: Trace, sizes: Sizes, results: Results, block_bytes: int) -> str:
     of_block = [f"{trace.tokens_per_block} tokens"] * bool(trace.tokens_per_block)
     of_block += [format_size(block_bytes)] * bool(block_bytes)
     of = f" of {' and '.join(of_block)}" if of_block else ""
-    width = max(map(len, ("pool", *sizes.values())))
+    width, with_disk = max(map(len, ("pool", *sizes.values()))), results[0][0].disk is not None
     lines = [
         f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} blocks{of}",
-        f"{'pool':>{width}}  {'policy':<12}{'hits %':>8}{'written %':>11}{'possible %':>12}",
+        f"{'pool':>{width}}  {'policy':<12}{'hits %':>8}{'written %':>11}{'possible %':>12}"
+        + (f"  {'write':<8}{'of disk %':>10}{'to disk %':>11}" if with_disk else ""),
     ]
     for one, best in results:
         percents = f"{one.hit_percent:>8.2f}{one.written_percent:>11.2f}{best:>12.2f}"
-        lines.append(f"{sizes[one.blocks]:>{width}}  {one.policy:<12}{percents}")
+        if one.disk is not None:
+            percents += f"  {one.disk.mode.value:<8}{one.disk_hit_percent:>10.2f}{one.disk_written_percent:>11.2f}"
+        lines.append(f"{sizes[one.size]:>{width}}  {one.policy:<12}{percents}")
     return "\n".join([*lines, *_conclusion(sizes, results)])
 
 
-def _conclusion(sizes: dict[int, str], results: Results) -> list[str]:
+def _conclusion(sizes: Sizes, results: Results) -> list[str]:
     """What follows for the choice of a policy: at the daemon's own size, and where the policies differ most."""
     of_sizes = [
         sorted(group, key=lambda result: -result[0].hit_percent)
-        for _, group in groupby(results, lambda result: result[0].blocks)
+        for _, group in groupby(results, lambda result: (result[0].size, result[0].disk))
     ]
 
     def points(group: Results) -> float:
@@ -203,14 +261,14 @@ def _conclusion(sizes: dict[int, str], results: Results) -> list[str]:
         return ["", "For this traffic the policies differ by less than a point."]
     lines = [""]
     for group in of_sizes:
-        size = sizes[group[0][0].blocks]
+        size = sizes[group[0][0].size]
         if size.endswith("(now)") and group is not found:
             differ = "less than a point" if points(group) < 1 else f"{points(group):.1f} points"
             lines.append(f"In a pool of {size} the policies differ by {differ}.")
     each = ", ".join(f"{one.policy} {one.hit_percent:.1f} %" for one, _ in found)
     best = [one.policy for one, _ in found if one.hit_percent > first.hit_percent - 1]  # a point less is as good
     most = f"{' and '.join(best)} {'find' if len(best) > 1 else 'finds'} most"
-    where = f"in a pool of {sizes[first.blocks]}, where they differ most"
+    where = f"in a pool of {sizes[first.size]}, where they differ most"
     return [*lines, f"For this traffic {most} {where}: {each}; {possible:.1f} % were possible."]
 
 

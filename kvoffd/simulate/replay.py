@@ -1,4 +1,4 @@
-"""One trace through the daemon's cache, over a slot table in memory and a pool without any."""
+"""One trace through the daemon's cache, over a slot table in memory, a pool without any and a disk without bytes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,29 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import make_policy
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
+from kvoffd.simulate.disk import SimulatedDisk
 from kvoffd.simulate.trace import KEY_BYTES, Trace
-from kvoffd_proto.messages import READY, GroupSpec
+from kvoffd.tiering import WriteMode
+from kvoffd_proto.messages import PENDING, READY, GroupSpec
 
 BLOCK_BYTES = 1 << 20
 """Of a simulated block, so that what is bounded by parts of the pool is bounded as in a daemon's."""
 REGIONS, MAX_REGION_BLOCKS = 64, 256
 """As a pool is cut, but that no region has a rest in which there is no room for a block."""
+STEP_TOKENS = 8192
+"""An engine computes so many tokens before it stores them."""
+MOST_LOOKUPS = 64
+"""An engine asks again so often for what is to come up, then computes."""
 SESSION = LEASE = 1
+
+
+class DiskPlan(NamedTuple):
+    """A disk below the pool."""
+
+    blocks: int
+    mode: WriteMode = WriteMode.AUTO
+    per_day_blocks: int = 0
+    """Blocks that may be written in a day once the disk was filled; 0 for any number."""
 
 
 class Replayed(NamedTuple):
@@ -32,8 +47,18 @@ class Replayed(NamedTuple):
     blocks: int
     accesses: int
     hits: int
-    """Keys found before the first that was not."""
+    """Keys found before the first that was not, in the pool or on the disk."""
     written: int
+    """To the pool."""
+    disk: DiskPlan | None = None
+    disk_hits: int = 0
+    """Those of the hits that were on the disk alone."""
+    disk_written: int = 0
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Blocks of the pool and of the disk."""
+        return self.blocks, self.disk.blocks if self.disk is not None else 0
 
     @property
     def hit_percent(self) -> float:
@@ -42,6 +67,14 @@ class Replayed(NamedTuple):
     @property
     def written_percent(self) -> float:
         return 100 * self.written / max(1, self.accesses)
+
+    @property
+    def disk_hit_percent(self) -> float:
+        return 100 * self.disk_hits / max(1, self.accesses)
+
+    @property
+    def disk_written_percent(self) -> float:
+        return 100 * self.disk_written / max(1, self.accesses)
 
 
 class Silence:
@@ -84,24 +117,45 @@ def open_namespace(cache: Cache, trace: Trace, fingerprint: bytes = bytes(32)) -
     return namespace
 
 
-def replay(trace: Trace, policy: str, blocks: int) -> Replayed:
+def replay(trace: Trace, policy: str, blocks: int, disk: DiskPlan | None = None) -> Replayed:
     """Replay a trace as an engine would ask: a request's lookup, then the store of what is not there."""
-    cache = open_cache(policy, max(1, min(blocks, trace.accesses)))
+    now = 0.0
+    cache = open_cache(policy, max(1, min(blocks, trace.accesses)), lambda: now)
     namespace = open_namespace(cache, trace)
-    for keys in trace.requests:
-        request(cache, namespace, keys)
-    counters = namespace.counters
-    return Replayed(policy, blocks, trace.accesses, counters.prefix_keys_ready, counters.stored_blocks)
+    below = None if disk is None else SimulatedDisk(cache, Silence(), lambda: now, BLOCK_BYTES, *disk)
+    step_blocks = max(1, STEP_TOKENS // max(1, trace.tokens_per_block))
+    hits = 0
+    for number, keys in enumerate(trace.requests):
+        now = trace.seconds[number] if trace.seconds else 0.0
+        hits += request(cache, namespace, keys, below, step_blocks)
+    in_pool, written = namespace.counters.prefix_keys_ready, namespace.counters.stored_blocks
+    if below is None:
+        return Replayed(policy, blocks, trace.accesses, hits, written)
+    below.close()
+    written -= below.promoted
+    return Replayed(policy, blocks, trace.accesses, hits, written, disk, hits - in_pool, below.written)
 
 
-def request(cache: Cache, namespace: Namespace, keys: bytes) -> None:
-    """A lookup, and the store of what is not there."""
+def request(
+    cache: Cache, namespace: Namespace, keys: bytes, disk: SimulatedDisk | None = None, step_blocks: int = 2**30
+) -> int:
+    """A lookup, and the store of what is not there, by steps between which a disk has time. Returns how many keys were
+    found, up to the first that was not."""
     (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)])
     cache.note_requests()
+    for _ in range(MOST_LOOKUPS):
+        if disk is None or PENDING not in states:
+            break
+        disk.settle()
+        (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], again=True)
     if (ready := states.count(READY)) < len(states):
         lacking = keys[ready * KEY_BYTES :]
         if not states.startswith(bytes([READY]) * ready):
             lacking = np.frombuffer(keys, np.uint64)[np.frombuffer(states, np.uint8) != READY].tobytes()
-        ticket = cache.begin_store(namespace, 0, [Offered(lacking)])
-        cache.commit_store(ticket, [[1] * len(part.copy) for part in ticket.parts])
+        for begin in range(0, len(lacking), step_blocks * KEY_BYTES):
+            ticket = cache.begin_store(namespace, 0, [Offered(lacking[begin : begin + step_blocks * KEY_BYTES])])
+            cache.commit_store(ticket, [[1] * len(part.copy) for part in ticket.parts])
+            if disk is not None:
+                disk.tick()
     cache.release(SESSION, [LEASE])
+    return len(states) - len(states.lstrip(bytes([READY])))

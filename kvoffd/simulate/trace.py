@@ -39,6 +39,7 @@ class _Line(Struct):
     block_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
     block_bytes: Annotated[int, Meta(ge=0, lt=1 << 53)] = 0
     dropped: Annotated[int, Meta(ge=0)] = 0
+    timestamp: Any = None
 
 
 _DECODER = Decoder(_Line)
@@ -59,6 +60,8 @@ class Trace(NamedTuple):
     """Tokens, pool bytes and part of all accesses of each kind of blocks, where there are several."""
     missing: int = 0
     """Lines that the recording says it lacks."""
+    seconds: Sequence[float] = ()
+    """When each request came, never earlier than the one before it; empty where a line does not say."""
 
     @property
     def accesses(self) -> int:
@@ -78,6 +81,7 @@ def read_trace(path: Path) -> Trace:
     kinds: Counter[tuple[int, int]] = Counter()
     """Blocks by their tokens and bytes, where a line says them."""
     requests: list[bytes] = []
+    seconds: list[float] = []
     missing = accesses = 0
     least, most = 1, 1 << 31
     """Tokens that a block may have, by the lengths of all requests: the last block of one need not be full."""
@@ -97,6 +101,8 @@ def read_trace(path: Path) -> Trace:
             if count > 1 and type(length) is int:
                 least, most = max(least, -(-length // count)), min(most, (length - 1) // (count - 1))
                 least_whole, most_whole = max(least_whole, length // (count + 1) + 1), min(most_whole, length // count)
+            if isinstance(line.timestamp, (int, float)):
+                seconds.append(max(line.timestamp / 1000, *seconds[-1:]) if seconds else line.timestamp / 1000)
             requests.append(b"".join([block.to_bytes(KEY_BYTES, "big") for block in line.hash_ids]))
     except EOFError:
         cut_off = True
@@ -108,7 +114,8 @@ def read_trace(path: Path) -> Trace:
     every = sum(sized.values())
     block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, every)
     others = [(*kind, count / every) for kind, count in sorted(sized.items())] if len(sized) > 1 else []
-    return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, missing)
+    timed = seconds if len(seconds) == len(requests) else []
+    return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, missing, timed)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

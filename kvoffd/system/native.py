@@ -61,6 +61,7 @@ class Native:
             self.host_copy = without_gil("host_copy", count, *columns, *columns, address)
             self.digests = without_gil("digests", None, *columns)
             self.gpu_copy = without_gil("gpu_copy", None, address, address)
+            self.receive = without_gil("receive", ctypes.c_int64, *(number,) * 3, *(number,) * 2, *columns)
             self.reader_work = without_gil("reader_work", ctypes.c_int, address)
             self.disk_enter = without_gil("disk_enter", count, address, *some, address)
             # These take microseconds, less than to get the GIL back from another thread: they keep it.
@@ -121,7 +122,7 @@ class Native:
             self.learned_candidates = with_gil("learned_candidates", count, address, real, address, number)
             self.learned_admit = with_gil("learned_admit", count, address, *keys, number, text, number, address)
             self.learned_rejected = with_gil("learned_rejected", None, address, *keys)
-            self.learned_chance = with_gil("learned_chance", real, address, number, text, number, number)
+            self.learned_chances = with_gil("learned_chances", None, address, *keys, number, address)
             self.learned_go_on = with_gil("learned_go_on", None, address)
         except (OSError, AttributeError, ValueError) as error:
             raise NotCompiled(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from kvoffd.errors import NoMoreThreads
 
@@ -21,19 +23,32 @@ class DaemonThreads:
     """Starts a thread for each function, given with the thread's name. An executor's threads would be waited for.
 
     ``stop`` has them return. Raises NoMoreThreads; then none runs.
+
+    Args:
+        nice: how much their priority is below that of the thread that starts them, as of ``nice``.
     """
 
-    def __init__(self, works: Iterable[tuple[str, Callable[[], None]]], stop: Callable[[], object]) -> None:
+    def __init__(
+        self, works: Iterable[tuple[str, Callable[[], None]]], stop: Callable[[], object], nice: int = 0
+    ) -> None:
         self._threads: list[threading.Thread] = []
+        self._nice = nice
         try:
             for name, work in works:
-                start(thread := threading.Thread(target=work, name=name, daemon=True))
+                start(thread := threading.Thread(target=self._run, args=(work,), name=name, daemon=True))
                 self._threads.append(thread)
         except NoMoreThreads:
             stop()
             for thread in self._threads:
                 thread.join()
             raise
+
+    def _run(self, work: Callable[[], None]) -> None:
+        if self._nice:
+            thread = threading.get_native_id()
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
+        work()
 
     def join(self, until: float) -> bool:
         """Wait for all to end; False where one still runs at ``until`` (of ``time.monotonic``)."""

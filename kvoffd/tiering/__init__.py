@@ -12,13 +12,10 @@ from enum import StrEnum
 class WriteMode(StrEnum):
     """What is written to a tier."""
 
+    AUTO = "auto"
+    """Every block while the tier has space; once it is full, what is likely to come back, within the budget."""
     ALWAYS = "always"
-    """Every block, as soon as it is ready; again when it is used, if it was lost there."""
-    REUSE = "reuse"
-    """A block that was found by a lookup, so that it has been of use twice; and while the tier is idle, what is next to
-    be evicted."""
-    EVICT = "evict"
-    """What is next to be evicted."""
+    """Every block, also in place of others."""
     NEVER = "never"
     """Nothing. The tier is only read."""
 
@@ -31,10 +28,10 @@ class TieringSettings:
         mode: what is written.
         per_day_bytes: bound on writing; 0 for none.
         deadline_s: time for a tier to read a block once it is the block's turn; later it is absent.
-        trickle_bytes: what is written from one tick to the next while engines copy, which goes first.
+        trickle_bytes: what is written from one tick to the next while engines copy or wait for blocks, which go first.
     """
 
-    mode: WriteMode = WriteMode.REUSE
+    mode: WriteMode = WriteMode.AUTO
     per_day_bytes: int = 0
     deadline_s: float = 5.0
     trickle_bytes: int = 8 * 2**20

@@ -50,8 +50,7 @@ READ_AGAIN_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """Blocks of one group that one lookup asked a level for, in the order in which they come up. While it waits for its
-    turn it is in the level's queue; it leaves the queue when nobody waits for it any more."""
+    """Blocks of one group that one lookup asked a level for, in the order in which they come up."""
 
     first: Lease
     """The lease of the lookup that asked first; it may have ended."""
@@ -61,6 +60,8 @@ class Wanted:
     """Pool bytes of a block."""
     queue: deque[Fill] = field(default_factory=deque)
     """What has not begun."""
+    under_way: int = 0
+    """Blocks that are being read."""
     leases: dict[Lease, None] = field(default_factory=dict)
     """The leases of lookups that wait for it: what comes up is pinned under them."""
 
@@ -120,7 +121,8 @@ class Level:
         self._most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
         """Pool bytes that fills may hold at once. A larger block goes alone. What was given up and has not ended, as on
         a device that hangs, may hold as much again: others are read all the same."""
-        self._queue: deque[Wanted] = deque()
+        self._wanted: dict[Wanted, None] = {}
+        """What waits or is under way, in the order in which it comes up."""
         self._queued_by: Counter[int] = Counter()
         """By session, blocks that wait."""
         self.under_way: dict[Fill, None] = {}
@@ -132,7 +134,7 @@ class Level:
         self._came_at = 0.0
         """When one of these ended last."""
         self._blocked_since: float | None = None
-        """Since when the queue's first block finds no space."""
+        """Since when the block that comes next finds no space."""
         self.queued_blocks = self.under_way_bytes = self._given_up_bytes = 0
         self.promoted_blocks = self.promoted_bytes = 0
         self.unused_blocks = 0
@@ -171,11 +173,13 @@ class Level:
 
     def wait_s(self, awaited: Collection[Wanted]) -> float:
         """The expected time until what is awaited of this level is up, by the speed as of now; 0 if not known."""
-        if not (speed := self.speed.current) or not any(one.level is self for one in awaited):
+        if not (speed := self.speed.current):
             return 0.0
-        last = max((at for at, wanted in enumerate(self._queue) if wanted in awaited), default=-1)
-        queued = sum(len(wanted.queue) * wanted.block_bytes for wanted in islice(self._queue, last + 1))
-        return (self.under_way_bytes + queued) / speed
+        last = max((at for at, wanted in enumerate(self._wanted) if wanted in awaited), default=-1)
+        ahead = (
+            (len(wanted.queue) + wanted.under_way) * wanted.block_bytes for wanted in islice(self._wanted, last + 1)
+        )
+        return sum(ahead) / speed
 
     def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
         """Whether a number of blocks takes longer to read than to compute, by the measured speeds and with nothing else
@@ -198,10 +202,9 @@ class Level:
             return None
         fill = Fill(wanted, key, tier)
         self._coming.setdefault(wanted.space.tag, {})[key] = fill
-        if not wanted.queue:
-            self._queue.append(wanted)
+        self._wanted[wanted] = None
         wanted.queue.append(fill)
-        self._count_queued(wanted, [fill], 1)
+        self._count_queued(wanted, 1)
         return fill
 
     def forget(self, fill: Fill) -> None:
@@ -210,7 +213,8 @@ class Level:
         self._withdraw(fill)
         if fill.ticket is None:
             fill.wanted.queue.remove(fill)
-            self._count_queued(fill.wanted, [fill], -1)
+            self._count_queued(fill.wanted, -1)
+            self._forget_if_done(fill.wanted)
 
     def left(self, wanted: Wanted) -> None:
         """Nobody waits any more for these blocks: those that have not begun are not read."""
@@ -218,12 +222,13 @@ class Level:
         for fill in self._take_queued(wanted):
             self._settle(fill)  # a tier has it: its lookup says why it is not loaded
             self._withdraw(fill)
+        self._forget_if_done(wanted)
 
     def _take_queued(self, wanted: Wanted) -> list[Fill]:
         """What has not begun, which does not wait any more."""
         fills = list(wanted.queue)
         wanted.queue.clear()
-        self._count_queued(wanted, fills, -1)
+        self._count_queued(wanted, -len(fills))
         return fills
 
     def pump(self, most: int = MAX_BEGUN) -> None:
@@ -236,6 +241,7 @@ class Level:
                 for fill in batch:  # no lookup waits for what is neither under way nor queued
                     if fill.ticket is None and not fill.withdrawn:
                         self._failed(fill, Result.FAILED)
+                self._forget_if_done(batch[0].wanted)
                 raise
             if not whole:
                 return
@@ -261,6 +267,7 @@ class Level:
             for ticket in filter(None, tickets.values()):
                 self._end_fill(ticket, None)
         self._put_back([*self._still_there(refused), *self._awaiting_space(wanted, no_space)])
+        self._forget_if_done(wanted)
         return not refused and not no_space
 
     def _still_there(self, refused: Sequence[Fill]) -> list[Fill]:
@@ -299,16 +306,15 @@ class Level:
         self.no_space_until[wanted.namespace] = self._clock() + NO_SPACE_S
         for fill in [*fills, *self._take_queued(wanted)]:
             self._failed(fill, reason)
+        self._forget_if_done(wanted)
 
     def _put_back(self, fills: Sequence[Fill]) -> None:
-        """Queue fills of one lookup again, before all others."""
+        """Queue fills of one lookup again, before its others."""
         if not fills:
             return
         wanted = fills[0].wanted
-        if not (self._queue and self._queue[0] is wanted):
-            self._queue.appendleft(wanted)
         wanted.queue.extendleft(reversed(fills))
-        self._count_queued(wanted, fills, 1)
+        self._count_queued(wanted, len(fills))
 
     def tick(self) -> None:
         """End what is overdue, and look at the cold end of the pool."""
@@ -318,7 +324,7 @@ class Level:
             self._read_again_at = 0.0
         self._give_up_overdue()
         self.pump()
-        self.writer.tick(self.promoted_bytes)
+        self.writer.tick()
 
     def _give_up_overdue(self) -> None:
         """Give up reads that do not end. The turn of a read comes when all before it have ended: then it has as long as
@@ -332,7 +338,8 @@ class Level:
         for fill in stuck:
             assert fill.ticket is not None
             del self.under_way[fill]
-            self.under_way_bytes -= fill.wanted.block_bytes
+            self._count_under_way(fill.wanted, -1)
+            self._forget_if_done(fill.wanted)
             self.given_up[fill] = None
             self._given_up_bytes += fill.wanted.block_bytes
             self._failed(fill, OVERDUE)
@@ -341,12 +348,9 @@ class Level:
 
     def _next_batch(self, most: int) -> list[Fill]:
         """The next fills of one lookup's group, as many as may be under way now, out of the queue."""
-        while self._queue and not self._queue[0].queue:
-            self._queue.popleft()
-        if not self._queue:
+        if (wanted := next((wanted for wanted in self._wanted if wanted.queue), None)) is None:
             self._blocked_since = None
             return []
-        wanted = self._queue[0]
         free = self._may_be_under_way(wanted.block_bytes) - self.under_way_bytes
         free -= max(0, self._given_up_bytes - self._most_bytes)
         leasable = self._cache.leasable_bytes - self.under_way_bytes
@@ -362,7 +366,7 @@ class Level:
             batch.append(wanted.queue.popleft())
             free -= nbytes
             leasable -= nbytes
-        self._count_queued(wanted, batch, -1)
+        self._count_queued(wanted, -len(batch))
         return batch
 
     def _may_be_under_way(self, block_bytes: int) -> int:
@@ -382,7 +386,7 @@ class Level:
         self.speed.begin(space.nbytes)
         fill.ticket = ticket
         self.under_way[fill] = None
-        self.under_way_bytes += fill.wanted.block_bytes
+        self._count_under_way(fill.wanted, 1)
         return True
 
     def _on_end(self, fill: Fill, result: Result, block: Block | None) -> None:
@@ -395,7 +399,8 @@ class Level:
             if next(iter(self.under_way)) is fill:
                 self._turn_at = self._came_at
             del self.under_way[fill]
-            self.under_way_bytes -= fill.wanted.block_bytes
+            self._count_under_way(fill.wanted, -1)
+            self._forget_if_done(fill.wanted)
         try:
             if self._end_fill(fill.ticket, block if result is Result.DONE else None):
                 self.promoted_blocks += 1
@@ -449,9 +454,17 @@ class Level:
             if not keys:
                 del self._coming[fill.wanted.space.tag]
 
-    def _count_queued(self, wanted: Wanted, fills: Collection[Fill], sign: int) -> None:
-        """Count blocks that begin to wait, 1, or no longer wait in the queue, -1."""
-        self.queued_blocks += sign * len(fills)
-        self._queued_by[wanted.first.session] += sign * len(fills)
+    def _count_queued(self, wanted: Wanted, blocks: int) -> None:
+        """Count blocks that begin to wait; below 0 those that wait no longer."""
+        self.queued_blocks += blocks
+        self._queued_by[wanted.first.session] += blocks
         if not self._queued_by[wanted.first.session]:
             del self._queued_by[wanted.first.session]
+
+    def _count_under_way(self, wanted: Wanted, blocks: int) -> None:
+        wanted.under_way += blocks
+        self.under_way_bytes += blocks * wanted.block_bytes
+
+    def _forget_if_done(self, wanted: Wanted) -> None:
+        if not (wanted.queue or wanted.under_way):
+            self._wanted.pop(wanted, None)

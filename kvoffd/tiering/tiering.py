@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
 from kvoffd.cache.cache import Cache
@@ -278,11 +279,19 @@ class Tiering:
             self.levels[number - 1].unused_blocks += 1
         # What leaves the pool is spared by the disks' hands. That waits for the next tick: a store waits for this call.
         for group, alike in self._cache.by_group(blocks):
+            if group.dead:
+                continue
+            keys = self._cache.blocks.split_keys(alike, group.key_bytes)
             for level in self.levels:
-                level.writer.evicted(group, alike)
-            if self.disks.tiers and not group.dead:
-                keys = self._cache.blocks.split_keys(alike, group.key_bytes)
+                level.writer.evicted(group, alike, keys)
+            if self.disks.tiers:
                 self._evicted.append((space_of(group), keys))
+
+    def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
+        levels = [level for level in self.levels if level.writer.waiting and level.available]
+        if not levels:
+            return None
+        return np.array([any(block in level.writer.waiting for level in levels) for block in blocks.tolist()], np.bool_)
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
         names, space = namespace.split(group, keys), space_of(self._cache.group(namespace, group))
@@ -312,7 +321,7 @@ class Tiering:
             if level.queued_blocks:
                 level.pump()
         for level in self.levels:
-            if level.writer.waiting or level.writer.cold:
+            if level.writer.waiting:
                 level.writer.pump()
 
     def stop(self) -> None:

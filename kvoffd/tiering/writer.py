@@ -1,15 +1,17 @@
-"""Which blocks are written to a tier, and when: never in the way of a reply, nor of an eviction."""
+"""Which blocks are written to a tier, and when: in the background, ahead of their eviction."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
 from math import inf
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
@@ -20,18 +22,33 @@ from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
 _Noted: TypeAlias = dict[int, int]
 """Blocks, with the generation of their records: by its turn a number may be another block's."""
 
+LATE, BUDGET, UNLIKELY = "late", "budget", "unlikely"
+"""Why a block left the pool without having been written: before its turn, as engines copy or the tier is slow or away;
+the day's bytes are spent; the tier is full, and little of its kind comes back."""
+
 MAX_WRITING_BYTES = 16 * 2**20
-"""Bound on the bytes that are being written, beside a sixteenth of the pool."""
+"""Bound on the bytes that are being written, besides a sixteenth of the pool."""
+MAX_WAITING = 1 << 17
+"""Blocks that wait to be written, of those that were stored; later ones wait once they are next to be evicted."""
 MAX_LOOKED_AT = 512
 """Blocks that wait, or that a lookup found, that are looked at in one go."""
 MAX_BEGUN = 64
 """Blocks whose writing is begun in one go."""
+COLD_PART = 8
+"""What is next to be evicted, one part of the pool in this many, is looked at once less than that is free."""
 MAX_COLD_BLOCKS = 1024
-"""Blocks at the cold end of the policy's order that are looked at in one tick."""
+"""Bound on these blocks in one tick."""
 DAY_S = 86_400.0
-LEAST_CHANCE, LEAST_OF_MEAN = 0.1, 0.5
-"""A block is written whose chance to come back while a full tier would keep it is so high, or so high a part of the
-mean of those that were to be written lately, if that is less."""
+STAYS = 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0
+"""How long what is written may stay on a full tier, in times of how long it would if all were written."""
+WORTH = 0.99
+"""The fewest writes are chosen with at least this part of the most hits."""
+OF_MEAN = 0.9
+"""A block must also have this part of their mean chance: a write that brings less is not worth the wear."""
+SAMPLE = 2048
+"""Blocks by which that is chosen, the latest ones."""
+WATCHED = 4
+"""Chances are believed for a time if the policy has watched this many times as long."""
 SAVED_SHARE = 1 / 8
 """Share of a day's bytes that may be saved up and written at once."""
 NOTED_AHEAD_SHARE = 1 / 8
@@ -39,7 +56,8 @@ NOTED_AHEAD_SHARE = 1 / 8
 
 
 class WriteBudget:
-    """Bytes that may be written in a day, since flash wears out; 0 is no limit. No 24 hours see more.
+    """Bytes that may be written in a day, since flash wears out; 0 is no limit. No 24 hours see more, except what fills
+    a tier for the first time.
 
     What is larger than what may be saved up takes it below 0, which is filled up first.
     """
@@ -50,6 +68,8 @@ class WriteBudget:
         self._rate = (per_day_bytes - self._bound) / DAY_S
         self._filled_at = clock()
         self._noted, self._noted_at = 0.0, clock()
+        self.first_filling_bytes = 0
+        """Bytes that may be written besides: what tiers lack that were never full."""
 
     def restore(self, spent_bytes: float, seconds: float) -> None:
         """Go on from what an earlier daemon had spent so many seconds ago."""
@@ -66,6 +86,9 @@ class WriteBudget:
 
     def take(self, nbytes: int) -> bool:
         """Take so many bytes out of the budget, or none."""
+        if nbytes <= self.first_filling_bytes:
+            self.first_filling_bytes -= nbytes
+            return True
         if self._bound and self._now() < min(nbytes, self._bound):
             return False
         self._level -= nbytes
@@ -73,7 +96,15 @@ class WriteBudget:
 
     def give_back(self, nbytes: int) -> None:
         """Return bytes that were taken and not written."""
-        self._level += nbytes
+        if self.first_filling_bytes:
+            self.first_filling_bytes += nbytes
+        else:
+            self._level += nbytes
+
+    @property
+    def left_share(self) -> float:
+        """What is left of what may be saved up; 1 where nothing bounds it now."""
+        return max(0.0, self._now() / self._bound) if self._bound and not self.first_filling_bytes else 1.0
 
     @property
     def spent_bytes(self) -> float:
@@ -83,7 +114,7 @@ class WriteBudget:
     @property
     def left_bytes(self) -> int | None:
         """What it allows to write now; None where it has no limit."""
-        return max(0, int(self._now())) if self._bound else None
+        return max(0, int(self._now())) + self.first_filling_bytes if self._bound else None
 
     def _now(self) -> float:
         now = self._clock()
@@ -129,20 +160,79 @@ def writes_of(cache: Cache, group: Group, space: Space, blocks: BlockIds) -> lis
     ]
 
 
-class Writer:
-    """Writes blocks: first those that wait for it in order, then those at the cold end of the policy's order when room
-    in the pool is short.
+class Selection:
+    """Which part of what leaves the pool is worth a write to a full tier: the likeliest to come back.
 
-    They are written ahead of their eviction, so that no eviction waits: a block that is evicted before its turn is
-    gone. What the policy expects not to come back does not take the place of others in a tier that is full, unless all
-    is to be written (``WriteMode.ALWAYS``).
+    The less is written, the longer it stays, and the more of it is asked for meanwhile. So the chances of the latest
+    blocks are taken for each of ``STAYS``, and the hits added up of as large a part of them, the likeliest, as can stay
+    as long.
+    """
+
+    def __init__(self) -> None:
+        self._chances = np.empty((0, len(STAYS)))
+        self._unseen = 0
+        """Of these chances, those since the last choice."""
+        self._accessed = self._offered = 0.0
+        """Bytes of late: what was asked for, and what left the pool for the tier or was left out."""
+        self._stay = 0
+        self._least = 0.0
+
+    def note_traffic(self, accessed_bytes: int, tier_bytes: int) -> None:
+        """Note what was asked for since the last call."""
+        self._accessed += accessed_bytes
+        if self._accessed > WATCHED * tier_bytes:
+            self._accessed, self._offered = self._accessed / 2, self._offered / 2
+
+    def lifetimes(self, tier_bytes: int) -> list[int]:
+        """For each of ``STAYS``, the bytes that are asked for while a block stays."""
+        each = tier_bytes * max(1.0, self._accessed / max(1.0, self._offered))
+        return [int(each * stay) for stay in STAYS]
+
+    def note(self, chances: npt.NDArray[np.float64], nbytes: int, believed: int) -> None:
+        """Note blocks of this size that are next to be evicted: their chances to come back within ``lifetimes``, of
+        which the first ones are ``believed``."""
+        self._offered += nbytes * len(chances)
+        self._chances = np.concatenate([self._chances, chances])[-SAMPLE:]
+        self._unseen += len(chances)
+        if 16 * self._unseen >= len(self._chances):
+            self._choose(max(1, believed))
+
+    def _choose(self, believed: int) -> None:
+        self._unseen = 0
+        ordered = np.sort(self._chances[:, :believed], axis=0)[::-1]
+        parts = [max(1, int(len(ordered) / stay)) for stay in STAYS[:believed]]
+        hits = [float(ordered[:part, at].sum()) for at, part in enumerate(parts)]
+        self._stay = max(at for at, some in enumerate(hits) if some >= WORTH * max(hits))
+        chances = ordered[:, self._stay]
+        self._least = max(float(chances[parts[self._stay] - 1]), OF_MEAN * float(chances.mean()))
+
+    def deciding(self, chances: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], float]:
+        """The chances of blocks that decide, and the least one that is enough."""
+        return chances[:, self._stay], self._least
+
+
+class _Left(NamedTuple):
+    """Blocks that left the pool since the last tick."""
+
+    group: Group
+    keys: Sequence[bytes]
+    reasons: Sequence[str]
+
+
+class Writer:
+    """Writes blocks to the tiers of one level ahead of their eviction, so that no eviction waits.
+
+    While a tier has space, what is stored is written in that order: the root of a chain before its tail. Once all are
+    full, what is next to be evicted is judged, and written if it is likely to come back (``WriteMode.AUTO``). Blocks
+    that wait are evicted after others that are as cold (``Victims``). One that is evicted before its turn is lost.
 
     Args:
-        tiers: where to; of several, each block goes to one that has room and little to do.
+        tiers: where to; of several, each block goes to one that has space and little to do.
         shared: they are a store of several nodes.
         idle: whether nobody waits for the tiers to read.
         engines_busy: whether engines copy. They go first: writing takes memory bandwidth, cores and time of the
-            interpreter from them. What ``settings`` call a trickle, or one block, is written all the same.
+            interpreter from them. While they copy, or wait for the tiers, only what ``settings`` call a trickle is
+            written, or one block.
         left_out: fingerprints of namespaces of which nothing is written.
     """
 
@@ -167,26 +257,25 @@ class Writer:
         """While more writes are under way nothing is begun: the tiers took no more, and to look at what waits costs."""
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes that may be read out of the pool at once, and are pinned that long."""
-        self._cold_bytes = cache.slots.pool_bytes // 16
-        """How much of the cold end is kept written, while less than twice of it is free."""
+        self._cold_bytes = cache.slots.pool_bytes // COLD_PART
         self._idle, self._engines_busy, self._left_out = idle, engines_busy, left_out
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
         self.waiting: _Noted = {}
-        self.cold: _Noted = {}
-        self._left_out_cold: set[tuple[int, int]] = set()
-        """Those at the cold end that are unlikely to return."""
+        """Blocks that are to be written, in that order."""
+        self._passed: dict[int, tuple[int, str]] = {}
+        """Blocks at the cold end that are not to be written, with the generations of their records, and why."""
+        self._left: list[_Left] = []
         self.under_way: dict[int, Write] = {}
         """By block."""
         self.under_way_bytes = 0
         self.written_blocks = self.written_bytes = 0
-        self.spared_blocks = 0
-        """Blocks that were not written, since they are unlikely to return."""
-        self.missed_blocks = 0
-        """Blocks that were to be written and were evicted before their turn."""
-        self._least_chance = 0.0
-        self._read_bytes = self._offered_bytes = 0.0
-        """Of late: what was read, and what was written or spared."""
-        self._read_before = 0
+        self.not_written: Counter[str] = Counter()
+        """Blocks that left the pool and that no tier has, by reason."""
+        self._judges = False
+        """Whether the tiers were full at the last tick, and blocks must be likely to come back."""
+        self._selection = Selection()
+        self._accessed_before = cache.policy.accessed_bytes
+        """Bytes that were asked for up to the last tick."""
 
     @property
     def _available(self) -> bool:
@@ -197,43 +286,51 @@ class Writer:
         return len(self.waiting)
 
     def stored(self, blocks: BlockIds) -> None:
-        if self.mode is WriteMode.ALWAYS:
+        if self.mode is not WriteMode.NEVER and not self._judges and len(self.waiting) < MAX_WAITING:
             self._wait(blocks)
 
     def used(self, group: Group, blocks: BlockIds) -> None:
         """Note blocks that a lookup found, while a tier is available."""
-        if self.mode in (WriteMode.REUSE, WriteMode.ALWAYS):
+        if self.mode is not WriteMode.NEVER and not self._judges:
             self._wait(self._lacking(group, blocks[:MAX_LOOKED_AT])[0])
             self._wait(blocks[MAX_LOOKED_AT:])  # looked at when it is their turn
 
-    def evicted(self, group: Group, blocks: BlockIds) -> None:
-        """Count those that were to be written, of blocks that are about to leave the pool."""
-        if not self.waiting:
+    def evicted(self, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> None:
+        """Note blocks that are about to leave the pool. A store waits for this."""
+        if self.mode is WriteMode.NEVER or not self._takes(group):
             return
-        noted = zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True)
-        late = [self.waiting.pop(block, None) == generation for block, generation in noted]
-        if any(late):
-            self.missed_blocks += len(self._lacking(group, blocks[late])[0])
+        reasons, otherwise = [], BUDGET if self.budget.left_bytes == 0 else LATE
+        for block, generation in zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True):
+            self.waiting.pop(block, None)
+            noted, reason = self._passed.pop(block, (0, otherwise))
+            reasons.append(reason if noted == generation else otherwise)
+        self._left.append(_Left(group, keys, reasons))
 
     def stop(self) -> None:
         """Begin nothing any more."""
         self.mode = WriteMode.NEVER
         self.waiting.clear()
-        self.cold.clear()
 
-    def tick(self, read_bytes: int) -> None:
-        """Look at the cold end, and go on. ``read_bytes``: what was read from the tiers so far."""
-        self._judge(read_bytes)
-        self.cold.clear()
-        if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < 2 * self._cold_bytes:
-            self._look_at_cold_end()
+    def tick(self) -> None:
+        """Look at the cold end, and continue."""
+        self._count_left()
+        self._note_traffic()
+        before, self._passed = self._passed, {}
+        if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < self._cold_bytes:
+            self._look_at_cold_end(before)
         self._trickle_left = self._trickle_bytes
         self._refused_above = inf  # a disk may hang, and a store have space
         self.pump()
 
-    def _look_at_cold_end(self) -> None:
-        left, left_bytes, before = MAX_COLD_BLOCKS, self._cold_bytes, self._left_out_cold
-        self._left_out_cold = set()
+    def _count_left(self) -> None:
+        """Count what left the pool and is in no tier."""
+        left, self._left = self._left, []
+        for group, keys, reasons in left:
+            self.not_written += Counter(compress(reasons, self._wanted(group, keys)))
+
+    def _look_at_cold_end(self, before: dict[int, tuple[int, str]]) -> None:
+        """``before``: ``_passed`` as of the last tick."""
+        left, left_bytes = MAX_COLD_BLOCKS, self._cold_bytes
         for batch in self._cache.policy.candidates():
             for group, alike in self._cache.by_group(batch):
                 some = alike[: max(0, min(left, -(-left_bytes // group.block_bytes)))]
@@ -241,22 +338,35 @@ class Writer:
                 if not group.dead:
                     left_bytes -= len(some) * group.block_bytes
                 blocks, keys = self._lacking(group, some)
-                generations = self._generations[blocks].tolist()
-                for block, generation, likely in zip(
-                    blocks.tolist(), generations, self._may_return(group, keys), strict=True
-                ):
-                    if likely:
-                        self.cold[block] = generation
-                        continue
-                    self._left_out_cold.add((block, generation))
-                    if (block, generation) not in before:
-                        self._spare(group, 1)
+                self._wait(blocks[self._judged_likely(group, blocks, keys, before)])
             if left <= 0 or left_bytes <= 0:
                 return
 
+    def _judged_likely(
+        self, group: Group, blocks: BlockIds, keys: Sequence[bytes], before: dict[int, tuple[int, str]]
+    ) -> npt.NDArray[np.bool_]:
+        """Which of the blocks are to be written, all while a tier has space; note why the others are not."""
+        if not self._judges or not keys:
+            return np.ones(len(keys), np.bool_)
+        policy, generations = self._cache.policy, self._generations[blocks].tolist()
+        lifetimes, packed_keys = self._selection.lifetimes(self._lifetime_bytes), b"".join(keys)
+        every = np.stack([policy.chance(group, packed_keys, one) for one in lifetimes], axis=1)
+        known = [
+            before.get(block, (0, ""))[0] == generation or self.waiting.get(block) == generation
+            for block, generation in zip(blocks.tolist(), generations, strict=True)
+        ]
+        believed = sum(WATCHED * one <= policy.accessed_bytes for one in lifetimes)
+        self._selection.note(every[~np.array(known)], sum(group.lengths), believed)
+        chances, least = self._selection.deciding(every)
+        passed = chances < max(least, 1 - self.budget.left_share)
+        reasons = [UNLIKELY if chance < least else BUDGET for chance in chances[passed].tolist()]
+        noted = zip(blocks[passed].tolist(), self._generations[blocks[passed]].tolist(), reasons, strict=True)
+        self._passed |= {block: (generation, reason) for block, generation, reason in noted}
+        return ~passed
+
     def pump(self) -> None:
-        """Begin to write what may be written now, of very much a part, once there is room for more than a few."""
-        if not (self.waiting or self.cold):
+        """Begin to write what may be written now, of very much a part, once there is space for more than a few."""
+        if not self.waiting:
             return
         if 2 * self.under_way_bytes > self._under_way_limit or len(self.under_way) > self._refused_above:
             return
@@ -265,28 +375,23 @@ class Writer:
             return
         begun: list[BlockIds] = []
         try:
-            self._begin_some(begun, self._engines_busy())
+            self._begin_some(begun, self._engines_busy() or not self._idle())
         finally:
             if begun:
                 self._cache.blocks.pin(np.concatenate(begun))
 
     def _begin_some(self, begun: list[BlockIds], busy: bool) -> None:
         targets = self._targets()
-        for waiting in (self.waiting, self.cold):
-            if waiting is self.cold and self.mode is WriteMode.REUSE and not self._idle():
+        for _ in range(0, MAX_LOOKED_AT, MAX_BEGUN):
+            if not self.waiting or (busy and self._trickle_left <= 0):
                 return
-            for _ in range(0, MAX_LOOKED_AT, MAX_BEGUN):
-                if not waiting or (busy and self._trickle_left <= 0):
-                    break
-                for write in self._choose(waiting):
-                    full = self.under_way_bytes >= self._under_way_limit or (busy and self._trickle_left <= 0)
-                    if full or len(begun) == MAX_BEGUN:
-                        return
-                    if not self._begin(write, waiting.pop(write.number), targets, busy):
-                        return
-                    begun.append(write.block)
-            if waiting:
-                return
+            for write in self._choose():
+                full = self.under_way_bytes >= self._under_way_limit or (busy and self._trickle_left <= 0)
+                if full or len(begun) == MAX_BEGUN:
+                    return
+                if not self._begin(write, self.waiting.pop(write.number), targets, busy):
+                    return
+                begun.append(write.block)
 
     def _targets(self) -> list[Tier]:
         """The tiers, the one that is to be written to first: with room, little to do, and the least in use."""
@@ -298,22 +403,18 @@ class Writer:
         )
         return [tier for tier, _ in figures]
 
-    def _choose(self, waiting: _Noted) -> list[Write]:
+    def _choose(self) -> list[Write]:
         """Those of the next few that are to be written; the others do not wait any more."""
-        some = dict(islice(waiting.items(), MAX_BEGUN))
+        some = dict(islice(self.waiting.items(), MAX_BEGUN))
         chosen: dict[int, Write] = {}
         for group, alike in self._cache.by_group(self._still_ready(some)):
-            blocks, keys = self._lacking(group, alike)
-            if waiting is self.waiting:  # what is at the cold end was judged there
-                likely = np.array(self._may_return(group, keys), bool)
-                self._spare(group, len(likely) - int(likely.sum()))
-                blocks = blocks[likely]
+            blocks, _ = self._lacking(group, alike)
             if blocks.size:
                 space = space_of(group)
                 chosen |= {write.number: write for write in writes_of(self._cache, group, space, blocks)}
         for block in some:
             if block not in chosen:
-                del waiting[block]
+                del self.waiting[block]
         return [chosen[block] for block in some if block in chosen]
 
     def _begin(self, write: Write, generation: int, targets: Sequence[Tier], busy: bool) -> bool:
@@ -322,7 +423,6 @@ class Writer:
         if not self.budget.take(nbytes):
             if not self.budget.left_bytes:
                 self.waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
-                self.cold.clear()
             else:
                 self.waiting[write.number] = generation
             return False
@@ -346,56 +446,50 @@ class Writer:
         ready: BlockIds = blocks[same & (self._cache.blocks.state[blocks] == READY)]
         return ready
 
-    def _lacking(self, group: Group, blocks: BlockIds) -> tuple[BlockIds, list[bytes]]:
-        """Those of the blocks, and their keys, that no tier has or is being given and that one is to have.
-
-        Disks are not worn by what benches store; a store that nodes share has a bench of its own.
-        """
+    def _takes(self, group: Group) -> bool:
+        """Whether blocks of a group are written at all. Disks are not worn by what benches store; a store that nodes
+        share has a bench of its own."""
         namespace = group.namespace
         bench = namespace.of_bench and not self._shared
-        if group.dead or bench or namespace.fingerprint in self._left_out or not (self._tiers and blocks.size):
+        return bool(self._tiers) and not (group.dead or bench or namespace.fingerprint in self._left_out)
+
+    def _wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Which keys no tier has or is being given, and one is to have."""
+        wanted = np.full(len(keys), self._takes(group))
+        for tier in self._tiers if keys else ():
+            wanted &= tier.wants(space_of(group), keys)
+        return wanted
+
+    def _lacking(self, group: Group, blocks: BlockIds) -> tuple[BlockIds, list[bytes]]:
+        """Those of the blocks, and their keys, that are ``_wanted`` and not under way."""
+        if not blocks.size or not self._takes(group):
             return blocks[:0], []
         keys = self._cache.blocks.split_keys(blocks, group.key_bytes)
-        space = space_of(group)
-        wanted = np.array([block not in self.under_way for block in blocks.tolist()])
-        for tier in self._tiers:
-            wanted &= tier.wants(space, keys)
+        wanted = self._wanted(group, keys) & [block not in self.under_way for block in blocks.tolist()]
         return blocks[wanted], [keys[at] for at in np.flatnonzero(wanted).tolist()]
-
-    def _may_return(self, group: Group, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each may come back before the tiers, which are full, would have evicted it."""
-        within = self._lifetime_bytes if self.mode is not WriteMode.ALWAYS else 0
-        if not within or not keys:
-            return [True] * len(keys)
-        found: list[bool] = (self._cache.policy.chance(group, b"".join(keys), within) >= self._least_chance).tolist()
-        return found
 
     @property
     def _lifetime_bytes(self) -> int:
-        """Bytes of writes that a block survives; 0 while there is room."""
+        """Bytes of writes that a block survives; 0 while there is space."""
         each = [tier.lifetime_bytes for tier in self._tiers]
         return sum(each) if all(each) else 0
 
-    def _spare(self, group: Group, blocks: int) -> None:
-        self.spared_blocks += blocks
-        self._offered_bytes += blocks * sum(group.lengths)
-
-    def _judge(self, read_bytes: int) -> None:
-        """See how often what was to be written was read: where little does, a lower chance is enough."""
-        self._read_bytes += read_bytes - self._read_before
-        self._read_before = read_bytes
-        if self._offered_bytes > self._lifetime_bytes > 0:
-            self._read_bytes /= 2
-            self._offered_bytes /= 2
-        mean = self._read_bytes / max(1.0, self._offered_bytes)
-        self._least_chance = min(LEAST_CHANCE, LEAST_OF_MEAN * mean)
+    def _note_traffic(self) -> None:
+        """See whether the tiers are full, and how much is asked for and written."""
+        tier_bytes = self._lifetime_bytes
+        full = tier_bytes > 0 and self.mode is WriteMode.AUTO
+        if full and not self._judges:
+            self.waiting.clear()  # they wait again when they are next to be evicted
+        self._judges = full
+        before, self._accessed_before = self._accessed_before, self._cache.policy.accessed_bytes
+        if full:
+            self._selection.note_traffic(self._accessed_before - before, tier_bytes)
 
     def _on_end(self, write: Write, result: Result) -> None:
         nbytes = write.copy.space.nbytes
         if result is Result.DONE:
             self.written_blocks += 1
             self.written_bytes += nbytes
-            self._offered_bytes += nbytes
         elif result is Result.PRESENT:
             self.budget.give_back(nbytes)
             self._trickle_left += nbytes

@@ -32,6 +32,7 @@ from kvoffd.tiers.tier import (
     ENDED_AT_ONCE,
     HEADER_BYTES,
     PRESENT,
+    READERS_NICE,
     Block,
     ReadEnd,
     Result,
@@ -240,7 +241,7 @@ class Reads:
             raise MemoryError
         works = ((f"{self._name}-{number}", self._work) for number in range(threads))
         with OnError(partial(self._native.reader_close, self._reader)):
-            self._threads = DaemonThreads(works, partial(self._native.reader_stop, self._reader))
+            self._threads = DaemonThreads(works, partial(self._native.reader_stop, self._reader), READERS_NICE)
 
     def _work(self) -> None:
         while self._native.reader_work(self._reader):

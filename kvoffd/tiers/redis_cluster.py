@@ -17,7 +17,7 @@ from math import ceil, inf
 from urllib.parse import parse_qs, urlsplit
 
 from kvoffd.tiers.redis_store import CONNECT_S, Redis
-from kvoffd.tiers.store import Credentials, GetRequest, Servers, Store, StoreError, name_of
+from kvoffd.tiers.store import Credentials, GetRequest, Received, Servers, Store, StoreError, name_of
 from kvoffd_proto.units import is_host, parse_duration, quoted
 
 SLOTS = 16_384
@@ -256,7 +256,7 @@ class RedisCluster(Store):
             raise self._too_few()
         return numbers, found
 
-    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[bytes | None]:
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
         parts = self._by_owner([request.key for request in requests])
         owner = {at: address for address, places in parts.items() for at in places}
         for address, places in parts.items():
@@ -267,12 +267,12 @@ class RedisCluster(Store):
                 yield None
                 continue
             with self._exchange(owner[at]) as node:
-                header = node.value(request, time.monotonic() + patience_s)
-            if header == b"":
+                received = node.value(request, time.monotonic() + patience_s)
+            if received is not None and not received.header:
                 self.close()  # values of other masters are still on their way
-                yield header
+                yield received
                 return
-            yield header
+            yield received
 
     def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool | None]:
         parts = self._by_owner([key for key, _ in objects])

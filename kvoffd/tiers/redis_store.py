@@ -6,19 +6,24 @@ of replies are needed (https://redis.io/docs/latest/develop/reference/protocol-s
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
 import ssl
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+from kvoffd.system.files import address_of
+from kvoffd.system.native import native
 from kvoffd.tiers.store import (
     Credentials,
     GetRequest,
+    Received,
     Servers,
     Store,
     StoreError,
@@ -202,12 +207,12 @@ class Redis(Store):
         self.close()
         return bad_generation(f"The value of {generation_key.decode()} at {self._name}")
 
-    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[bytes | None]:
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
         self.send_gets(requests, time.monotonic() + patience_s)
         for request in requests:
-            header = self.value(request, time.monotonic() + patience_s)
-            yield header
-            if header == b"":
+            received = self.value(request, time.monotonic() + patience_s)
+            yield received
+            if received is not None and not received.header:
                 return
 
     def send_gets(self, requests: Sequence[GetRequest], deadline: float) -> None:
@@ -225,20 +230,20 @@ class Redis(Store):
             keys.append(request.key)
         return [_repeated(b"GET", keys)]
 
-    def value(self, request: GetRequest, deadline: float) -> bytes | None:
-        """Receive one object, as ``get`` yields it; where that is empty, the connection is closed."""
-        header = None
+    def value(self, request: GetRequest, deadline: float) -> Received | None:
+        """Receive one object, as ``get`` yields it; where its header is empty, the connection is closed."""
+        received = None
         if (length := self._value_length(deadline)) is not None:
             if length != request.header_bytes + request.nbytes:
                 self.close()
-                return b""
+                return Received(b"")
             header = self._take(request.header_bytes, deadline)
-            self._fill(request.views, deadline)
+            received = Received(header, self._fill(request.views, deadline))
             if self._take(2, deadline) != b"\r\n":
                 raise self._broken("A value does not end where it should")
         self._coming_bytes -= request.nbytes
         self._send_on(self._questions(), deadline)
-        return header
+        return received
 
     def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool | None]:
         self.send_puts(objects, deadline)
@@ -394,8 +399,11 @@ class Redis(Store):
         del self._input[:count]
         return data
 
-    def _fill(self, views: Sequence[memoryview], deadline: float) -> None:
-        """Receive into these views, and what comes beyond them into the input, by the same call where that can be."""
+    def _fill(self, views: Sequence[memoryview], deadline: float) -> Sequence[int]:
+        """Receive into these views, and what comes beyond them into the input, by the same call where that can be.
+
+        Returns the views' checksums where that call takes them, without the interpreter.
+        """
         done = 0
         for view in views:
             part = self._input[done : done + len(view)]
@@ -404,16 +412,33 @@ class Redis(Store):
         del self._input[:done]
         rest = list(views)
         _skip(rest, done)
+        if rest and not self._tls:
+            return self._receive_all(rest, views, deadline)
         while rest:
             connected = self._ready(deadline)
             try:
-                # TLS has no recvmsg.
-                count = connected.recv_into(rest[0]) if self._tls else connected.recvmsg_into([*rest, self._beyond])[0]
+                count = connected.recv_into(rest[0])
             except OSError as error:
                 raise self._lost(error) from error
             if not count:
                 raise self._lost("it closed the connection")
-            self._input += self._beyond[: _skip(rest, count)]
+            _skip(rest, count)
+        return ()
+
+    def _receive_all(self, rest: Sequence[memoryview], views: Sequence[memoryview], deadline: float) -> Sequence[int]:
+        """Receive what the views still lack, and what comes beyond; returns the checksums of the views."""
+        fd, left_s = self._ready(deadline).fileno(), deadline - time.monotonic()
+        parts = array("Q", [number for view in (*rest, memoryview(self._beyond)) for number in _place(view)])
+        addresses, lengths = (array("Q", column) for column in zip(*map(_place, views), strict=True))
+        sums = array("Q", bytes(8 * len(views)))
+        columns = (column.buffer_info()[0] for column in (addresses, lengths, sums))
+        waits_ms = int(1000 * min(STALL_S, left_s)) + 1, int(1000 * left_s) + 1
+        count = native().receive(fd, parts.buffer_info()[0], len(rest) + 1, *waits_ms, *columns, len(views))
+        if count < 0:
+            closed = count == -errno.ENODATA
+            raise self._lost("it closed the connection" if closed else OSError(-count, os.strerror(-count)))
+        self._input += self._beyond[:count]
+        return sums
 
     def _receive(self, count: int, deadline: float) -> bytes:
         connected = self._ready(deadline)
@@ -475,6 +500,11 @@ def _connected(places: Sequence[Any], deadline: float) -> socket.socket:
         if len(places) == 1:
             raise
     return _connected(places[1:], deadline)
+
+
+def _place(view: memoryview) -> tuple[int, int]:
+    """Where a view begins, and its length."""
+    return address_of(view) if len(view) else 0, len(view)
 
 
 def _skip(parts: list[memoryview], count: int) -> int:

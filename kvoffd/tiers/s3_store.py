@@ -20,7 +20,15 @@ import uvloop
 from obstore.store import S3Store
 
 from kvoffd.errors import KvoffdError
-from kvoffd.tiers.store import Credentials, GetRequest, Store, StoreError, bad_generation, decode_generation
+from kvoffd.tiers.store import (
+    Credentials,
+    GetRequest,
+    Received,
+    Store,
+    StoreError,
+    bad_generation,
+    decode_generation,
+)
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import printable
 
@@ -185,7 +193,7 @@ class S3(Store):
         ends = await self._heads([*keys[:1], *keys[1:][-1:]])
         return [ends[0], *await self._heads(keys[1:-1]), *ends[1:]] if any(ends) else [False] * len(keys)
 
-    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[bytes | None]:
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
         assert self._loop is not None
         running = [self._loop.create_task(self._get(request)) for request in requests]
         try:
@@ -205,12 +213,13 @@ class S3(Store):
             raise TimeoutError
         return task.result()
 
-    async def _get(self, request: GetRequest) -> bytes | None:
-        """Fill the views; the object's header, empty where it is of another length, None where it is not there."""
+    async def _get(self, request: GetRequest) -> Received | None:
+        """Fill the views; None where the object is not there."""
         header = bytearray(request.header_bytes)
         try:
             answer = await obstore.get_async(self._bucket.client, self._path(request.key))
-            return bytes(header) if await self._receive(answer, [header, *request.views]) else b""
+            whole = await self._receive(answer, [header, *request.views])
+            return Received(bytes(header) if whole else b"")
         except FileNotFoundError:
             return None
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from math import inf
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvoffd.pool.checksums import digest
 from kvoffd.system.newest import put_newest
 from kvoffd.tiers.store import (
     GetRequest,
+    Received,
     Server,
     Store,
     StoreError,
@@ -29,6 +31,7 @@ from kvoffd.tiers.tier import (
     ASKED,
     HEADER_BYTES,
     PRESENT,
+    READERS_NICE,
     Block,
     ReadEnd,
     Result,
@@ -257,8 +260,10 @@ class SharedTier(Tier):
         self._asking = make_workers(
             f"{name}-ask", asks, lambda error: error, self._question_ended, *ends, self._next_question
         )
+        failed = Result.FAILED, None
         self._reading = make_workers(
-            f"{name}-read", reads, lambda error: (Result.FAILED, None), self._read_ended, *ends, self._next_blocks
+            *(f"{name}-read", reads, lambda error: failed, self._read_ended, *ends, self._next_blocks),
+            nice=READERS_NICE,
         )
         self._writing = make_workers(
             f"{name}-write", writes, lambda error: Result.FAILED, self._write_ended, *ends, self._next_blocks
@@ -751,13 +756,13 @@ class StoreConnection:
         requests = [GetRequest(object_key(read.stored, read.key), HEADER_BYTES, read.views) for read in reads]
         try:
             self._store.connect()
-            headers = self._store.get(requests, min(read.patience_s for read in reads))
-            for read, header in zip(reads, headers, strict=True):
+            objects = self._store.get(requests, min(read.patience_s for read in reads))
+            for read, received in zip(reads, objects, strict=True):
                 self._breaker.succeeded("read")
-                if header is None:
+                if received is None:
                     yield Result.GONE, None
                     continue
-                block = _verified(read, header)
+                block = _verified(read, received)
                 if block is None:
                     # It may be the answer to another question, as what follows on the connection then is.
                     self._store.close()
@@ -801,12 +806,13 @@ class StoreConnection:
         return [Result.PRESENT if known else Result.DONE if next(each) else Result.FAILED for known in there]
 
 
-def _verified(read: Read, header: bytes) -> Block | None:
+def _verified(read: Read, received: Received) -> Block | None:
     """The block as it was read; None where header or bytes are not those of a whole object of this block."""
-    block = decode_header(header, read.stored, read.key)
+    block = decode_header(received.header, read.stored, read.key)
     if block is None:
         return None
-    right = all(digest(view) == checksum for view, checksum in zip(read.views, block.checksums, strict=True))
+    found = zip(read.views, received.checksums or repeat(0, len(read.views)), block.checksums, strict=True)
+    right = all((taken or digest(view)) == checksum for view, taken, checksum in found)
     return block if right else None
 
 

@@ -133,6 +133,18 @@ class GetRequest(NamedTuple):
         return sum(map(len, self.views))
 
 
+class Received(NamedTuple):
+    """An object that was read.
+
+    Attributes:
+        header: empty where the object is of another length: then nothing was read.
+        checksums: of the views, as ``digest`` takes them; empty, or 0, where the store has not taken them.
+    """
+
+    header: bytes
+    checksums: Sequence[int] = ()
+
+
 class Store(ABC):
     """One connection to a store, for one thread, which waits. Every method raises StoreError, and closes it then.
 
@@ -182,10 +194,10 @@ class Store(ABC):
         """Whether there is an object under each key; what there is counts as used now."""
 
     @abstractmethod
-    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[bytes | None]:
-        """Read objects, in this order; of each yields the header when its views are filled.
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
+        """Read objects, in this order, and yield each when its views are filled; None where there is none.
 
-        None where there is none. Empty where it is of another length: then nothing was read, and it may be the last.
+        One of another length may be the last.
         ``patience_s``: how long the next one may take; of objects that come at the same time, how long nothing of any
         may come. Then it raises a StoreError of the kind ``timeout``.
         """

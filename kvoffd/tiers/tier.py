@@ -42,8 +42,13 @@ _SUM = struct.Struct("<Q")
 MOST_FIRST_BLOCK = 0xFFFF
 """The last engine block of a key that a shard may begin with: the cache has no room for more."""
 
-ENDED_AT_ONCE = 32
-"""Tasks whose ends are handled before the daemon's thread does other work."""
+ENDED_AT_ONCE = 8
+"""Tasks whose ends are handled before the daemon's thread does other work: one or two milliseconds."""
+
+READERS_NICE = 5
+"""How much the priority of threads that read is below that of the daemon's own, which answers engines. Measured on two
+CPUs that other processes wanted too, while blocks came up from Redis: half of the lookups took at most 2 ms instead of
+5, 99 of 100 at most 13 instead of 49. Beside an engine that never sleeps blocks come a fifth slower, else as fast."""
 
 REMEMBERED_SPACES = 1024
 """Whose hash is not taken again."""
@@ -312,6 +317,7 @@ class Workers(Generic[T, R]):
         post: calls a function in the daemon's thread. For any thread.
         clock: in seconds. For any thread.
         take: takes from the queue, which is not empty, what is done in one go. Called in any thread, one at a time.
+        nice: how much the threads' priority is below that of the daemon's thread.
 
     Raises NoMoreThreads; then none runs.
     """
@@ -325,6 +331,8 @@ class Workers(Generic[T, R]):
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         take: Callable[[deque[T]], list[T]] = lambda waiting: [waiting.popleft()],
+        *,
+        nice: int = 0,
     ) -> None:
         self._name = name
         self._works, self._failed, self._on_end = works, failed, on_end
@@ -337,11 +345,12 @@ class Workers(Generic[T, R]):
         self._ended: deque[tuple[T, R]] = deque()
         self._posted = self._stopped = self._called = False
         self.busy_seconds = 0.0
+        self._nice = nice
         self._start()
 
     def _start(self) -> None:
         works = ((f"{self._name}-{number}", partial(self._run, number)) for number in range(len(self._works)))
-        self._threads = DaemonThreads(works, self._stop)
+        self._threads = DaemonThreads(works, self._stop, self._nice)
 
     def put(self, task: T) -> None:
         with self._changed:

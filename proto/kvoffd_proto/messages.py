@@ -360,6 +360,9 @@ class Results(Request[ResultsReply], frozen=True):
 
 class NamespaceOpened(Reply, frozen=True):
     created: Annotated[bool, doc("False when the namespace was open already.")]
+    prefill_tokens_per_second: Annotated[
+        PerSecond, doc("Prompt tokens that an engine of the namespace computes a second, as reported last; 0 if not.")
+    ] = 0.0
 
 
 @exchange(ENGINE)

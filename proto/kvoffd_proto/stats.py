@@ -334,6 +334,14 @@ PROMOTION_FAILURES = "failed", "corrupt", "deadline", "gone", "no_space", "overd
 """Why a block that a tier has was not promoted."""
 
 
+NOT_WRITTEN = {
+    "late": "were evicted before their turn: engines copied, or the tier was slow or away",
+    "budget": "were left out, as the day's bytes were written",
+    "unlikely": "were left out, as little of their kind comes back and the tier is full",
+}
+"""Why blocks that left the pool were not written to a tier."""
+
+
 class TieringStats(Part, frozen=True):
     """Blocks moved between the pool and the disks."""
 
@@ -347,8 +355,7 @@ class TieringStats(Part, frozen=True):
     demoted_blocks: Annotated[Count, counter("Blocks written from the pool to disk.")] = 0
     demoted_bytes: Annotated[ByteCount, doc("Bytes written from the pool to disk.")] = 0
     demotions_waiting: Annotated[Count, doc("Blocks that wait to be written to disk.")] = 0
-    writes_avoided: Annotated[Count, doc("Blocks not written to a full disk: the policy expected no reuse.")] = 0
-    writes_missed: Annotated[Count, counter("Blocks to be written to disk that were evicted before their turn.")] = 0
+    not_written: Annotated[Labelled, counter("Blocks that left the pool and no disk has.", "reason", NOT_WRITTEN)] = {}
     write_budget_left_bytes: Annotated[ByteCount | None, gauge("Bytes that disk_write_per_day allows now.")] = None
     write_mode: Annotated[str, doc("Which blocks are written: the setting ``disk_write``.")] = ""
     promotion_bytes_per_second: Annotated[PerSecond, doc("Speed of the latest promotions.")] = 0.0
@@ -429,6 +436,9 @@ class SharedStats(Part, frozen=True):
     written_bytes: Annotated[ByteCount, counter("Bytes written to the shared store.")] = 0
     already_stored: Annotated[Count, doc("Blocks that were to be written and were there already.")] = 0
     dropped_writes: Annotated[Count, counter("Blocks not written to the store: it was full, slow or away.")] = 0
+    not_written: Annotated[
+        Labelled, counter("Blocks that left the pool and were not offered to the store.", "reason", NOT_WRITTEN)
+    ] = {}
     dropped_removals: Annotated[Count, doc("Objects not removed there: the store was slow or away.")] = 0
     queued_writes: Annotated[Count, doc("Writes that wait or run.")] = 0
     mismatches: Annotated[Count, doc("Objects that were not the block that they should be; they are removed.")] = 0

@@ -35,8 +35,17 @@ def test_values_that_each_kind_of_setting_refuses(tmp_path: Path) -> None:
         assert refusal({}, path=file).startswith(f"{line.split()[0]} (file {file})"), line
     assert refusal({"pool_size": "64"}).endswith("at least 1MiB is needed. A number alone is bytes: write 64GiB.")
     assert refusal({"pool_size": "64KiB"}).endswith("at least 1MiB is needed.")
+    assert "auto, the default, takes its place" in refusal({"disk_write": "reuse"})
+    assert "choose auto or always or never" in refusal({"shared_write": "all"})
     assert "is unknown" in refusal({}, {"KVOFFD_LIMITS": "1"}), "limits are constants that tests may replace"
     assert load_config({}, {}, limits=Limits(max_leases=7)).limits.max_leases == 7
+
+
+@pytest.mark.parametrize(("given", "nbytes"), [("auto", None), ("0", 0), ("2GiB", 2 << 30)])
+def test_a_days_writes_may_be_by_the_size_of_the_disks(given: str, nbytes: int | None) -> None:
+    config = load_config({"disk_write_per_day": given}, {})
+    assert config.disk_write_bytes_per_day == nbytes
+    assert load_config({}, {}).disk_write_bytes_per_day is None
 
 
 def test_paths_become_absolute_and_addresses_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,17 @@ import pytest
 
 from kvoffd_client import AdminClient, GroupKeys, RequestRefused
 from tests.daemon.refused_calls import refusing
-from tests.kit.checked import CheckedEngine, Truth, disk_of, over_disk, overwrite, places_of, put_on_disk, wait_disk
+from tests.kit.checked import (
+    STEP,
+    CheckedEngine,
+    Truth,
+    disk_of,
+    over_disk,
+    overwrite,
+    places_of,
+    put_on_disk,
+    wait_disk,
+)
 from tests.kit.daemon import DaemonProcess
 from tests.kit.linux import tmpfs
 from tests.kit.waiting import wait_until
@@ -85,6 +95,28 @@ def test_blocks_outlive_the_pool(daemon: DaemonProcess) -> None:
         with running(daemon, engine.truth) as engine:
             assert books(daemon.directory).ready_bytes == 0
             assert engine.has(SOME)
+
+
+@pytest.mark.parametrize("policy", ["learned", "lru"])
+def test_a_disk_with_space_takes_whole_conversations(tmp_path: Path, policy: str) -> None:
+    """By the defaults, with all of them several times the pool, whatever part of it each has."""
+    for part, (count, blocks) in {"a third": (6, 21), "a tenth": (14, 6), "3 %": (45, 2)}.items():
+        place = tmp_path / part
+        place.mkdir()
+        with (
+            DaemonProcess("4MiB", disk=f"{place}=32MiB", eviction_policy=policy) as daemon,
+            CheckedEngine(daemon) as engine,
+        ):
+            wait_disk(daemon)
+            for time in range(3):
+                for first in range(0, STEP * count, STEP):
+                    conversation = range(first, first + blocks)
+                    if not time:
+                        engine.put(conversation)
+                        wait_until(lambda: not books(daemon.directory).tiers.demotions_waiting)  # while others compute
+                    else:
+                        assert engine.has(conversation), f"{part}, asked for again"
+            assert books(daemon.directory).tiers.demoted_blocks == count * blocks
 
 
 # --- what does not ---------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ class Completion:
         cached: prompt tokens that were not computed.
         finish: why it ended, ``length`` when all went well.
         first_token_s: time to the first token, as vLLM measures it.
+        queued_at, scheduled_at, first_token_at: when the engine took the prompt, when it began a step with tokens of
+            it, after what was loaded had come, and when that step ended; all by one clock, as vLLM measures it.
         transfer: kv_transfer_params for another engine; None where no connector gave any.
     """
 
@@ -67,6 +69,9 @@ class Completion:
     cached: int
     finish: str
     first_token_s: float
+    queued_at: float = 0.0
+    scheduled_at: float = 0.0
+    first_token_at: float = 0.0
     transfer: dict[str, Any] | None = None
 
 

@@ -128,6 +128,9 @@ def generate(
             "cached": output.num_cached_tokens,
             "finish": output.outputs[0].finish_reason,
             "first_token_s": output.metrics.first_token_latency if output.metrics else 0.0,
+            "queued_at": output.metrics.queued_ts if output.metrics else 0.0,
+            "scheduled_at": output.metrics.scheduled_ts if output.metrics else 0.0,
+            "first_token_at": output.metrics.first_token_ts if output.metrics else 0.0,
             "transfer": output.kv_transfer_params,
         }
         for output in llm.generate(inputs, every, use_tqdm=False, lora_request=lora_request)

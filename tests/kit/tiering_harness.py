@@ -11,7 +11,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiering.writer import space_of, writes_of
+from kvoffd.tiering.writer import Writer, space_of, writes_of
 from kvoffd.tiers.tier import Result, Space
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING
@@ -49,6 +49,11 @@ class TieringHarness(CacheRig):
         self.found: set[tuple[bytes, int, bytes]] = set()
         """What the disk had from before, of which there was no event."""
         self.tier = self.add_disk(tier_blocks, most_jobs)
+
+    @property
+    def writer(self) -> Writer:
+        """Of the disks."""
+        return self.tiering.disks.writer
 
     def add_disk(self, most_blocks: int = 0, most_jobs: int = 2**30) -> FakeTier:
         name = f"disk:/fake/{len(self.tiering.disks.tiers)}"

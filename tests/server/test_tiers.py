@@ -25,7 +25,7 @@ from tests.kit.waiting import wait_until
 class FakeDisk:
     """As much of a DiskTier as Tiers uses."""
 
-    open_seconds, found_blocks, lifetime_bytes, direct, removed = 0.0, 0, 0, True, False
+    open_seconds, found_blocks, lifetime_bytes, lifetime_written_bytes, direct, removed = 0.0, 0, 0, 0, True, False
 
     def __init__(self, hangs: bool = False, generation: int = 0) -> None:
         self.hangs, self.generation = hangs, generation
@@ -180,6 +180,23 @@ def test_what_was_spent_of_the_days_writes_is_known_to_the_next_daemon(tmp_path:
         assert rig.tiers.close(1.0)
         rig.saved.file.close(10.0)
     assert left == [1 << 20, pytest.approx((1 << 20) - (1 << 18), abs=1 << 12)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "per_day"), [("auto", None, 3 << 30), ("auto", 1 << 30, 1 << 30), ("always", None, 0)]
+)
+def test_a_days_writes_are_the_size_of_the_disks_beyond_their_first_filling(
+    tmp_path: Path, mode: str, given: int | None, per_day: int
+) -> None:
+    sizes = tuple(DiskSize(f"/mnt/{number}", (number + 1) << 30) for number in range(2))
+    rig = TiersRig(tmp_path, disk=sizes, disk_write=mode, disk_write_bytes_per_day=given)
+    rig.attach(disk := FakeDisk())
+    disk.lifetime_written_bytes = 1 << 29
+    rig.opened()
+    budget = rig.tiers.use().disks.writer.budget
+    assert budget.first_filling_bytes == 1 << 29, "of the one that is open, as far as it was not written yet"
+    assert budget.left_bytes == (per_day // 8 + (1 << 29) if per_day else None)
+    rig.saved.file.close(10.0)
 
 
 def test_errors_of_a_disk_are_a_problem_for_an_hour(rig: TiersRig) -> None:

@@ -51,9 +51,9 @@ class Device(MemoryDisk):
 class SimWorkers(WorkersWithoutThreads):
     """Does what a tier's threads do, each call some time after it was begun."""
 
-    def __init__(self, tier: SimDisk | SimShared, *given: Any) -> None:
+    def __init__(self, tier: SimDisk | SimShared, *given: Any, **named: Any) -> None:
         self._tier = tier
-        super().__init__(*given)
+        super().__init__(*given, **named)
 
     def put(self, task: Any) -> None:
         super().put(task)

@@ -40,7 +40,7 @@ REGION_BYTES = 96 * 1024
 NO_LIMIT = MemoryLimit(2**60, "nothing")
 
 
-MODES = [mode.value for mode in list(WriteMode)[:3]]
+MODES = [WriteMode.AUTO.value, WriteMode.ALWAYS.value]
 
 
 def make_config(rng: random.Random) -> Config:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.shared import Ask, SharedTier
-from kvoffd.tiers.store import GetRequest, Store, StoreError, generation_key, object_key
+from kvoffd.tiers.store import GetRequest, Received, Store, StoreError, generation_key, object_key
 from kvoffd.tiers.tier import Block, ReadEnd, Result, Space, TierListener, encode_header, make_space
 from tests.sim.clock import Broken, Clock, Stops
 from tests.sim.content import Content
@@ -99,7 +99,7 @@ class SimStore(Store):
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         return [key in self._there for key in keys]
 
-    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[bytes | None]:
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
         for key, header_bytes, views in requests:
             if self._tier.hit("fail"):
                 raise StoreError("disconnected", "It failed.")
@@ -114,12 +114,12 @@ class SimStore(Store):
                 data = self._tier.rng.choice([wrong, data[:-1], *self._there.values()])
             at = header_bytes
             if len(data) != at + sum(map(len, views)):
-                yield b""
+                yield Received(b"")
                 return
             for view in views:
                 view[:] = data[at : at + len(view)]
                 at += len(view)
-            yield data[:header_bytes]
+            yield Received(data[:header_bytes])
 
     def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> Sequence[bool]:
         if self._tier.hit("fail"):

@@ -18,11 +18,12 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.simulate.command import main
 from kvoffd.simulate.optimum import optimum_percent, uses_of
-from kvoffd.simulate.replay import replay
+from kvoffd.simulate.replay import DiskPlan, replay
 from kvoffd.simulate.trace import KEY_BYTES, MOST_LINE_BYTES, BadTrace, Trace, read_trace
+from kvoffd.tiering import WriteMode
 from kvoffd_client.cli import main as console
 from tests.kit.cases import case
-from tests.kit.made_up_loads import trace_of
+from tests.kit.made_up_loads import chat_among_single_requests, trace_of
 
 
 def write(path: Path, requests: list[list[int]]) -> Path:
@@ -73,6 +74,37 @@ def test_an_lru_is_replayed_as_one() -> None:
     assert replay(trace_of([[1, 2], [1, 2]]), "lru", 2).written == 2
 
 
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_disk_with_space_finds_what_left_the_pool(policy: str) -> None:
+    cycle = trace_of([[*range(first, first + 4)] for first in range(0, 48, 4)] * 5)
+    found = replay(cycle, policy, 16, DiskPlan(64))
+    assert (found.hits, found.disk_written) == (4 * 48, 48), "each block is written once, and found from then on"
+    assert found.disk_hits == found.hits - replay(cycle, policy, 16, DiskPlan(64, WriteMode.NEVER)).hits > 100
+    assert found.written < cycle.accesses
+
+
+def test_a_full_disk_is_written_much_less_and_finds_nearly_as_much() -> None:
+    trace = trace_of(chat_among_single_requests(1, 1000))
+    auto, always = (replay(trace, "learned", 200, DiskPlan(800, mode)) for mode in (WriteMode.AUTO, WriteMode.ALWAYS))
+    assert auto.hits > 0.95 * always.hits
+    assert auto.disk_written - 800 < 0.6 * (always.disk_written - 800)
+
+
+def test_a_day_bounds_what_a_full_disk_is_written() -> None:
+    """Beyond its first filling: an eighth of a day's blocks at once."""
+    requests = [[*range(first, first + 4)] for first in range(0, 4000, 4)]
+    trace = trace_of(requests)._replace(seconds=[0.0] * len(requests))
+    assert replay(trace, "lru", 64, DiskPlan(128, per_day_blocks=800)).disk_written == 128 + 100
+
+
+def test_requests_come_when_the_trace_says(tmp_path: Path) -> None:
+    file = tmp_path / "times.jsonl"
+    file.write_text("".join(json.dumps({"timestamp": at, "hash_ids": [1]}) + "\n" for at in (500, 2000, 1500)))
+    assert read_trace(file).seconds == [0.5, 2.0, 2.0]
+    file.write_text(file.read_text() + '{"hash_ids": [1]}\n')
+    assert not read_trace(file).seconds, "one of them does not say"
+
+
 def test_it_prints_json_as_documented(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
     assert console(["trace", "replay", str(file), "--policy", "all", "--blocks", "2,3", "--json"]) == 0
@@ -111,6 +143,24 @@ def test_it_prints_a_table_with_the_sizes_as_given_(tmp_path: Path, capsys: pyte
     assert "In a pool of 3.00 MiB (now) the policies differ by less than a point.\n" in capsys.readouterr().out
 
 
+def test_it_replays_over_disks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "cycle.jsonl", [[number] for number in range(12)] * 4)
+    arguments = ["--policy", "lru", "--blocks", "4", "--disk", "2x,3MiB", "--disk-write", "auto,never"]
+    assert console(["trace", "replay", str(file), *arguments, "--block-size", "1MiB", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)["results"]
+    assert [(one["size"], one["disk_blocks"], one["disk_write"]) for one in found] == [
+        *(("4 blocks + 2x", 8, mode) for mode in ("auto", "never")),
+        *(("4 blocks + 3MiB", 3, mode) for mode in ("auto", "never")),
+    ]
+    assert found[0]["disk_write_per_day_blocks"] == 8
+    assert found[0]["hit_percent"] == found[0]["disk_hit_percent"] > 0 == found[1]["hit_percent"]
+    assert found[0]["optimum_percent"] == 75
+    assert main([str(file), *arguments, "--block-size", "1MiB"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[1].endswith("possible %  write    of disk %  to disk %")
+    assert lines[2].split()[:6] == ["4", "blocks", "+", "2x", "lru", "50.00"]
+
+
 def test_without_sizes_it_takes_parts_of_all_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "small.jsonl", [[*range(16)]] * 2)
     assert main([str(file), "--policy", "lru", "--json"]) == 0
@@ -127,6 +177,9 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.Captu
         ("--size 1GiB", "give --block-size"),
         ("--size 1GiB --block-size 0", "--block-size 0"),
         ("--size 1GiB --block-size 2GiB", "does not hold one block"),
+        ("--blocks 2 --disk 1GiB", "give --block-size"),
+        ("--blocks 2 --disk 1MiB --block-size 2MiB", "does not hold one block"),
+        ("--blocks 2 --disk 4x --disk-write reuse", "choose from auto, always, never"),
         ("--size much --block-size 2MiB", "--size: 'much' is not a size"),
         ("--size 1GiB --block-size 2PB", "--block-size: '2PB' has the unknown unit"),
     ):

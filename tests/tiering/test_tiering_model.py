@@ -267,7 +267,9 @@ class TieringMachine(RuleBasedStateMachine):
             assert level.under_way_bytes <= most
             held = level.under_way_bytes + level._given_up_bytes
             assert held <= 2 * most, "what was given up and hangs may hold as much again"
-            queued = [fill for wanted in level._queue for fill in wanted.queue]
+            queued = [fill for wanted in level._wanted for fill in wanted.queue]
+            assert sum(wanted.under_way for wanted in level._wanted) == len(level.under_way)
+            assert all(wanted.queue or wanted.under_way for wanted in level._wanted)
             names = [(fill.wanted.space.tag, fill.key) for fill in [*level.under_way, *queued] if not fill.withdrawn]
             assert len(names) == len(set(names)), "two fills of one key"
             assert level.queued_blocks == len(queued) == level._queued_by.total()

@@ -8,8 +8,8 @@ import pytest
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.writer import DAY_S, MAX_LOOKED_AT, WriteBudget
-from kvoffd_proto.messages import BENCH_LABEL
+from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, STAYS, UNLIKELY, Selection, WriteBudget
+from kvoffd_proto.messages import BENCH_LABEL, READY
 from tests.kit.clock import Clock
 from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
@@ -24,7 +24,7 @@ def go_on(rig: TieringHarness) -> None:
     rig.tier.end_all()
 
 
-@pytest.mark.parametrize("mode", [WriteMode.ALWAYS, WriteMode.REUSE, WriteMode.EVICT])
+@pytest.mark.parametrize("mode", [WriteMode.ALWAYS, WriteMode.AUTO])
 def test_disks_are_not_worn_by_what_benches_store(mode: WriteMode) -> None:
     rig = rig_of(mode)
     space, bench = rig.open("model"), rig.open(f"{BENCH_LABEL}copy")
@@ -32,128 +32,175 @@ def test_disks_are_not_worn_by_what_benches_store(mode: WriteMode) -> None:
         rig.put(mine, keys_of(*range(15)))
         rig.use(mine, keys_of(1), lease)
     go_on(rig)
+    rig.evict(bench, keys_of(*range(2, 15)))
+    go_on(rig)
     assert rig.in_tier(bench, keys_of(*range(15))) == 0
-    assert rig.in_tier(space, keys_of(*range(15))) > 0
-    assert rig.tiering.disks.writer.spared_blocks == 0
+    assert rig.in_tier(space, keys_of(*range(15))) == 15
+    assert not rig.writer.not_written
 
 
-@pytest.mark.parametrize(
-    ("mode", "stored", "used"), [("always", 2, 2), ("reuse", 0, 1), ("evict", 0, 0), ("never", 0, 0)]
-)
-def test_modes_write_blocks_that_are_stored_or_used(mode: str, stored: int, used: int) -> None:
+@pytest.mark.parametrize(("mode", "written"), [("auto", 2), ("always", 2), ("never", 0)])
+def test_modes_write_blocks_that_are_stored(mode: str, written: int) -> None:
     rig = rig_of(WriteMode(mode))
     space = rig.open(world_size=2)
     rig.put(space, keys_of(1, 2))
     go_on(rig)
-    assert rig.in_tier(space, keys_of(1, 2)) == stored
-    rig.use(space, keys_of(1), 1)
-    go_on(rig)
-    assert rig.in_tier(space, keys_of(1, 2)) == used
-    assert rig.tiering.disks.writer.written_bytes == 2 * UNIT * used
+    assert rig.in_tier(space, keys_of(1, 2)) == written
+    assert rig.writer.written_bytes == 2 * UNIT * written
     rig.check()
 
 
-def test_the_cold_end_is_written_when_space_is_short() -> None:
-    rig = rig_of(WriteMode.REUSE)
+def test_what_was_lost_in_the_tier_is_written_again_when_it_is_used_or_cold() -> None:
+    rig = rig_of(WriteMode.AUTO)
     space = rig.open()
-    rig.put(space, keys_of(*range(28)))
+    rig.put(space, keys_of(*range(30)))
     go_on(rig)
-    assert not rig.tier.blocks, "an eighth of the pool is free"
-    rig.put(space, keys_of(*range(28, 30)))
+    rig.tier.remove(rig.space(space), [keys_of(number) for number in range(30)], "")
+    rig.use(space, keys_of(5))
+    rig.tiering.pump()
+    rig.tier.end_all()
+    assert rig.in_tier(space, keys_of(*range(30))) == 1, "it is used"
     go_on(rig)
-    assert rig.in_tier(space, keys_of(27, 26)) == 2, "the tail of the oldest store is the coldest"
-    assert len(rig.tier.blocks) == 2
+    assert rig.in_tier(space, keys_of(29, 28, 27, 26)) == 4, "the tail is next to be evicted"
+    assert rig.in_tier(space, keys_of(*range(30))) == 5
 
 
-@pytest.mark.parametrize(("mode", "written"), [(WriteMode.REUSE, 0), (WriteMode.EVICT, 2)])
-def test_while_others_read_only_evict_writes_the_cold_end(mode: WriteMode, written: int) -> None:
-    rig = rig_of(mode)
+def test_an_empty_tier_takes_prompts_of_a_third_of_the_pool() -> None:
+    """A chain of blocks that are evicted at once is in the tier from its root on, as far as that had time."""
+    rig = rig_of(WriteMode.AUTO)
+    space = rig.open()
+    for first in range(0, 60, 10):
+        rig.put(space, keys_of(*range(first, first + 10)))
+        go_on(rig)
+    assert rig.in_tier(space, keys_of(*range(60))) == 60
+    for first in range(60, 120, 10):
+        rig.put(space, keys_of(*range(first, first + 10)))
+        rig.tiering.tick()
+        rig.tier.end(next(iter(rig.tier.jobs)))
+    for first in range(60, 120, 10):
+        there = [rig.in_tier(space, keys_of(number)) for number in range(first, first + 10)]
+        assert there == sorted(there, reverse=True), "no holes"
+
+
+def test_what_is_written_goes_before_what_waits() -> None:
+    rig = rig_of(WriteMode.AUTO)
+    space = rig.open()
+    for first in (0, 16):
+        rig.put(space, keys_of(*range(first, first + 16)))
+    rig.tier.remove(rig.space(space), [], "")
+    rig.tiering.tick()
+    for _ in range(4):  # the roots of the first chain
+        rig.tier.end(next(iter(rig.tier.jobs)))
+    assert rig.in_tier(space, keys_of(*range(4))) == 4
+    rig.put(space, keys_of(*range(40, 44)))
+    assert rig.states(space, keys_of(4)) == [READY]
+    assert sum(len(rig.blocks(space, keys_of(number))) for number in range(4)) == 0
+    assert not rig.writer.not_written
+
+
+def test_while_others_read_only_a_trickle_is_written() -> None:
+    rig = rig_of(WriteMode.AUTO, trickle_bytes=2 * UNIT)
     space = rig.open()
     rig.put_in_tier(space, keys_of(99))
-    rig.put(space, keys_of(*range(31)))
+    rig.put(space, keys_of(*range(20)))
     rig.states(space, keys_of(99))
     rig.tiering.pump()
     rig.tiering.tick()
-    assert sum(job.block is not None for job in rig.tier.jobs) == written
+    rig.tiering.pump()
+    assert sum(job.block is not None for job in rig.tier.jobs) == 2
 
 
 def full_rig(
-    monkeypatch: pytest.MonkeyPatch, mode: WriteMode, chances: dict[int, float], reads: int = 1
+    monkeypatch: pytest.MonkeyPatch, mode: WriteMode, chances: dict[int, float], least: float, per_day_bytes: int = 0
 ) -> tuple[TieringHarness, Namespace]:
-    """Over a tier of four blocks, which has evicted one and was read; its policy knows some chances to come back."""
-    rig = TieringHarness(settings=TieringSettings(mode=mode), regions=8, tier_blocks=4)
+    """Over a full tier of four blocks. The policy knows some chances to come back soon, and 0.11 of all others.
+    ``least``: the least chance that is worth a write."""
+    rig = TieringHarness(settings=TieringSettings(mode, per_day_bytes), regions=8, tier_blocks=4)
     space = rig.open()
     for number in range(100, 105):
         rig.put_in_tier(space, keys_of(number))
     assert rig.tier.lifetime_bytes == 4 * UNIT
-    for _ in range(reads):
-        rig.states(space, keys_of(104))
-        rig.finish_promotions()
-        rig.evict(space, keys_of(104))
     rig.tiering.tick()
+    rig.writer.not_written.clear()
+    monkeypatch.setattr(Selection, "deciding", lambda _, chances: (chances[:, 0], least))
     known = {keys_of(number): chance for number, chance in chances.items()}
 
     def chance(group: Group, keys: bytes, within_bytes: int) -> np.ndarray:
-        assert within_bytes == rig.tier.lifetime_bytes
+        assert within_bytes >= rig.tier.lifetime_bytes
         return np.array([known.get(key, 0.11) for key in group.namespace.split(group.index, keys)])
 
-    if known:
+    if chances:
         monkeypatch.setattr(rig.cache.policy, "chance", chance)
     return rig, space
 
 
-def use(rig: TieringHarness, space: Namespace, *numbers: int) -> None:
-    rig.put(space, keys_of(*numbers))
-    rig.use(space, keys_of(*numbers), 1)
-    rig.cache.release(1, [1])
-    go_on(rig)
-
-
-@pytest.mark.parametrize("mode", [WriteMode.REUSE, WriteMode.EVICT])
-def test_a_full_tier_gets_nothing_that_hardly_comes_back(mode: WriteMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, space = full_rig(monkeypatch, mode, {29: 0.09})
+def test_a_full_tier_gets_nothing_that_hardly_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.09}, least=0.1)
     rig.put(space, keys_of(*range(30)))
     for _ in range(3):
         go_on(rig)
     assert rig.in_tier(space, keys_of(28)) == 1
     assert rig.in_tier(space, keys_of(29)) == 0
-    assert rig.tiering.disks.writer.spared_blocks == 1, "it stays at the cold end"
+    rig.put(space, keys_of(*range(30, 34)))
+    rig.tiering.tick()
+    assert rig.writer.not_written == {UNLIKELY: 1}
     rig.check()
 
 
-def test_less_is_asked_of_a_block_where_little_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, space = full_rig(monkeypatch, WriteMode.REUSE, {21: 0.03, 22: 0.02})
-    use(rig, space, *range(20))  # one read for twenty writes, of which the half is 0.025
-    rig.tiering.tick()
-    use(rig, space, 21, 22)
-    assert [rig.in_tier(space, keys_of(number)) for number in (21, 22)] == [1, 0]
-    assert rig.tiering.disks.writer.spared_blocks == 1
-
-
 @pytest.mark.parametrize(
-    ("mode", "chances", "reads"),
-    [(WriteMode.ALWAYS, {1: 0.0, 2: 0.0}, 1), (WriteMode.REUSE, {}, 1), (WriteMode.REUSE, {1: 0.0, 2: 0.0}, 0)],
-    ids=["all is wanted", "the policy does not know", "nothing was read so far"],
+    ("mode", "chances"), [(WriteMode.ALWAYS, {1: 0.0, 2: 0.0}), (WriteMode.AUTO, {})], ids=["all is wanted", "unknown"]
 )
-def test_what_cannot_be_judged_is_written(
-    mode: WriteMode, chances: dict[int, float], reads: int, monkeypatch: pytest.MonkeyPatch
+def test_what_is_not_judged_is_written(
+    mode: WriteMode, chances: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, space = full_rig(monkeypatch, mode, chances, reads)
-    use(rig, space, 1, 2)
+    rig, space = full_rig(monkeypatch, mode, chances, least=0.5)
+    rig.put(space, keys_of(*range(10, 38), 1, 2))
+    go_on(rig)
     assert rig.in_tier(space, keys_of(1, 2)) == 2
-    assert not rig.tiering.disks.writer.spared_blocks
+
+
+def choose(*kinds: tuple[int, float, float], believed: int = len(STAYS)) -> tuple[Selection, list[bool]]:
+    """The choice from kinds of blocks, and which of them it takes: their number, their chance to come back while they
+    would stay if all were written, and by how much it grows in each time as long."""
+    chosen = Selection()
+    every = [[chance + more * (stay - 1) for stay in STAYS] for _, chance, more in kinds]
+    rows = [row for (count, *_), row in zip(kinds, every, strict=True) for _ in range(count)]
+    chosen.note(np.array(rows), UNIT, believed)
+    deciding, least = chosen.deciding(np.array(every))
+    return chosen, (deciding >= least).tolist()
+
+
+def test_the_likeliest_are_chosen_as_far_as_others_do_not_pay() -> None:
+    assert choose((90, 0.01, 0.0), (10, 0.2, 0.1))[1] == [False, True], "it comes back if it stays long"
+    assert choose((50, 0.3, 0.0), (50, 0.2, 0.0))[1] == [True, False], "the mean is more"
+    assert choose((50, 0.3, 0.0), (50, 0.28, 0.0))[1] == [True, True]
+    assert choose((100, 0.08, 0.08))[1] == choose((100, 1.0, 0.0))[1] == [True], "alike"
+
+
+def test_what_was_not_watched_for_long_is_not_believed() -> None:
+    assert choose((50, 0.3, 0.0), (50, 0.29, 0.3))[1] == [False, True]
+    assert choose((50, 0.3, 0.0), (50, 0.29, 0.3), believed=1)[1] == [True, True]
+
+
+def test_a_block_stays_longer_the_less_is_offered() -> None:
+    chosen, tier_bytes = Selection(), 64 * UNIT
+    chosen.note(np.zeros((64, len(STAYS))), UNIT, 1)
+    chosen.note_traffic(tier_bytes, tier_bytes)
+    assert chosen.lifetimes(tier_bytes)[0] == tier_bytes
+    chosen.note_traffic(tier_bytes, tier_bytes)
+    assert chosen.lifetimes(tier_bytes)[:2] == [2 * tier_bytes, 3 * tier_bytes]
 
 
 def test_blocks_without_a_checksum_are_not_written() -> None:
     rig = rig_of(WriteMode.ALWAYS, per_day_bytes=800 * UNIT)
     space = rig.open()
-    budget = rig.tiering.disks.writer.budget.left_bytes
+    budget = rig.writer.budget.left_bytes
     ticket = rig.begin(space, 0, 0, keys_of(1))
     rig.fill(ticket)
     rig.commit(ticket, checksum=0)
     go_on(rig)
     assert not rig.tier.blocks
-    assert rig.tiering.disks.writer.budget.left_bytes == budget
+    assert rig.writer.budget.left_bytes == budget
 
 
 def test_beyond_the_days_bytes_nothing_is_written() -> None:
@@ -162,11 +209,37 @@ def test_beyond_the_days_bytes_nothing_is_written() -> None:
     rig.put(space, keys_of(*range(16)))
     go_on(rig)
     assert len(rig.tier.blocks) == 4
-    assert rig.tiering.disks.writer.budget.left_bytes == 0
+    assert rig.writer.budget.left_bytes == 0
+    rig.evict(space, keys_of(*range(16)))
+    rig.tiering.tick()
+    assert rig.writer.not_written == {BUDGET: 12}
     rig.clock.now += DAY_S / 28 + 1
     rig.put(space, keys_of(99))
     go_on(rig)
     assert rig.in_tier(space, keys_of(99)) == 1
+
+
+def test_the_first_filling_is_not_counted() -> None:
+    rig = rig_of(WriteMode.AUTO, per_day_bytes=32 * UNIT)
+    rig.writer.budget.first_filling_bytes = 9 * UNIT
+    space = rig.open()
+    assert rig.writer.budget.left_bytes == 13 * UNIT
+    rig.put(space, keys_of(*range(16)))
+    go_on(rig)
+    assert len(rig.tier.blocks) == 13
+    assert rig.writer.budget.spent_bytes == 4 * UNIT
+
+
+def test_a_full_tier_is_written_only_the_likeliest_when_little_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.9, 28: 0.4}, least=0.1, per_day_bytes=32 * UNIT)
+    rig.writer.budget.take(2 * UNIT)
+    rig.put(space, keys_of(*range(30)))
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(29)) == 1
+    assert rig.in_tier(space, keys_of(28)) == 0
+    rig.put(space, keys_of(*range(30, 34)))
+    rig.tiering.tick()
+    assert rig.writer.not_written == {BUDGET: 1}
 
 
 def test_while_engines_copy_a_little_is_written_each_tick() -> None:
@@ -191,10 +264,10 @@ def test_what_leaves_the_pool_does_not_wait_for_a_tier() -> None:
     for start in range(0, 6400, 16):
         rig.put(space, keys_of(*range(start, start + 16)))
         rig.tiering.tick()  # what it began is never done
-        longest = max(longest, rig.tiering.disks.writer.waiting_blocks)
+        longest = max(longest, rig.writer.waiting_blocks)
     assert longest <= space.ready_blocks
     assert len(rig.tier.jobs) == 2
-    assert rig.tiering.disks.writer.missed_blocks == 6400 - space.ready_blocks, "all that was evicted"
+    assert rig.writer.not_written == {LATE: 6400 - space.ready_blocks}, "all that was evicted"
     rig.tier.end_all()
     assert rig.in_tier(space, keys_of(*range(6384, 6400))) == 16
     rig.check()
@@ -266,6 +339,6 @@ def test_of_very_many_that_wait_only_some_are_looked_at_at_once() -> None:
     for left in (2 * MAX_LOOKED_AT + 1, MAX_LOOKED_AT + 1, 1, 0):
         assert not rig.tier.jobs
         rig.tiering.pump()
-        assert rig.tiering.disks.writer.waiting_blocks == left
+        assert rig.writer.waiting_blocks == left
     rig.tier.end_all()
     assert rig.in_tier(space, keys_of(9999)) == 1

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from math import inf
 
 import pytest
 
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import RedisServer
-from tests.kit.slow_line import SlowLine
+from tests.kit.slow_link import SlowLink
 from tests.tiers.faulty_bucket import FaultyBucket
 from tests.tiers.shared_rig import SLOT_BYTES, SLOTS, Answer, SharedRig
 
@@ -23,9 +22,9 @@ DONE = Result.DONE
 class Node(SharedRig):
     """Reads some blocks, and notes when each ended."""
 
-    def __init__(self, url: str, line: SlowLine) -> None:
+    def __init__(self, url: str, link: SlowLink) -> None:
         super().__init__(url)
-        self.line = line
+        self.link = link
         self.reachable()
         self.ends: list[tuple[float, Result]] = []
 
@@ -65,8 +64,8 @@ def line(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
         def node(length: int, bytes_per_second: float) -> Node:
             fill(server.url, length)
-            line = stack.enter_context(SlowLine(server.port, bytes_per_second))
-            return Node(server.url.replace(str(server.port), str(line.port)), line)
+            link = stack.enter_context(SlowLink(server.port, bytes_per_second))
+            return Node(server.url.replace(str(server.port), str(link.port)), link)
 
         yield node
 
@@ -81,22 +80,22 @@ def test_blocks_come_one_by_one_however_slowly(
     node.until(lambda: len(node.ends) == BLOCKS)
     assert node.results == [DONE] * BLOCKS
     if node.tier.name.startswith("redis"):  # from a bucket all these come at the same time
-        assert node.ends[0][0] < 0.3 * seconds, "the first is served long before the last"
-    assert node.ends[-1][0] < 1.3 * seconds + 0.1
+        assert node.ends[0][0] < 0.5 * node.ends[-1][0], "the first is served long before the last"
+    assert node.ends[-1][0] < 1.5 * seconds + 2.0
     assert (node.tier.breaker.opened, node.kinds) == (0, {})
 
 
 def test_a_line_that_hangs_half_way_ends_all_in_time_and_serves_again(line: Callable[[int, float], Node]) -> None:
     length = 1 << 18
     node = line(length, 50e6)
-    node.line.left_bytes = BLOCKS * length // 2
+    node.link.hang_after(BLOCKS * length // 2)
     node.begin(length, patience_s=0.3)
     node.until(lambda: len(node.ends) == BLOCKS)
     assert Result.DEADLINE in node.results
     assert set(node.results) <= {DONE, Result.DEADLINE, Result.FAILED}
     assert node.ends[-1][0] < 2.5
     before = bytes(node.pool)
-    node.line.left_bytes = inf
+    node.link.resume()
     node.until(node.tier.available, 10.0)
     node.tier._refused.clear()
     node.ends = []

@@ -113,6 +113,20 @@ def test_a_task_ends_when_its_result_is_given_and_others_of_its_call_go_on() -> 
     assert ended == [("a", "A"), ("b", "B"), ("c", "failed"), ("d", "failed")]
 
 
+def test_threads_that_are_nice_give_way_to_the_one_that_started_them() -> None:
+    posted, ended = deque[Callable[[], None]](), list[int]()
+
+    def work(tasks: list[str]) -> list[int]:
+        return [os.getpriority(os.PRIO_PROCESS, threading.get_native_id())]
+
+    end = ("test", [work], lambda error: -99, lambda task, result: ended.append(result), posted.append, time.monotonic)
+    workers: Workers[str, int] = Workers(*end, nice=3)
+    workers.put("a")
+    deliver_until(posted, lambda: bool(ended))
+    assert ended == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)]
+    assert workers.close(time.monotonic() + DEADLINE_S)
+
+
 @pytest.mark.parametrize("started", range(5))
 def test_a_disk_leaves_nothing_where_a_thread_does_not_start(
     tmp_path: Path, started: int, monkeypatch: pytest.MonkeyPatch

@@ -188,14 +188,26 @@ def test_the_next_answer_is_waited_for_as_long_as_the_blocks(harness: ManagerHar
 @pytest.mark.parametrize(("wait_s", "waits"), [(0.0, True), (1.9, True), (2.1, False)])
 def test_blocks_are_waited_for_that_are_up_sooner_than_computed(wait_s: float, waits: bool) -> None:
     harness = DiskHarness()
+    assert harness.ask(coming=2, wait_s=wait_s) == [HIT, PENDING, PENDING], "what is expected at first says little"
+    harness.clock.now += 0.09
     assert harness.ask(coming=2, wait_s=wait_s) == [HIT, *[PENDING if waits else MISS] * 2]
+
+
+def test_before_anything_is_measured_an_engines_report_tells_the_rate() -> None:
+    """It was restarted since. Without any report a rate is assumed."""
+    for reported, waits in ((1000.0, True), (0.0, False)):
+        harness = DiskHarness(rate=0.0)
+        harness.client.reported_prefill_rate = reported
+        harness.ask(coming=2, wait_s=1.0)
+        harness.clock.now += 0.1
+        assert harness.ask(coming=2, wait_s=1.0)[1] is (PENDING if waits else MISS)
 
 
 def test_loading_counts_too() -> None:
     harness = DiskHarness()
     harness.manager.harm.note_load(1000, 0.5)
     assert harness.ask(coming=2, wait_s=0.9)[1] is PENDING
-    harness.clock.now += 0.06
+    harness.clock.now += 0.1
     assert harness.ask(coming=2, wait_s=1.1)[1] is MISS, "a second to load, and two to compute"
 
 
@@ -234,9 +246,9 @@ def test_prompts_that_came_before_would_be_computed_before() -> None:
         assert harness.results(context) == [PENDING] * 3
 
 
-@pytest.mark.parametrize(("rate", "waits_s"), [(1000.0, 0.06), (100_000.0, 0.02)])
+@pytest.mark.parametrize(("rate", "waits_s"), [(1000.0, 0.25), (100_000.0, 0.02)])
 def test_a_store_that_does_not_say_what_it_has_is_waited_for_briefly(rate: float, waits_s: float) -> None:
-    """A fiftieth of what computing takes: of a new prompt it mostly has nothing."""
+    """A small part of what computing takes: of a new prompt it mostly has nothing."""
     harness = DiskHarness(rate=rate)
     assert harness.ask(coming=3, asking=3) == [PENDING] * 3
     began = harness.clock.now

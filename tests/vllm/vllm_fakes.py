@@ -20,6 +20,7 @@ class FakeSchedulerClient:
 
     clock: Clock
     ready: bool = True
+    reported_prefill_rate: float = 0.0
     credit_bytes: int = 1 << 20
     asked: list[tuple[Lookup, list[GroupKeys]]] = field(default_factory=list)
     again: list[bool] = field(default_factory=list)

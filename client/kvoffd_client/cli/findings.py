@@ -336,10 +336,10 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
     size = sum(one.size_bytes for one in stats.disks)  # to fill them once is no waste
     if written and written >= max(size, DEAR * read) and stats.since_start.lookups >= FEWEST_LOOKUPS:
         times = f"{written / read:.1f} bytes for each byte" if read else f"{format_size(written)}, and no byte"
-        mode = stats.tiers.write_mode if stats.tiers is not None else ""
+        always = stats.tiers is not None and stats.tiers.write_mode == "always"
         day_bytes = written * DAY_S / max(1.0, stats.uptime_seconds)
         less = f'disk_write_per_day = "{exact_size(round(min(size, day_bytes / 2)) >> 20 << 20)}"'
-        fix = 'disk_write = "reuse"' if mode in ("always", "evict") else less
+        fix = 'disk_write = "auto"' if always else less
         evidence = f"The disks wrote {times} that was read from them. That is {format_size(day_bytes)} a day."
         if any(_disk_life_s(facts, one) < SHORT_LIFE_S for one in stats.disks):
             evidence += " First give it more space (see disk_too_small): then more of it is read."

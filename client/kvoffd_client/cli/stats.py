@@ -29,6 +29,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import fields_of
 from kvoffd_proto.stats import (
     MISS_REASONS,
+    NOT_WRITTEN,
     SHARED_ERRORS,
     DaemonStats,
     DiskFault,
@@ -369,12 +370,17 @@ def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
         f"{format_count(tiers.promotions_waiting)} waiting{_unused(tiers.promotions_unused)}, "
         f"failed: {_failed(tiers.promotions_failed)}"
     )
-    avoided = f", {format_count(tiers.writes_avoided)} left out (no reuse expected)" if tiers.writes_avoided else ""
-    missed = f", {format_count(tiers.writes_missed)} were evicted before their turn" if tiers.writes_missed else ""
     yield (
-        f"demoted {count_blocks(tiers.demoted_blocks)} ({format_size(tiers.demoted_bytes)}){avoided}{missed}, "
-        f"disk_write {tiers.write_mode}, {limit}"
+        f"demoted {count_blocks(tiers.demoted_blocks)} ({format_size(tiers.demoted_bytes)}), "
+        f"{format_count(tiers.demotions_waiting)} waiting, disk_write {tiers.write_mode}, {limit}"
     )
+    yield from _not_written(tiers.not_written)
+
+
+def _not_written(counts: Mapping[str, int]) -> Iterator[str]:
+    for reason, count in sorted(counts.items()):
+        if count:
+            yield f"  not written: {count_blocks(count)} {NOT_WRITTEN.get(reason, reason)}"
 
 
 def _unused(blocks: int) -> str:
@@ -398,6 +404,7 @@ def _shared(one: SharedStats) -> Iterator[Line]:
         f"{format_count(one.already_stored)} more were there already, {format_count(one.queued_writes)} waiting, "
         f"{format_count(one.dropped_writes)} dropped"
     )
+    yield from _not_written(one.not_written)
     if one.dropped_removals:
         yield (
             f"  {format_count(one.dropped_removals)} damaged or shorter copies of blocks could not be removed: "

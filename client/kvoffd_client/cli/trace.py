@@ -205,18 +205,30 @@ def replay(
     block_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Bytes of a block of all ranks, where FILE does not say.")
     ] = "",
+    disk: Annotated[
+        str,
+        typer.Option(metavar="SIZE,...", help="Sizes of a disk below the pool, or 4x for four times the pool."),
+    ] = "",
+    disk_write: Annotated[
+        str, typer.Option(metavar="MODES", help="What the disk is written, as of disk_write: auto, always.")
+    ] = "auto",
+    disk_write_per_day: Annotated[
+        str, typer.Option(metavar="SIZE", help="As of the daemon; 0 for no bound. It needs times in FILE.")
+    ] = "auto",
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Replay a trace with several policies and sizes of the pool.
+    """Replay a trace with several policies and sizes of the pool, and of a disk below it.
 
     Needs no daemon; one that answers is asked for the size of its pool. Prints the hits, what was written, the most
-    hits that were possible, and what follows for the choice of a policy.
+    hits that were possible, and what follows for the choice of a policy; of a disk the hits that it has part in, and
+    what was written to it. A disk is as quick here as it needs to be.
     """
     if find_spec("kvoffd") is None:
         raise CliError("A trace is replayed through the daemon's cache, and the package kvoffd is not installed here.")
     words = [sys.executable, "-m", "kvoffd.simulate.command", f"--policy={policy}"]
-    named = {"--size": size, "--blocks": blocks, "--block-size": block_size}
+    named = {"--size": size, "--blocks": blocks, "--block-size": block_size, "--disk": disk}
+    named |= {"--disk-write": disk_write, "--disk-write-per-day": disk_write_per_day} if disk else {}
     words += [f"{option}={value}" for option, value in named.items() if value]
     if not size and not blocks:
         with suppress(KvoffdClientError), AdminClient(local_directory(directory), POOL_ANSWER_S) as admin:

@@ -49,16 +49,13 @@ class PrefillRate:
     Args:
         most_running: how many steps vLLM begins at most before the first of them ends.
         largest_chunk: how many tokens of a prompt the engine computes in a step at most.
-        assumed_rate: tokens a second before anything was measured.
 
     Attributes:
         tokens_per_second: 0 before it is known.
     """
 
-    def __init__(
-        self, clock: Callable[[], float], most_running: int, largest_chunk: int, assumed_rate: float = 0.0
-    ) -> None:
-        self._clock, self._assumed_rate = clock, assumed_rate
+    def __init__(self, clock: Callable[[], float], most_running: int, largest_chunk: int) -> None:
+        self._clock = clock
         self._least_step = min(LEAST_STEP_TOKENS, largest_chunk)
         self._least_request = min(LEAST_REQUEST_TOKENS, largest_chunk // 2)
         self._running: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=most_running)
@@ -71,11 +68,6 @@ class PrefillRate:
         self._is_warm = False
         """Whether an engine's first steps, in which it compiles, are over: one that loads may compute few others."""
         self.tokens_per_second = 0.0
-
-    @property
-    def expected_rate(self) -> float:
-        """The best guess of the rate: it is measured, else assumed."""
-        return self.tokens_per_second or self._assumed_rate
 
     def step_begins(self, request_tokens: Collection[int]) -> None:
         """Note that the scheduler begins a step with so many tokens of each request."""

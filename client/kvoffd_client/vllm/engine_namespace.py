@@ -53,6 +53,7 @@ class Unconnected:
     """As much of a SchedulerClient as is used before the namespace is known."""
 
     ready = False
+    reported_prefill_rate = 0.0
 
     def note_request(self, report: RequestReport) -> None: ...
 

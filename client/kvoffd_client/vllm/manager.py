@@ -76,8 +76,11 @@ LEAST_COMPUTED_S = 0.02
 """A step of an engine is taken to last so long at least."""
 LATE_REPLIES = 3
 """Answers in a row that took longer than a prompt may wait, after which the next prompts do not wait at all."""
-ASK_SHARE = 0.02
-"""Part of the time of computing that a prompt waits for a shared store to say whether it has its blocks."""
+TRIAL_SHARE = 0.04
+"""Part of the time of computing that a prompt waits whatever is expected: a speed known from a few blocks, or on a busy
+machine, may be far off."""
+ASK_SHARE, MOST_ASK_S = 0.1, 0.25
+"""Part of that time, and the most, that it waits for a shared store to say whether it has the blocks."""
 WAIT_PAUSE_S = 0.1
 """After an answer that did not come in time none is awaited for so long. A daemon that hangs costs a hundredth of the
 time, until it counts as not connected."""
@@ -235,7 +238,8 @@ class KvoffdManager(OffloadingManager):
         self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
         if event_kinds is not None:
             self.events = HostBlockEvents({index: self._groups[index] for index in event_kinds}, event_kinds)
-        prefill = PrefillRate(self._clock, most_running, largest_chunk, assumed_rate)
+        self._assumed_rate = assumed_rate
+        prefill = PrefillRate(self._clock, most_running, largest_chunk)
         self.harm = DoNoHarm(self._clock, prefill, active=self._do_no_harm)
 
     def look_up(self, request: Request) -> None:
@@ -290,7 +294,7 @@ class KvoffdManager(OffloadingManager):
         if state.pending is None and state.waits_for_tier:
             self._rest()
         if state.pending is not None and not state.pending.ticket.done:
-            self._wait_for_answer(state, state.pending, request.num_tokens - computed_tokens)
+            self._wait_for_answer(state, state.pending, self._computed_s(request, request.num_tokens - computed_tokens))
         came = state.pending
         if came is not None and came.ticket.done:
             state.pending = None
@@ -334,10 +338,10 @@ class KvoffdManager(OffloadingManager):
             self._sleep(min(self._wait_left_s, MIN_RETRY_PAUSE_S))
             self._wait_left_s -= MIN_RETRY_PAUSE_S
 
-    def _wait_for_answer(self, state: RequestState, pending: KeyedLookup, missing_tokens: int) -> None:
+    def _wait_for_answer(self, state: RequestState, pending: KeyedLookup, computed_s: float) -> None:
         """Wait for an answer where all that is known of a request is that it is due; give it up when it is late.
 
-        ``missing_tokens`` are computed if nothing is loaded.
+        ``computed_s``: it would be computed by then if nothing were loaded.
         """
         ticket, now = pending.ticket, self._clock()
         is_first = state.answer is None and not pending.given_up and now >= self._no_wait_before
@@ -352,7 +356,7 @@ class KvoffdManager(OffloadingManager):
         else:
             self.namespace.client.poll()
         if not ticket.done and not pending.given_up:
-            until = pending.sent_at + self._allowed_s(missing_tokens)
+            until = pending.sent_at + self._allowed_s(computed_s)
             if state.waits_for_tier:  # the blocks may come all the same
                 until = max(until, state.tier_wait_until)
             if now >= until:
@@ -360,14 +364,24 @@ class KvoffdManager(OffloadingManager):
                 self._replies_s.append(now - pending.sent_at)
                 self._counters[metrics.LATE_LOOKUPS] += 1
 
-    def _allowed_s(self, tokens: int) -> float:
-        """How long an answer is waited for, from the sending of its lookup, where so many tokens are missing.
+    @property
+    def _expected_rate(self) -> float:
+        """Prompt tokens a second that are expected to be computed: as measured, else as an engine of this namespace
+        has reported to the daemon, else as assumed."""
+        rate = self.harm.prefill.tokens_per_second
+        return rate or self.namespace.client.reported_prefill_rate or self._assumed_rate
 
-        No longer than it takes to compute them; and not at all where the daemon's last answers all took longer.
-        """
+    def _computed_s(self, request: Request, tokens: int) -> float:
+        """How long it takes until this many tokens of a request are computed, after the prompts that came before it."""
+        before = self._tokens_before_each().get(request.request_id, 0)
+        return max(LEAST_COMPUTED_S, (before + tokens) / self._expected_rate)
+
+    def _allowed_s(self, computed_s: float) -> float:
+        """How long an answer is waited for, from the sending of its lookup: no longer than computing takes, and not at
+        all where the daemon's last answers all took longer."""
         if not self._do_no_harm:
             return self._deadline_s
-        allowed_s = min(self._deadline_s, max(LEAST_COMPUTED_S, tokens / self.harm.prefill.expected_rate))
+        allowed_s = min(self._deadline_s, computed_s)
         late = len(self._replies_s) == LATE_REPLIES and min(self._replies_s) > allowed_s
         return 0.0 if late else allowed_s
 
@@ -392,9 +406,8 @@ class KvoffdManager(OffloadingManager):
 
     def _waits_for_tier(self, state: RequestState, answer: KeyedLookup) -> bool:
         """Whether a request waits for what its answer says is on its way: as long as that is expected to be up and
-        loaded sooner than it would be computed, and for no longer than computing takes, whatever is expected.
-
-        Then it loads what is up. It would be computed after all prompts that came before it.
+        loaded sooner than it would be computed, which it would be after all prompts that came before it. It waits for
+        TRIAL_SHARE of computing at least and for all of it at most, whatever is expected. Then it loads what is up.
         """
         now = self._clock()
         if now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
@@ -402,19 +415,18 @@ class KvoffdManager(OffloadingManager):
         computed_s, loaded_s = inf, 0.0
         if self._do_no_harm:
             tokens, (_, load_rate) = self._most_tokens(answer.coming), self.harm.rates
-            before, rate = self._tokens_before_each().get(state.request.request_id, 0), self.harm.prefill.expected_rate
-            computed_s = max(LEAST_COMPUTED_S, (before + tokens) / rate)
+            computed_s = self._computed_s(state.request, tokens)
             loaded_s = tokens / load_rate if load_rate else 0.0
         if state.tier_wait_began is None:
             state.tier_wait_began = now
             state.tier_wait_until = min(state.tier_wait_until, now + min(self._disk_wait_s, computed_s))
-        if answer.ticket.asking and PENDING not in answer.coming.values():
-            # Of a new prompt a store mostly has nothing. What it has and is slow to say is worth a small part.
-            computed_s = max(LEAST_COMPUTED_S, ASK_SHARE * computed_s)
-            if now - state.tier_wait_began >= computed_s:
-                state.tier_wait_until = NEVER
         expected_s = max(0.0, answer.ticket.answered_at + answer.ticket.wait_s - now)
-        if now >= state.tier_wait_until or expected_s + loaded_s > computed_s:
+        trial_s = max(LEAST_COMPUTED_S, TRIAL_SHARE * computed_s)
+        if answer.ticket.asking and PENDING not in answer.coming.values():
+            expected_s = inf  # of a new prompt a store mostly has nothing
+            trial_s = max(trial_s, min(MOST_ASK_S, ASK_SHARE * computed_s))
+        is_tried = now - state.tier_wait_began >= trial_s
+        if now >= state.tier_wait_until or (is_tried and expected_s + loaded_s > computed_s):
             state.tier_wait_until = NEVER
         return state.tier_wait_until != NEVER
 
