@@ -55,7 +55,7 @@ class Promotions:
         lease, coming = self._cache.leases.get(request.lease_id), tiers.use()._coming
         if lease is None:
             return
-        levels = set[Level]()
+        block_bytes: dict[Level, int] = {}
         for part, states in zip(request.groups, reply.states, strict=True):
             space = space_of(self._cache.group(lease.namespace, part.group))
             for key, state in zip(lease.namespace.split(part.group, part.keys), states, strict=True):
@@ -65,11 +65,11 @@ class Promotions:
                     awaited = self._awaited.setdefault(fill, {})
                     awaited[lease] = surely or awaited.get(lease, False)
                     if surely:
-                        levels.add(fill.wanted.level)
-        for level in levels:
+                        block_bytes[fill.wanted.level] = fill.wanted.block_bytes
+        for level, nbytes in block_bytes.items():
             if level.under_way:
                 silent_s = self._clock() - max(self._came_at[level], next(iter(level.under_way)).begun_at)
-                least_s = silent_s * level.under_way_bytes / self._largest_bytes[level] / max(1.0, tiers.bend)
+                least_s = silent_s * nbytes / self._largest_bytes[level] / max(1.0, tiers.bend)
                 if silent_s >= SILENCE_S and reply.wait_ms / 1000 < least_s - ROUNDED_S:
                     raise Broken(f"a tier is silent for {silent_s:.1f} s, and its blocks are expected at once")
 
