@@ -171,7 +171,8 @@ class Ask:
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Reads a block into views of the pool, one a shard. ``stored``: the space as the object has it."""
+    """Reads a block into views of the pool, one a shard. ``stored``: the space as the object has it. ``again``: its
+    connection was lost once."""
 
     space: Space
     stored: Space
@@ -179,6 +180,7 @@ class Read:
     views: Sequence[memoryview]
     patience_s: float
     on_end: ReadEnd
+    again: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -561,6 +563,10 @@ class SharedTier(Tier):
 
     def _read_ended(self, read: Read, ended: tuple[Result, Block | None]) -> None:
         result, block = ended
+        if result in (Result.DEADLINE, Result.FAILED) and not read.again and self.available():
+            read.again = True  # a connection that stood still, or broke, takes no prompt's blocks with it
+            self._reading.put(read)
+            return
         space, key, counters = read.space, read.key, self.counters
         if result is Result.DONE and read.stored.generation != self.generation(space.fingerprint):
             result, block = Result.GONE, None

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
+from math import inf
 
 from tests.kit.closing import ServerThread
 
@@ -19,7 +20,7 @@ class FaultyBucket(ServerThread):
         values: the objects, by path.
         delay_s: time that it takes before each answer.
         spoil: changes an object on its way to a client.
-        cut_after: bytes of an object after which it closes the connection.
+        cut_after: bytes of an object after which it closes the connection; ``cuts`` times.
         chunks: what is sent of an object, in chunks; its length is sent beside, as no server should.
         error: status and code that every request gets.
         errors: those that requests of a method get.
@@ -32,6 +33,7 @@ class FaultyBucket(ServerThread):
         self.delay_s = 0.0
         self.spoil: Callable[[bytes], bytes] = bytes
         self.cut_after: int | None = None
+        self.cuts = inf
         self.chunks: Callable[[bytes], Iterable[bytes]] | None = None
         self.error: tuple[int, str] | None = None
         self.errors: dict[str, tuple[int, str]] = {}
@@ -60,7 +62,8 @@ class FaultyBucket(ServerThread):
                     for chunk in chain(chunks(body), [b""]):
                         self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
                     return
-                if self.command == "GET" and status == 200 and bucket.cut_after is not None:
+                if self.command == "GET" and status == 200 and bucket.cut_after is not None and bucket.cuts:
+                    bucket.cuts -= 1
                     self.wfile.write(body[: bucket.cut_after])
                     self.close_connection = True
                     return

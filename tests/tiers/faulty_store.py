@@ -7,6 +7,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable
+from math import inf
 from typing import BinaryIO
 
 from tests.kit.closing import ServerThread, ThreadsServer
@@ -21,7 +22,7 @@ class FaultyStore(ServerThread):
         values: what it has.
         delay_s: time that it takes before each message.
         spoil: changes a value on its way to a client.
-        cut_after: bytes of a value after which it closes the connection.
+        cut_after: bytes of a value after which it closes the connection; ``cuts`` times.
         hang_after: bytes of a value after which it sends nothing for ``hang_s``, and then the rest.
         error: what every command gets, such as ``LOADING ...``.
         full: whether writes are refused.
@@ -36,6 +37,7 @@ class FaultyStore(ServerThread):
         self.delay_s = 0.0
         self.spoil: Callable[[bytes], bytes] = bytes
         self.cut_after: int | None = None
+        self.cuts = inf
         self.hang_after: int | None = None
         self.hang_s = 0.0
         self.error = ""
@@ -101,7 +103,8 @@ class FaultyStore(ServerThread):
             connection.sendall(self.forced_values.get(key) or _bulk(value))
             return True
         message = _bulk(self.spoil(value))
-        if self.cut_after is not None:
+        if self.cut_after is not None and self.cuts:
+            self.cuts -= 1
             connection.sendall(message[: self.cut_after])
             return False
         if self.hang_after is not None:

@@ -200,15 +200,18 @@ class FaultConformance:
         assert rig.ask(block) == [Answer.NO], "it is not asked for again soon"
 
     @pytest.mark.parametrize("cut_after", [0, 3, 40, 2000])
-    def test_a_connection_cut_in_a_value_is_a_miss(self, double: Double, rig: SharedRig, cut_after: int) -> None:
+    def test_a_value_is_read_again_where_its_connection_is_cut_and_then_a_miss(
+        self, double: Double, rig: SharedRig, cut_after: int
+    ) -> None:
         block, other = rig.block(1), rig.block(2)
         rig.store(block, rig.block(2))
-        double.cut_after = cut_after
-        assert rig.load(block) is Result.FAILED
-        double.cut_after = None
-        assert rig.tier.available()
+        double.cut_after, double.cuts = cut_after, 1
         assert rig.load(other) is DONE
         assert rig.kinds == {self.cut: 1}
+        double.cuts = 2
+        assert rig.load(block) is Result.FAILED
+        assert rig.kinds == {self.cut: 3}
+        assert rig.tier.available()
 
     def test_slow_answers_are_misses_and_open_the_breaker(self, double: Double) -> None:
         rig = SharedRig(double.url, ask_deadline_s=self.slow_s / 2).reachable()

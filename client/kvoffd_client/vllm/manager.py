@@ -76,9 +76,9 @@ LEAST_COMPUTED_S = 0.02
 """A step of an engine is taken to last so long at least."""
 LATE_REPLIES = 3
 """Answers in a row that took longer than a prompt may wait, after which the next prompts do not wait at all."""
-TRIAL_SHARE = 0.04
-"""Part of the time of computing that a prompt waits whatever is expected: a speed known from a few blocks, or on a busy
-machine, may be far off."""
+DOUBT_SHARE = 0.04
+"""Part of the time of computing for which a prompt waits although nothing says that it is worth it: a speed known from
+a few blocks, or on a busy machine, may be far off."""
 ASK_SHARE, MOST_ASK_S = 0.1, 0.25
 """Part of that time, and the most, that it waits for a shared store to say whether it has the blocks."""
 WAIT_PAUSE_S = 0.1
@@ -139,6 +139,7 @@ class RequestState:
         from_tiers: keys that came, or were to come, from a tier for this request, and their last state there.
         tier_wait_began: when the request began to wait for tiers below the pool; None before something is on its way.
         tier_wait_until: when it stops waiting at the latest; NEVER once it has stopped.
+        worth_waiting_at: when it was last expected that waiting is worth it.
         waits_for_tier: the request waits for what the answer says is on its way.
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
         logged: its report is made.
@@ -158,6 +159,7 @@ class RequestState:
     from_tiers: dict[OffloadKey, int] = field(default_factory=dict)
     tier_wait_began: float | None = None
     tier_wait_until: float = inf
+    worth_waiting_at: float = NEVER
     waits_for_tier: bool = False
     skip_counted: bool = False
     logged: bool = False
@@ -406,8 +408,9 @@ class KvoffdManager(OffloadingManager):
 
     def _waits_for_tier(self, state: RequestState, answer: KeyedLookup) -> bool:
         """Whether a request waits for what its answer says is on its way: as long as that is expected to be up and
-        loaded sooner than it would be computed, which it would be after all prompts that came before it. It waits for
-        TRIAL_SHARE of computing at least and for all of it at most, whatever is expected. Then it loads what is up.
+        loaded sooner than it would be computed, which it would be after all prompts that came before it. It doubts the
+        contrary for DOUBT_SHARE of computing, and waits no longer than all of it, whatever is expected. Then it loads
+        what is up.
         """
         now = self._clock()
         if now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
@@ -418,15 +421,18 @@ class KvoffdManager(OffloadingManager):
             computed_s = self._computed_s(state.request, tokens)
             loaded_s = tokens / load_rate if load_rate else 0.0
         if state.tier_wait_began is None:
-            state.tier_wait_began = now
+            state.tier_wait_began = state.worth_waiting_at = now
             state.tier_wait_until = min(state.tier_wait_until, now + min(self._disk_wait_s, computed_s))
         expected_s = max(0.0, answer.ticket.answered_at + answer.ticket.wait_s - now)
-        trial_s = max(LEAST_COMPUTED_S, TRIAL_SHARE * computed_s)
+        most_s = state.tier_wait_until - state.tier_wait_began
+        doubt_s = max(LEAST_COMPUTED_S, DOUBT_SHARE * most_s)
         if answer.ticket.asking and PENDING not in answer.coming.values():
             expected_s = inf  # of a new prompt a store mostly has nothing
-            trial_s = max(trial_s, min(MOST_ASK_S, ASK_SHARE * computed_s))
-        is_tried = now - state.tier_wait_began >= trial_s
-        if now >= state.tier_wait_until or (is_tried and expected_s + loaded_s > computed_s):
+            doubt_s = max(doubt_s, min(MOST_ASK_S, ASK_SHARE * most_s))
+        is_worth_it = expected_s + loaded_s <= computed_s
+        if is_worth_it and answer.ticket.wait_s:
+            state.worth_waiting_at = now
+        if now >= state.tier_wait_until or (not is_worth_it and now - state.worth_waiting_at >= doubt_s):
             state.tier_wait_until = NEVER
         return state.tier_wait_until != NEVER
 
