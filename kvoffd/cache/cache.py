@@ -390,7 +390,7 @@ class Cache:
         is_new = lease is None
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
-        lease.coming = lease.asking = 0
+        lease.asking = 0
         found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]
         ready = found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
         states = [one.states for one in found]
@@ -400,6 +400,7 @@ class Cache:
             except BaseException:
                 if is_new:
                     self.unpin(ready)
+                    self.tiers.lease_ended(lease)
                 raise
             if shown is not states:
                 every = zip(groups, found, shown, strict=True)

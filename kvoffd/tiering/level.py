@@ -14,7 +14,7 @@ from kvoffd.cache.tickets import FillTicket, Lease
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiering.writer import Writer
-from kvoffd.tiers.tier import PRESENT, Block, Result, Space, Tier
+from kvoffd.tiers.tier import ABSENT, Block, Result, Space, Tier
 
 NO_SPACE, QUOTA, OVERDUE, SLOWER = "no_space", "quota", "overdue", "slower"
 """Why a block is not promoted, besides the results of tiers. ``slower``: computing it takes less time."""
@@ -62,8 +62,6 @@ class Wanted:
     """What has not begun."""
     under_way: int = 0
     """Blocks that are being read."""
-    leases: dict[Lease, None] = field(default_factory=dict)
-    """The leases of lookups that wait for it: what comes up is pinned under them."""
 
     @property
     def namespace(self) -> Namespace:
@@ -82,6 +80,8 @@ class Fill:
     begun_at: float = 0.0
     withdrawn: bool = False
     """It has ended, was invalidated, its namespace reset, or it is overdue: nobody waits for it any more."""
+    leases: dict[Lease, None] = field(default_factory=dict)
+    """The leases of lookups that wait for it: once it is up it is pinned under them."""
     askers: int = 0
     """Lookups that count it as found, or as a miss, once it is known whether it comes up."""
 
@@ -171,15 +171,18 @@ class Level:
         """Blocks that wait or are under way."""
         return self.queued_blocks + len(self.under_way)
 
-    def wait_s(self, awaited: Collection[Wanted]) -> float:
+    def wait_s(self, awaited: Collection[Fill]) -> float:
         """The expected time until what is awaited of this level is up, by the speed as of now; 0 if not known."""
         if not (speed := self.speed.current):
             return 0.0
-        last = max((at for at, wanted in enumerate(self._wanted) if wanted in awaited), default=-1)
-        ahead = (
-            (len(wanted.queue) + wanted.under_way) * wanted.block_bytes for wanted in islice(self._wanted, last + 1)
-        )
-        return sum(ahead) / speed
+        of = {fill.wanted for fill in awaited if not fill.withdrawn}
+        last = max((at for at, wanted in enumerate(self._wanted) if wanted in of), default=-1)
+        ahead = list(islice(self._wanted, last + 1))
+        nbytes = sum((len(wanted.queue) + wanted.under_way) * wanted.block_bytes for wanted in ahead)
+        for wanted in ahead[-1:]:  # behind its own last block there may be those of others
+            behind = takewhile(lambda fill: fill not in awaited, reversed(wanted.queue))
+            nbytes -= sum(1 for _ in behind) * wanted.block_bytes
+        return nbytes / speed
 
     def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
         """Whether a number of blocks takes longer to read than to compute, by the measured speeds and with nothing else
@@ -216,12 +219,16 @@ class Level:
             self._count_queued(fill.wanted, -1)
             self._forget_if_done(fill.wanted)
 
-    def left(self, wanted: Wanted) -> None:
-        """Nobody waits any more for these blocks: those that have not begun are not read."""
+    def drop_unawaited(self, wanted: Wanted) -> None:
+        """Take blocks out of the queue for which nobody waits any more: they are not read."""
         self._blocked_since = None
-        for fill in self._take_queued(wanted):
-            self._settle(fill)  # a tier has it: its lookup says why it is not loaded
-            self._withdraw(fill)
+        every = self._take_queued(wanted)
+        wanted.queue.extend(fill for fill in every if fill.leases)
+        self._count_queued(wanted, len(wanted.queue))
+        for fill in every:
+            if not fill.leases:
+                self._settle(fill)  # a tier has it: its lookup says why it is not loaded
+                self._withdraw(fill)
         self._forget_if_done(wanted)
 
     def _take_queued(self, wanted: Wanted) -> list[Fill]:
@@ -271,12 +278,12 @@ class Level:
         return not refused and not no_space
 
     def _still_there(self, refused: Sequence[Fill]) -> list[Fill]:
-        """Those of the fills that the tier did not take which it still has; it takes them later."""
+        """Those of the fills that the tier did not take which it may still have; it takes them later."""
         kept = []
         for fill in refused:
             if not fill.tier.available():
                 self._failed(fill, Result.DEADLINE)
-            elif fill.tier.find(fill.wanted.space, [fill.key], prefix=False)[0] != PRESENT:
+            elif fill.tier.find(fill.wanted.space, [fill.key], prefix=False)[0] == ABSENT:
                 self._failed(fill, Result.GONE)
             else:
                 kept.append(fill)
@@ -358,6 +365,8 @@ class Level:
         while wanted.queue and len(batch) < most:
             nbytes = wanted.block_bytes
             if nbytes > free and (batch or self.under_way or self.given_up):
+                if not (batch or self.under_way) and self._is_blocked_too_long():  # by what was given up and hangs
+                    self._fail_for_space(wanted, OVERDUE, ())
                 break
             if nbytes > leasable and (batch or self.under_way or self._cache.blocks.pinned_bytes):
                 if not batch and self._is_blocked_too_long():
@@ -405,7 +414,7 @@ class Level:
             if self._end_fill(fill.ticket, block if result is Result.DONE else None):
                 self.promoted_blocks += 1
                 self.promoted_bytes += fill.wanted.space.nbytes
-                for lease in fill.wanted.leases:
+                for lease in fill.leases:
                     self._cache.hold(lease, fill.ticket.blocks)
                 self._promoted(self, int(fill.ticket.blocks[0]))
                 self._settle(fill)
@@ -428,6 +437,8 @@ class Level:
         self.failures[str(reason)] += 1
         miss = MISSES.get(reason, MissReason.TIER_FAILED)
         self._settle(fill, miss)
+        for lease in fill.leases:
+            lease.coming = max(0, lease.coming - 1)
         if not fill.withdrawn:
             self._withdraw(fill)
             self._cache.note_misses(fill.wanted.namespace, fill.wanted.space.group, fill.key, miss)

@@ -15,6 +15,7 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease, LoadTicket
+from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.level import SLOWER, Coming, Fill, Level, Wanted
@@ -26,8 +27,8 @@ from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 0.02
-"""An answer of a store is expected after so long at most: engines that wait for it compare that with what computing
-takes. The deadline for asking is for the worst case, and may be longer than any engine waits."""
+"""A guess of how long a store takes to answer, for engines that wait for it. The deadline for asking is for the worst
+case, and may be longer than any engine waits."""
 LOGGED_S = 600.0
 """An error of a tier is logged again after so long."""
 MOST_LOGGED = 1024
@@ -112,7 +113,7 @@ class Tiering:
         self._answers_due = 0.0
         self._uncounted: dict[Namespace, Counter[tuple[int, bytes]]] = {}
         """By tag and key that is being asked for: lookups that got that answer and have not counted it yet."""
-        self._awaits: dict[Lease, dict[Wanted, None]] = {}
+        self._awaits: dict[Lease, dict[Fill, None]] = {}
         """What comes up for each lease."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
         """Of a promoted block that was not loaded since: 1 and the number of its level; 0 for all others."""
@@ -140,7 +141,10 @@ class Tiering:
         if not levels or not groups or not every[0].lengths:
             return states
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
-        lookup = _Lookup(lease, again, levels, self._cache.most_leased_bytes - ready_bytes)
+        # Other requests of the same lookup may have found the beginning of its prompt.
+        held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
+        held_bytes += sum(fill.wanted.block_bytes for fill in self._awaited_by(lease))
+        lookup = _Lookup(lease, again, levels, self._cache.most_leased_bytes - held_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             start = run_end(answer[number]) if limit is None else 0
@@ -151,12 +155,16 @@ class Tiering:
                 asking |= self._find_run(lookup, some)
             else:
                 self._find_window(lookup, some, wait=asking)
-        lease.coming = sum(one.count(PENDING) + one.count(SHARED) for one in answer)
+        lease.coming = lease.asking + len(self._awaited_by(lease))
         if lease.coming:
             awaits = self._awaits.get(lease, {})
             answers_s = max(0.0, self._answers_due - self._clock()) if lease.asking else 0.0
             lease.wait_s = max(answers_s, *(level.wait_s(awaits) for level in self.levels))
         return list(map(bytes, answer))
+
+    def _awaited_by(self, lease: Lease) -> list[Fill]:
+        """What comes up for a lease."""
+        return [fill for fill in self._awaits.get(lease, ()) if not fill.withdrawn]
 
     def _find_run(self, lookup: _Lookup, some: _Range) -> bool:
         """Find how far the run goes from the first of these keys on; returns whether any of it is being asked for."""
@@ -229,8 +237,8 @@ class Tiering:
                     wanted = wants[level] = Wanted(lease, some.space, level, block_bytes)
                 if lookup.left_bytes < block_bytes or (fill := level.request(wanted, key, tier)) is None:
                     return
-            lookup.left_bytes -= block_bytes
-            self._awaits.setdefault(lease, {})[fill.wanted] = fill.wanted.leases[lease] = None
+            lookup.left_bytes -= block_bytes * (lease not in fill.leases)
+            self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
             fill.askers += not lookup.again
             some.states[at] = SHARED if fill.wanted.level.shared else PENDING
 
@@ -250,10 +258,13 @@ class Tiering:
         return slower
 
     def lease_ended(self, lease: Lease) -> None:
-        for wanted in self._awaits.pop(lease, ()):
-            del wanted.leases[lease]
-            if not wanted.leases:
-                wanted.level.left(wanted)
+        left: dict[Wanted, None] = {}
+        for fill in self._awaits.pop(lease, ()):
+            del fill.leases[lease]
+            if not (fill.leases or fill.withdrawn or fill.ticket):
+                left[fill.wanted] = None
+        for wanted in left:
+            wanted.level.drop_unawaited(wanted)
 
     def loaded(self, tickets: Sequence[LoadTicket]) -> None:
         for ticket in tickets:

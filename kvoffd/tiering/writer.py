@@ -86,8 +86,8 @@ class WriteBudget:
 
     def take(self, nbytes: int) -> bool:
         """Take so many bytes out of the budget, or none."""
-        if nbytes <= self.first_filling_bytes:
-            self.first_filling_bytes -= nbytes
+        if self.first_filling_bytes:
+            self.first_filling_bytes = max(0, self.first_filling_bytes - nbytes)
             return True
         if self._bound and self._now() < min(nbytes, self._bound):
             return False
@@ -286,7 +286,8 @@ class Writer:
         return len(self.waiting)
 
     def stored(self, blocks: BlockIds) -> None:
-        if self.mode is not WriteMode.NEVER and not self._judges and len(self.waiting) < MAX_WAITING:
+        wanted = bool(self._tiers) and self.mode is not WriteMode.NEVER and not self._judges
+        if wanted and len(self.waiting) < MAX_WAITING:
             self._wait(blocks)
 
     def used(self, group: Group, blocks: BlockIds) -> None:
@@ -298,6 +299,8 @@ class Writer:
     def evicted(self, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> None:
         """Note blocks that are about to leave the pool. A store waits for this."""
         if self.mode is WriteMode.NEVER or not self._takes(group):
+            for block in blocks.tolist() if self.waiting else ():
+                self.waiting.pop(block, None)
             return
         reasons, otherwise = [], BUDGET if self.budget.left_bytes == 0 else LATE
         for block, generation in zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True):
@@ -389,8 +392,9 @@ class Writer:
                 full = self.under_way_bytes >= self._under_way_limit or (busy and self._trickle_left <= 0)
                 if full or len(begun) == MAX_BEGUN:
                     return
-                if not self._begin(write, self.waiting.pop(write.number), targets, busy):
+                if not self._begin(write, targets, busy):
                     return
+                del self.waiting[write.number]
                 begun.append(write.block)
 
     def _targets(self) -> list[Tier]:
@@ -417,20 +421,20 @@ class Writer:
                 del self.waiting[block]
         return [chosen[block] for block in some if block in chosen]
 
-    def _begin(self, write: Write, generation: int, targets: Sequence[Tier], busy: bool) -> bool:
-        """Begin to write a block; False where no more can be begun now."""
+    def _begin(self, write: Write, targets: Sequence[Tier], busy: bool) -> bool:
+        """Begin to write a block; False where no more can be begun now. Then it is the next one still."""
         nbytes = write.copy.space.nbytes
         if not self.budget.take(nbytes):
+            self._refused_above = -1  # until the next tick
             if not self.budget.left_bytes:
                 self.waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
-            else:
-                self.waiting[write.number] = generation
             return False
         if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
             self.budget.give_back(nbytes)
             if self.under_way:  # there were too many at once
                 self._refused_above = len(self.under_way) / 2
-                self.waiting[write.number] = generation
+            else:
+                self.waiting.pop(write.number, None)
             return False
         self.under_way[write.number] = write
         self.under_way_bytes += nbytes

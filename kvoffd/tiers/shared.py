@@ -71,6 +71,8 @@ READERS = 2
 PARTIAL = "partial"
 """Why blocks are removed for all nodes: this one has more of them. What else it drops others go on using."""
 
+LATE_SHARE = 0.75
+"""Part of a read's patience after which it is late, and not tried once more."""
 ASK_PATIENCE_S = 0.08
 """An ask that takes so much longer than its deadline ends with its connection; beyond the deadline it is a failure."""
 HANGS_S = 0.5
@@ -563,7 +565,7 @@ class SharedTier(Tier):
 
     def _read_ended(self, read: Read, ended: tuple[Result, Block | None]) -> None:
         result, block = ended
-        if result in (Result.DEADLINE, Result.FAILED) and not read.again and self.available():
+        if result is Result.FAILED and not read.again and self.available():
             read.again = True  # a connection that stood still, or broke, takes no prompt's blocks with it
             self._reading.put(read)
             return
@@ -760,11 +762,13 @@ class StoreConnection:
     def _read(self, reads: Sequence[Read]) -> Iterator[tuple[Result, Block | None]]:
         """The ends of the first of them, up to one that fails."""
         requests = [GetRequest(object_key(read.stored, read.key), HEADER_BYTES, read.views) for read in reads]
+        patience_s, came_at = min(read.patience_s for read in reads), self._clock()
         try:
             self._store.connect()
-            objects = self._store.get(requests, min(read.patience_s for read in reads))
+            objects = self._store.get(requests, patience_s)
             for read, received in zip(reads, objects, strict=True):
                 self._breaker.succeeded("read")
+                came_at = self._clock()
                 if received is None:
                     yield Result.GONE, None
                     continue
@@ -777,7 +781,9 @@ class StoreConnection:
                 yield Result.DONE, block
         except Exception as error:
             self._fail(error, "read")
+            # A connection that stood still for a part of the patience is lost, and another may serve in time.
             late = isinstance(error, StoreError) and error.kind == "timeout"
+            late = late and self._clock() - came_at >= LATE_SHARE * patience_s
             yield Result.DEADLINE if late else Result.FAILED, None
 
     def writes(self, batch: list[Write | Removal]) -> list[Result]:

@@ -160,7 +160,7 @@ def test_what_nobody_waits_for_any_more_is_not_read(rig: TieringHarness) -> None
     rig.tiering.pump()
     assert len(rig.tier.jobs) == 2, "an eighth of the pool"
     rig.cache.release(1, [1])
-    assert rig.tiering.disks.queued_blocks == 6, "another lookup wants some of what this one asked for"
+    assert rig.tiering.disks.queued_blocks == 1, "of what this one asked for another lookup wants the first three"
     rig.cache.release(1, [2])
     assert rig.tiering.disks.waiting_blocks == 2, "what was begun ends by itself"
     assert rig.states(space, keys_of(7)) == [PENDING]
@@ -361,3 +361,65 @@ def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringH
     assert look_up(rig, space, 1, keys_of(1)) == bytes([ABSENT])
     assert not rig.cache.leases
     assert not rig.tiering._awaits
+
+
+def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() -> None:
+    rig = TieringHarness(settings=QUIET, regions=100)
+    space, level = rig.open(), rig.tiering.disks
+    for key in range(200):
+        rig.put_in_tier(space, keys_of(key))
+    level.speed.measured = 10.0 * UNIT
+    look_up(rig, space, 1, keys_of(*range(200)))
+    look_up(rig, space, 2, keys_of(*range(4)), session=2)
+    assert rig.cache.leases[1].wait_s == pytest.approx(20.0)
+    assert rig.cache.leases[2].wait_s == pytest.approx(0.4)
+    rig.tiering.pump()
+    begun = len(rig.tier.jobs)
+    rig.cache.release(1, [1])
+    assert level.waiting_blocks == begun, "the rest is read for nobody"
+    rig.tier.end_all()
+    assert (len(rig.cache.leases[2].blocks), rig.cache.leases[2].coming) == (4, 0)
+    rig.cache.end_session(2)
+    rig.check()
+
+
+def test_several_requests_of_one_lookup_ask_for_no_more_than_leases_may_pin() -> None:
+    rig = TieringHarness(settings=QUIET, regions=8)
+    space = rig.open()
+    for key in range(60):
+        rig.put_in_tier(space, keys_of(key))
+    leasable = rig.cache.most_leased_bytes // UNIT
+    for part in (range(20), range(20, 60)):
+        look_up(rig, space, 1, keys_of(*part))
+    assert rig.cache.leases[1].coming == leasable == rig.tiering.disks.queued_blocks
+    while rig.tiering.disks.waiting_blocks:
+        rig.tiering.pump()
+        rig.tier.end_all()
+    assert len(rig.cache.leases[1].blocks) == leasable
+    rig.cache.end_session(1)
+    rig.check()
+
+
+def test_what_fails_is_not_late_too(rig: TieringHarness) -> None:
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1, 2))
+    look_up(rig, space, 1, keys_of(1, 2))
+    rig.tiering.pump()
+    rig.tier.end_all(fault=Result.FAILED)
+    rig.cache.release(1, [1], None, MissReason.LATE)
+    assert +space.counters.misses == {MissReason.TIER_FAILED: 2}
+
+
+def test_a_tier_that_raises_leaves_no_lease_behind(rig: TieringHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1))
+
+    def breaks(awaited: object) -> float:
+        raise RuntimeError
+
+    monkeypatch.setattr(rig.tiering.disks, "wait_s", breaks)
+    with pytest.raises(RuntimeError):
+        look_up(rig, space, 1, keys_of(1))
+    assert not rig.cache.leases
+    assert not rig.tiering.disks.waiting_blocks
+    rig.check()

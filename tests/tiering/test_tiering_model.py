@@ -273,7 +273,7 @@ class TieringMachine(RuleBasedStateMachine):
             names = [(fill.wanted.space.tag, fill.key) for fill in [*level.under_way, *queued] if not fill.withdrawn]
             assert len(names) == len(set(names)), "two fills of one key"
             assert level.queued_blocks == len(queued) == level._queued_by.total()
-            assert all(fill.wanted.leases for fill in queued), "nobody waits for it"
+            assert all(fill.leases for fill in queued), "nobody waits for it"
             assert writer.under_way_bytes <= pool // 16 + 2 * UNIT
             spent = self.spent[id(level)] + writer.under_way_bytes
             assert budget.spent_bytes <= spent, "what was not written is given back"

@@ -342,3 +342,39 @@ def test_of_very_many_that_wait_only_some_are_looked_at_at_once() -> None:
         assert rig.writer.waiting_blocks == left
     rig.tier.end_all()
     assert rig.in_tier(space, keys_of(9999)) == 1
+
+
+def test_what_the_tier_does_not_take_yet_stays_the_next() -> None:
+    """Behind all that waits it would be a hole in its chain, once the pool is short."""
+    rig = TieringHarness(settings=TieringSettings(), regions=64, most_jobs=4)
+    space = rig.open()
+    rig.put(space, keys_of(*range(40)))
+    written: list[bytes] = []
+    while rig.tiering.disks.writer.waiting or rig.tier.jobs:
+        rig.tiering.tick()
+        written += [job.key for job in rig.tier.jobs]
+        for job in list(rig.tier.jobs):
+            rig.tier.end(job)
+    assert list(dict.fromkeys(written)) == [keys_of(number) for number in range(40)]
+    rig.check()
+
+
+def test_the_rest_of_the_first_filling_is_no_budget() -> None:
+    rig = TieringHarness(settings=TieringSettings(per_day_bytes=8 * 4 * UNIT), regions=64)
+    budget = rig.tiering.disks.writer.budget
+    budget.first_filling_bytes = 2 * UNIT + UNIT // 2
+    for _ in range(3):
+        assert budget.take(UNIT)
+    assert budget.first_filling_bytes == 0
+    assert budget.left_share == 1.0
+    for _ in range(4):
+        assert budget.take(UNIT)
+    assert (budget.left_share, budget.left_bytes, budget.take(UNIT)) == (0.0, 0, False)
+
+
+def test_without_disks_nothing_waits_for_them() -> None:
+    rig = TieringHarness(settings=TieringSettings(), regions=8)
+    rig.tiering.disks.tiers.clear()
+    space = rig.open()
+    rig.put(space, keys_of(1, 2))
+    assert not rig.tiering.disks.writer.waiting

@@ -51,12 +51,11 @@ class ConnectorOptions(Struct, frozen=True):
         directory: where the daemon's sockets are; empty means $KVOFFD_DIRECTORY, else /run/kvoffd.
         salt: goes into the namespace's fingerprint; engines with different salts share nothing.
         lookup_deadline_ms: a lookup that has no answer by then is a miss. With ``do_no_harm`` it is one earlier: as
-            soon as computing the prompt would have been done, and earlier still after late answers. While the
-            engine's rate is not known, it is taken for 10,000 tokens a second (``KvoffdManager``).
-        disk_wait_ms: the most that a request waits for blocks which come up from disk or from a shared store, and not
-            at all where the daemon expects that to take longer; 0: it takes what is ready. With ``do_no_harm`` it waits
-            no longer than the engine would compute them. In a second a local SSD brings some gigabytes, tens of
-            thousands of tokens of a model of 8 billion parameters: more than most GPUs compute in that time.
+            soon as computing the prompt would have been done, and earlier still after late answers; and of a very
+            long prompt later, see ``KvoffdManager``.
+        disk_wait_ms: a bound on the time that a request waits for blocks which come up from disk or from a shared
+            store; 0: it takes what is ready. With ``do_no_harm`` it waits only while they are expected sooner than the
+            engine would compute them, and no longer than that.
         store_fence_timeout_s: how long vLLM may wait for a running store before its blocks are reused; then the
             store is abandoned, in a way that the daemon never commits it.
         do_no_harm: skip loads that take longer than computing would, and pause stores that vLLM waits for; wait for a
