@@ -118,12 +118,17 @@ def choice(*choices: str) -> Kind:
 
 def _write_mode(value: object) -> str:
     if isinstance(value, str) and value.strip().lower() in ("reuse", "evict"):
-        raise ValueError(f"{quoted(value)} is gone; auto, the default, takes its place")
+        raise ValueError(f"{quoted(value)} is gone; write auto, the default, in its place")
     return str(WRITE_MODES.parse(value))
 
 
 def _per_day(value: object) -> int | None:
-    return None if isinstance(value, str) and value.strip().lower() == AUTO else int(size(0).parse(value))
+    if isinstance(value, str) and value.strip().lower() == AUTO:
+        return None
+    try:
+        return int(size(0).parse(value))
+    except ValueError as error:
+        raise ValueError(f"{error}; or auto, or 0 for no bound") from None
 
 
 def _ids(value: object) -> tuple[int, ...]:

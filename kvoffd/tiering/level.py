@@ -43,7 +43,7 @@ MAX_BEGUN, BEGUN_PER_END = 64, 16
 they wait for the next go: to evict for a few takes as long as for many. Their slots are taken together, so that
 neighbours in the queue are neighbours in the pool."""
 NO_SPACE_S = 1.0
-"""For this long after the pool had no space for a namespace's block its lookups that are repeated do not wait."""
+"""For this long after the pool had no space for a session's block its lookups that are repeated do not wait."""
 READ_AGAIN_S = 60.0
 """One read is tried this long after the last one although it would be slower: speeds change."""
 
@@ -144,7 +144,8 @@ class Level:
         self.speed = ReadSpeed(clock)
         self._promoted = promoted
         self._read_again_at = 0.0
-        self.no_space_until: dict[Namespace, float] = {}
+        self.no_space_until: dict[int, float] = {}
+        """By session."""
         self._stopped = False
         self.writer = Writer(
             *(cache, tiers, clock, settings),
@@ -182,7 +183,9 @@ class Level:
         for wanted in ahead[-1:]:  # behind its own last block there may be those of others
             behind = takewhile(lambda fill: fill not in awaited, reversed(wanted.queue))
             nbytes -= sum(1 for _ in behind) * wanted.block_bytes
-        return nbytes / speed
+        # While the pool has no space nothing tells when it has: as long again as it had none so far.
+        blocked_s = self._clock() - self._blocked_since if self._blocked_since is not None else 0.0
+        return nbytes / speed + blocked_s
 
     def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
         """Whether a number of blocks takes longer to read than to compute, by the measured speeds and with nothing else
@@ -295,22 +298,22 @@ class Level:
             self._blocked_since = None
             return fills
         cause = self._cache.no_space_cause(self._cache.group(wanted.namespace, wanted.space.group))
-        if cause in ("pinned", "filling") and not self._is_blocked_too_long():
+        if cause in ("pinned", "filling") and not self._is_blocked_for(self._patience_s):
             return fills
         self._fail_for_space(wanted, QUOTA if cause == QUOTA else NO_SPACE, fills)
         return ()
 
-    def _is_blocked_too_long(self) -> bool:
-        """Note that the queue's first block has no space; whether that was so for too long."""
+    def _is_blocked_for(self, seconds: float) -> bool:
+        """Note that what comes next has no space; whether that was so for a number of seconds."""
         now = self._clock()
         if self._blocked_since is None or self._came_at > self._blocked_since:
             self._blocked_since = now
-        return now - self._blocked_since >= self._patience_s
+        return now - self._blocked_since >= seconds
 
     def _fail_for_space(self, wanted: Wanted, reason: str, fills: Sequence[Fill]) -> None:
         """Fail fills, and whatever else the lookup waits for."""
         self._blocked_since = None
-        self.no_space_until[wanted.namespace] = self._clock() + NO_SPACE_S
+        self.no_space_until[wanted.first.session] = self._clock() + NO_SPACE_S
         for fill in [*fills, *self._take_queued(wanted)]:
             self._failed(fill, reason)
         self._forget_if_done(wanted)
@@ -330,6 +333,8 @@ class Level:
         if not self.available:  # reading was slow since the tier was away: the next one is tried, whatever the speed
             self._read_again_at = 0.0
         self._give_up_overdue()
+        now = self._clock()
+        self.no_space_until = {session: until for session, until in self.no_space_until.items() if until > now}
         self.pump()
         self.writer.tick()
 
@@ -355,28 +360,42 @@ class Level:
 
     def _next_batch(self, most: int) -> list[Fill]:
         """The next fills of one lookup's group, as many as may be under way now, out of the queue."""
-        if (wanted := next((wanted for wanted in self._wanted if wanted.queue), None)) is None:
+        queued = [wanted for wanted in self._wanted if wanted.queue]
+        if not queued:
             self._blocked_since = None
+            return []
+        if (wanted := self._first_that_fits(queued)) is None:
             return []
         free = self._may_be_under_way(wanted.block_bytes) - self.under_way_bytes
         free -= max(0, self._given_up_bytes - self._most_bytes)
-        leasable = self._cache.leasable_bytes - self.under_way_bytes
         batch: list[Fill] = []
         while wanted.queue and len(batch) < most:
-            nbytes = wanted.block_bytes
-            if nbytes > free and (batch or self.under_way or self.given_up):
-                if not (batch or self.under_way) and self._is_blocked_too_long():  # by what was given up and hangs
-                    self._fail_for_space(wanted, OVERDUE, ())
-                break
-            if nbytes > leasable and (batch or self.under_way or self._cache.blocks.pinned_bytes):
-                if not batch and self._is_blocked_too_long():
-                    self._fail_for_space(wanted, NO_SPACE, ())
+            if wanted.block_bytes > free and (batch or self.under_way or self.given_up):
+                if not (batch or self.under_way) and self._is_blocked_for(self._patience_s):
+                    self._fail_for_space(wanted, OVERDUE, ())  # by what was given up and hangs
                 break
             batch.append(wanted.queue.popleft())
-            free -= nbytes
-            leasable -= nbytes
+            free -= wanted.block_bytes
         self._count_queued(wanted, -len(batch))
         return batch
+
+    def _first_that_fits(self, queued: Sequence[Wanted]) -> Wanted | None:
+        """The first of which leases may pin all that has not begun: two that had a part each would keep each other from
+        the rest. Where none fits, the last one is failed after a while, and its prompt loads what is up."""
+        leasable = self._cache.leasable_bytes - self.under_way_bytes
+        if not (self.under_way or self._cache.blocks.pinned_bytes):
+            return queued[0]  # it does not get more, whoever waits
+        for wanted in queued if not self._is_passed_over else queued[:1]:
+            if wanted.under_way or len(wanted.queue) * wanted.block_bytes <= leasable:
+                return wanted
+        if self._is_blocked_for(self._patience_s / 2 if len(queued) > 1 else self._patience_s):
+            self._fail_for_space(queued[-1], NO_SPACE, ())
+        return None
+
+    @property
+    def _is_passed_over(self) -> bool:
+        """Whether the first in the queue has been passed over for long enough: then it is the next."""
+        return self._blocked_since is not None and self._clock() - self._blocked_since >= self._patience_s / 4
 
     def _may_be_under_way(self, block_bytes: int) -> int:
         """Pool bytes that fills may hold now."""

@@ -230,7 +230,7 @@ class Tiering:
             key = some.keys[at]
             if (fill := self._coming.get(some.space.tag, {}).get(key)) is None:
                 level, tier = some.there[at]
-                no_space = level.no_space_until.get(lookup.namespace, 0.0) > self._clock()
+                no_space = level.no_space_until.get(lease.session, 0.0) > self._clock()
                 if level in slower or (lookup.again and no_space):
                     return
                 if (wanted := wants.get(level)) is None:
@@ -353,8 +353,6 @@ class Tiering:
         """Nobody has the namespace open, and the pool nothing of it. What disks and stores have of it stays."""
         self._forget_fills(namespace)
         self._uncounted.pop(namespace, None)
-        for level in self.levels:
-            level.no_space_until.pop(namespace, None)
 
     def unshare(self, fingerprint: bytes) -> None:
         """Share nothing of a namespace until ``reshare``."""

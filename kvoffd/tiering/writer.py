@@ -86,13 +86,17 @@ class WriteBudget:
 
     def take(self, nbytes: int) -> bool:
         """Take so many bytes out of the budget, or none."""
+        if not self.allows(nbytes):
+            return False
         if self.first_filling_bytes:
             self.first_filling_bytes = max(0, self.first_filling_bytes - nbytes)
-            return True
-        if self._bound and self._now() < min(nbytes, self._bound):
-            return False
-        self._level -= nbytes
+        else:
+            self._level -= nbytes
         return True
+
+    def allows(self, nbytes: int) -> bool:
+        """Whether as many bytes may be written now."""
+        return bool(self.first_filling_bytes) or not self._bound or self._now() >= min(nbytes, self._bound)
 
     def give_back(self, nbytes: int) -> None:
         """Return bytes that were taken and not written."""
@@ -302,7 +306,7 @@ class Writer:
             for block in blocks.tolist() if self.waiting else ():
                 self.waiting.pop(block, None)
             return
-        reasons, otherwise = [], BUDGET if self.budget.left_bytes == 0 else LATE
+        reasons, otherwise = [], LATE if self.budget.allows(sum(group.lengths)) else BUDGET
         for block, generation in zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True):
             self.waiting.pop(block, None)
             noted, reason = self._passed.pop(block, (0, otherwise))
@@ -425,9 +429,7 @@ class Writer:
         """Begin to write a block; False where no more can be begun now. Then it is the next one still."""
         nbytes = write.copy.space.nbytes
         if not self.budget.take(nbytes):
-            self._refused_above = -1  # until the next tick
-            if not self.budget.left_bytes:
-                self.waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
+            self.waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
             return False
         if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
             self.budget.give_back(nbytes)

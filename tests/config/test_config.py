@@ -35,7 +35,7 @@ def test_values_that_each_kind_of_setting_refuses(tmp_path: Path) -> None:
         assert refusal({}, path=file).startswith(f"{line.split()[0]} (file {file})"), line
     assert refusal({"pool_size": "64"}).endswith("at least 1MiB is needed. A number alone is bytes: write 64GiB.")
     assert refusal({"pool_size": "64KiB"}).endswith("at least 1MiB is needed.")
-    assert "auto, the default, takes its place" in refusal({"disk_write": "reuse"})
+    assert "write auto, the default, in its place" in refusal({"disk_write": "reuse"})
     assert "choose auto or always or never" in refusal({"shared_write": "all"})
     assert "is unknown" in refusal({}, {"KVOFFD_LIMITS": "1"}), "limits are constants that tests may replace"
     assert load_config({}, {}, limits=Limits(max_leases=7)).limits.max_leases == 7

@@ -423,3 +423,54 @@ def test_a_tier_that_raises_leaves_no_lease_behind(rig: TieringHarness, monkeypa
     assert not rig.cache.leases
     assert not rig.tiering.disks.waiting_blocks
     rig.check()
+
+
+def test_prompts_that_have_a_part_each_do_not_keep_each_other_from_the_rest() -> None:
+    """The pool holds one of them. The other waits whole, and what the first lacks comes up before."""
+    rig = TieringHarness(settings=QUIET, regions=4)
+    space, first, second = rig.open(), keys_of(*range(12)), keys_of(*range(20, 32))
+    for key in (*range(12), *range(20, 32)):
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, first)
+    rig.tiering.pump()
+    rig.tier.end_all()
+    rig.cache.release(1, [1])
+    rig.evict(space, keys_of(10, 11))
+    look_up(rig, space, 2, second)
+    assert look_up(rig, space, 3, first) == bytes([READY] * 10 + [PENDING] * 2)
+    rig.tiering.pump()
+    rig.tier.end_all()
+    assert look_up(rig, space, 4, first) == bytes([READY] * 12)
+    rig.cache.release(1, [3, 4])
+    rig.tiering.pump()
+    rig.tier.end_all()
+    assert look_up(rig, space, 5, second) == bytes([READY] * 12)
+    assert not rig.tiering.disks.failures
+    rig.cache.end_session(1)
+    rig.check()
+
+
+def test_where_no_prompt_fits_the_last_one_is_not_waited_for_any_more(rig: TieringHarness) -> None:
+    space = rig.open()
+    for key in range(8):
+        rig.put_in_tier(space, keys_of(key))
+    rig.put(space, keys_of(*range(100, 114)))
+    pinned = rig.blocks(space, keys_of(*range(100, 114)))
+    rig.cache.blocks.pin(pinned)
+    look_up(rig, space, 1, keys_of(*range(4)))
+    look_up(rig, space, 2, keys_of(*range(4, 8)))
+    for _ in range(2):
+        rig.tiering.tick()
+        waits = rig.cache.leases[1].wait_s
+        rig.clock.now += 0.5 * QUIET.deadline_s
+        look_up(rig, space, 1, keys_of(*range(4)))
+    assert rig.cache.leases[1].wait_s >= waits
+    rig.tiering.tick()
+    assert rig.tiering.disks.failures == {"no_space": 4}
+    assert rig.cache.leases[1].coming == 4
+    rig.cache.unpin(pinned)
+    rig.tiering.pump()
+    rig.tier.end_all()
+    assert look_up(rig, space, 1, keys_of(*range(4))) == bytes([READY] * 4)
+    rig.cache.end_session(1)
+    rig.check()
