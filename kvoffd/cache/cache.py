@@ -479,7 +479,8 @@ class Cache:
         """
         part, most = (self._max_leased_keys - held.keys) / max(1, keys), self.most_leased_bytes
         if loose_bytes and self.blocks.pinned_bytes > most // 2:
-            sharers = len(self.held) + (not held.leases)
+            # Not those that wait for a tier and have nothing yet.
+            sharers = sum(one.nbytes > 0 for one in self.held.values()) + (not held.nbytes)
             part = min(part, (most // sharers - held.nbytes) / loose_bytes)
         return max(0.0, min(1.0, part))
 
