@@ -149,6 +149,16 @@ def test_one_old_block_does_not_cost_a_region_in_use() -> None:
 # --- what is dropped ----------------------------------------------------------------------------
 
 
+def test_a_successor_does_not_find_what_was_reset_and_not_freed_yet() -> None:
+    """After a kill directly behind the reset's answer."""
+    rig = CacheRig(8, 4)
+    space = rig.open()
+    rig.store(space, keys_of(1, 2, 3))
+    assert len(rig.successor()[1].blocks) == 3
+    rig.cache.reset(space)
+    assert not len(rig.successor()[1].blocks)
+
+
 def test_many_resets_are_written_down_once_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = CacheRig(64, 8)
     spaces, saves = [rig.open(str(number)) for number in range(5)], list[NamespaceSnapshot]()
