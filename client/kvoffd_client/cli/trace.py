@@ -194,35 +194,26 @@ class TraceWriter:
 @trace_app.command()
 def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace of trace record, or in Mooncake's format.")],
-    policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, separated by commas, or all.")] = "all",
+    policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, with commas.")] = "all",
     size: Annotated[
         str,
-        typer.Option(
-            metavar="SIZE,...", help="Sizes of the pool. [default: up to all blocks of FILE, and that of the daemon]"
-        ),
+        typer.Option(metavar="SIZE,...", help="Sizes of the pool. [default: parts of FILE]"),
     ] = "",
     blocks: Annotated[str, typer.Option(metavar="N,...", help="Sizes of the pool, in blocks of FILE.")] = "",
-    block_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes of a block of all ranks, where FILE does not say.")
-    ] = "",
+    block_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of a block, if not in FILE.")] = "",
     disk: Annotated[
         str,
-        typer.Option(metavar="SIZE,...", help="Sizes of a disk below the pool, or 4x for four times the pool."),
+        typer.Option(metavar="SIZE,...", help="Sizes of a disk, or 4x: four pools."),
     ] = "",
-    disk_write: Annotated[
-        str, typer.Option(metavar="MODES", help="What the disk is written, as of disk_write: auto, always.")
-    ] = "auto",
-    disk_write_per_day: Annotated[
-        str, typer.Option(metavar="SIZE", help="As of the daemon; 0 for no bound. It needs times in FILE.")
-    ] = "auto",
+    disk_write: Annotated[str, typer.Option(metavar="MODES", help="As of the daemon.")] = "auto",
+    disk_write_per_day: Annotated[str, typer.Option(metavar="SIZE", help="0 for no bound.")] = "auto",
     directory: Directory = None,
     json: Json = False,
 ) -> int:
     """Replay a trace with several policies and sizes of the pool, and of a disk below it.
 
-    Needs no daemon; one that answers is asked for the size of its pool. Prints the hits, what was written, the most
-    hits that were possible, and what follows for the choice of a policy; of a disk the hits that it has part in, and
-    what was written to it. A disk is as quick here as it needs to be.
+    Prints hits and writes, the most hits that were possible, and what follows. Needs no daemon; the size of its pool is
+    one of the sizes.
     """
     if find_spec("kvoffd") is None:
         raise CliError("A trace is replayed through the daemon's cache, and the package kvoffd is not installed here.")
