@@ -206,7 +206,7 @@ def test_conversations_that_take_turns_come_back_from_disk(model: Model, disk: P
     loaded = []
     with DaemonProcess("200MiB", disk=f"{disk}=3GiB") as daemon:
         wait_serving(daemon.directory)
-        with model.engine(daemon, rate=4000) as engine:
+        with model.engine(daemon, rate=2000) as engine:
             for _ in range(3):
                 engine.forget()
                 loaded.append(sum(cached([engine.generate([each])[0] for each in conversations])))
