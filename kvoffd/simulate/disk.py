@@ -28,7 +28,7 @@ OPTIONS = DiskOptions()
 
 
 class _NoFiles(FileCalls):
-    """Files in memory that are as large as they are told to be, and hold what names them alone."""
+    """Files in memory of a given size that hold what names them alone."""
 
     def open(self, path: str, directory_fd: int, create: bool) -> int:
         return os.memfd_create(path)
@@ -84,7 +84,7 @@ class _DiskWithoutBytes(DiskTier):
 
 
 class SimulatedDisk:
-    """A disk of so many blocks below a cache, as quick as need be.
+    """A disk of a number of blocks below a cache, as quick as need be.
 
     Args:
         block_bytes: of the cache's blocks.

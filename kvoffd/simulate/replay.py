@@ -27,7 +27,7 @@ BLOCK_BYTES = 1 << 20
 REGIONS, MAX_REGION_BLOCKS = 64, 256
 """As a pool is cut, but that no region has a rest in which there is no room for a block."""
 STEP_TOKENS = 8192
-"""An engine computes so many tokens before it stores them."""
+"""Tokens that an engine computes before it stores them."""
 MOST_LOOKUPS = 64
 """An engine asks again so often for what is to come up, then computes."""
 SESSION = LEASE = 1

@@ -384,7 +384,7 @@ class Level:
         the rest. Where none fits, the last one is failed after a while, and its prompt loads what is up."""
         leasable = self._cache.leasable_bytes - self.under_way_bytes
         if not (self.under_way or self._cache.blocks.pinned_bytes):
-            return queued[0]  # it does not get more, whoever waits
+            return queued[0]  # there will never be more for it
         for wanted in queued if not self._is_passed_over else queued[:1]:
             if wanted.under_way or len(wanted.queue) * wanted.block_bytes <= leasable:
                 return wanted

@@ -116,7 +116,7 @@ class Tiering:
         self._awaits: dict[Lease, dict[Fill, None]] = {}
         """What comes up for each lease."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
-        """Of a promoted block that was not loaded since: 1 and the number of its level; 0 for all others."""
+        """By block: 1 and the number of its level if it was promoted and not loaded since, else 0."""
         self._evicted: list[tuple[Space, list[bytes]]] = []
         self._events = events
         self._logged: dict[tuple[str, str], float] = {}

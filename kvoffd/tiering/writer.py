@@ -167,7 +167,7 @@ def writes_of(cache: Cache, group: Group, space: Space, blocks: BlockIds) -> lis
 class Selection:
     """Which part of what leaves the pool is worth a write to a full tier: the likeliest to come back.
 
-    The less is written, the longer it stays, and the more of it is asked for meanwhile. So the chances of the latest
+    The less is written, the longer it stays, and the more of it is asked for in that time. So the chances of the latest
     blocks are taken for each of ``STAYS``, and the hits added up of as large a part of them, the likeliest, as can stay
     as long.
     """
@@ -175,7 +175,7 @@ class Selection:
     def __init__(self) -> None:
         self._chances = np.empty((0, len(STAYS)))
         self._unseen = 0
-        """Of these chances, those since the last choice."""
+        """Number of these chances that came since the last choice."""
         self._accessed = self._offered = 0.0
         """Bytes of late: what was asked for, and what left the pool for the tier or was left out."""
         self._stay = 0

@@ -48,7 +48,7 @@ ENDED_AT_ONCE = 8
 READERS_NICE = 5
 """How much the priority of threads that read is below that of the daemon's own, which answers engines. Measured on two
 CPUs that other processes wanted too, while blocks came up from Redis: half of the lookups took at most 2 ms instead of
-5, 99 of 100 at most 13 instead of 49. Beside an engine that never sleeps blocks come a fifth slower, else as fast."""
+5, 99 of 100 at most 13 instead of 49. While an engine never sleeps blocks come a fifth slower, else as fast."""
 
 REMEMBERED_SPACES = 1024
 """Whose hash is not taken again."""
