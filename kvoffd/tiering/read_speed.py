@@ -12,7 +12,7 @@ MEMORY_S = 1.0
 FEWEST_BLOCKS = 8
 """A sample counts only if at least this many blocks were being read all the time: what comes alone says how long one
 block takes, not how many come in a second."""
-ENOUGH_S, ENOUGH_BYTES = 0.1, 32 * 2**20
+ENOUGH_S, ENOUGH_BYTES = 0.25, 32 * 2**20
 """The speed is known once samples of this length, or of this size, were taken."""
 PROGRESS_S = 0.25
 """Until then, what came since reading began tells the speed, after this long."""

@@ -312,7 +312,10 @@ class KvoffdManager(OffloadingManager):
                 state.from_tiers.update(came.coming)
         if state.answer is not None:
             state.found = state.answer.found
-            state.waits_for_tier = bool(state.answer.coming) and self._waits_for_tier(state, state.answer)
+            # A wait ends by an answer, not by the time that computing other prompts has taken since the last one.
+            is_asked = state.waits_for_tier and state.pending is not None and not state.pending.given_up
+            coming = bool(state.answer.coming)
+            state.waits_for_tier = coming and (is_asked or self._waits_for_tier(state, state.answer))
         if state.pending is not None and not state.pending.given_up:
             state.otherwise = LookupResult.RETRY
 
