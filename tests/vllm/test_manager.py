@@ -239,6 +239,18 @@ def test_what_hangs_costs_as_long_as_computing_takes() -> None:
     assert harness.clock.now - began == pytest.approx(3.0, abs=0.1)
 
 
+def test_a_step_that_computes_another_prompt_does_not_end_the_wait() -> None:
+    """It took longer than computing this one does; what came up meanwhile the next answer tells."""
+    harness = DiskHarness()
+    harness.ask(coming=2, wait_s=0.5)
+    harness.clock.now += 2.1
+    assert harness.scan()
+    assert harness.results(harness.context) == [HIT, PENDING, PENDING]
+    harness.client.answer(HASHES)
+    harness.scan()
+    assert harness.results(harness.context) == [HIT] * 3
+
+
 def test_prompts_that_came_before_would_be_computed_before() -> None:
     """Eight at once wait for a disk that is twice as fast as computing: none of them is computed sooner."""
     harness = DiskHarness()

@@ -312,10 +312,7 @@ class KvoffdManager(OffloadingManager):
                 state.from_tiers.update(came.coming)
         if state.answer is not None:
             state.found = state.answer.found
-            # A wait ends by an answer, not by the time that computing other prompts has taken since the last one.
-            is_asked = state.waits_for_tier and state.pending is not None and not state.pending.given_up
-            coming = bool(state.answer.coming)
-            state.waits_for_tier = coming and (is_asked or self._waits_for_tier(state, state.answer))
+            state.waits_for_tier = bool(state.answer.coming) and self._waits_for_tier(state, state.answer)
         if state.pending is not None and not state.pending.given_up:
             state.otherwise = LookupResult.RETRY
 
@@ -436,6 +433,8 @@ class KvoffdManager(OffloadingManager):
         is_worth_it = expected_s + loaded_s <= computed_s
         if is_worth_it and answer.ticket.wait_s:
             state.worth_waiting_at = now
+        if state.waits_for_tier and state.pending is not None and not state.pending.given_up:
+            return True  # the next answer tells what came up while a step computed other prompts
         if now >= state.tier_wait_until or (not is_worth_it and now - state.worth_waiting_at >= doubt_s):
             state.tier_wait_until = NEVER
         return state.tier_wait_until != NEVER
