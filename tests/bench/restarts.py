@@ -60,7 +60,7 @@ PLAIN_GETS = "\n\nThe store alone, GETs of as many bytes over one connection, se
 
 STEP_TOKENS = 8192
 """Tokens that the engine computes in a step."""
-WARM_UP = (2000, 2000, 2000)
+WARM_UP = (1000, 1000, 1000)
 """Prompts that each engine computes first, as one that serves has: its connector then knows how fast it computes."""
 VOCABULARY = 100_000
 LOOKS = 15
@@ -385,6 +385,7 @@ def main() -> int:
             print(f"measuring: {count} of {tokens}", file=sys.stderr, flush=True)
             with Bench(case, given.place, given.rate, given.rounds) as bench:
                 results[case] = bench.run(frozenset(rows))
+                print(table({case: results[case]}, given.rate), file=sys.stderr, flush=True)
                 if bench.plain_gets_s:
                     plain.append(f"{count} of {tokens:,}: {number(bench.plain_gets_s)}")
     text = TEXT.format(rate=given.rate, rounds=given.rounds, block_tokens=BLOCK_TOKENS, most_gib=limit / 2**30)
