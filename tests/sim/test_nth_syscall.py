@@ -27,6 +27,8 @@ BLOCKS = 4
 KEYS = [bytes([number]) * 32 for number in range(BLOCKS)]
 OPTIONS = ClientOptions(handshake_timeout_s=0.3, request_timeout_s=0.3, backoff_max_s=0.05)
 PATIENCE_S = 1.5
+THREAD_S = 5.0
+"""A thread of an ended daemon that still runs after this long stays."""
 MOST = 3
 """Failures tried of each kind: a life needs few of the calls that set things up, and the others are all alike."""
 
@@ -36,10 +38,13 @@ class Traces:
 
     def __init__(self) -> None:
         gc.collect()
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("kvoffd")]
+        for thread in threads:  # of a busy machine one may end after the daemon's deadline for it
+            thread.join(THREAD_S)
         self.descriptors = sorted(link.split(":[")[0] for _, link in open_files())
         maps = Path("/proc/self/maps").read_text().splitlines()
         self.mappings = sum("memfd:kvoffd" in line or ".pool" in line for line in maps)
-        self.threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("kvoffd"))
+        self.threads = sorted(thread.name for thread in threads if thread.is_alive())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Traces) and vars(self) == vars(other)
