@@ -266,6 +266,8 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
             promotions_failed=dict(level.failures),
             promotions_unused=level.unused_blocks,
             not_written=dict(level.writer.not_written),
+            full=tier.lifetime_bytes > 0,
+            write_mode=level.writer.mode.value,
             servers=[s.SharedServer(*server) for server in tier.servers],
             unshared_namespaces=unshared,
         )

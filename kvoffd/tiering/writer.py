@@ -187,6 +187,10 @@ class Selection:
         if self._accessed > WATCHED * tier_bytes:
             self._accessed, self._offered = self._accessed / 2, self._offered / 2
 
+    def note_present(self, nbytes: int) -> None:
+        """Note a block of these that another node had written."""
+        self._offered = max(0.0, self._offered - nbytes)
+
     def lifetimes(self, tier_bytes: int) -> list[int]:
         """For each of ``STAYS``, the bytes that are asked for while a block stays."""
         each = tier_bytes * max(1.0, self._accessed / max(1.0, self._offered))
@@ -499,6 +503,8 @@ class Writer:
         elif result is Result.PRESENT:
             self.budget.give_back(nbytes)
             self._trickle_left += nbytes
+            if self._judges:
+                self._selection.note_present(nbytes)
         del self.under_way[write.number]
         self.under_way_bytes -= nbytes
         self._cache.unpin(write.block)

@@ -22,6 +22,7 @@ from kvoffd.system.files import address_of
 from kvoffd.system.native import native
 from kvoffd.tiers.store import (
     Credentials,
+    Filling,
     GetRequest,
     Received,
     Servers,
@@ -55,6 +56,7 @@ NEEDED_COMMANDS = (
     "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, of a cluster +cluster|nodes, "
     "and where the URL names a database +select"
 )
+_FIGURE = re.compile(r"^(maxmemory|used_memory|evicted_keys):([0-9]{1,18})\r?$", re.MULTILINE)
 ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
 """What a server of a cluster answers for a key whose slot, or whose part of it, it does not have or serve."""
 KEEPALIVE_S = 60  # what is between us and a server may forget a connection that is quiet for some minutes
@@ -172,6 +174,12 @@ class Redis(Store):
 
     def ping(self, deadline: float) -> None:
         self._command([b"PING"], deadline)
+
+    def filling(self, deadline: float) -> Filling | None:
+        found = dict(_FIGURE.findall(self.text([b"INFO"], deadline)))
+        if not {"maxmemory", "used_memory", "evicted_keys"} <= found.keys():
+            return None
+        return Filling(*(int(found[name]) for name in ("maxmemory", "used_memory", "evicted_keys")))
 
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool

@@ -145,6 +145,19 @@ class Received(NamedTuple):
     checksums: Sequence[int] = ()
 
 
+class Filling(NamedTuple):
+    """What a store says of its memory.
+
+    Attributes:
+        size_bytes: what it may hold; 0 for no bound.
+        evicted: objects that it evicted so far, whoever wrote them.
+    """
+
+    size_bytes: int
+    used_bytes: int
+    evicted: int
+
+
 class Store(ABC):
     """One connection to a store, for one thread, which waits. Every method raises StoreError, and closes it then.
 
@@ -179,6 +192,10 @@ class Store(ABC):
     @abstractmethod
     def ping(self, deadline: float) -> None:
         """Find out whether it serves."""
+
+    def filling(self, deadline: float) -> Filling | None:
+        """How full it is; None where it does not say."""
+        return None
 
     @abstractmethod
     def ask(

@@ -9,8 +9,10 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, STAYS, UNLIKELY, Selection, WriteBudget
+from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import BENCH_LABEL, READY
 from tests.kit.clock import Clock
+from tests.kit.fake_tier import FakeTier
 from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
@@ -189,6 +191,43 @@ def test_a_block_stays_longer_the_less_is_offered() -> None:
     assert chosen.lifetimes(tier_bytes)[0] == tier_bytes
     chosen.note_traffic(tier_bytes, tier_bytes)
     assert chosen.lifetimes(tier_bytes)[:2] == [2 * tier_bytes, 3 * tier_bytes]
+
+
+def test_a_block_that_another_node_wrote_is_no_write() -> None:
+    chosen, tier_bytes = Selection(), 64 * UNIT
+    chosen.note(np.zeros((128, len(STAYS))), UNIT, 1)
+    chosen.note_traffic(2 * tier_bytes, tier_bytes)
+    for _ in range(64):
+        chosen.note_present(UNIT)
+    assert chosen.lifetimes(tier_bytes)[0] == 2 * tier_bytes
+
+
+def test_a_shared_store_that_is_full_gets_what_is_likely_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = TieringHarness(settings=TieringSettings(WriteMode.NEVER), regions=8)
+    store = rig.share(TieringSettings())
+    writer, space = rig.tiering.stores[0].writer, rig.open()
+    rig.put(space, keys_of(*range(8)))
+    go_on(rig)
+    store.end_all()
+    assert len(store.blocks) == 8, "all while it is not full"
+    monkeypatch.setattr(FakeTier, "lifetime_bytes", 64 * UNIT)
+    rig.tiering.tick()
+    monkeypatch.setattr(Selection, "deciding", lambda _, chances: (chances[:, 0], 0.5))
+    unlikely = {keys_of(50), keys_of(51)}
+
+    def chance(group: Group, keys: bytes, within_bytes: int) -> np.ndarray:
+        return np.array([key not in unlikely for key in group.namespace.split(group.index, keys)], np.float64)
+
+    monkeypatch.setattr(rig.cache.policy, "chance", chance)
+    rig.put(space, keys_of(*range(20, 52)))
+    rig.tiering.tick()
+    assert {job.key for job in store.jobs} == {keys_of(48), keys_of(49)}, "the tail is next to be evicted"
+    store.end(next(iter(store.jobs)), fault=Result.PRESENT)
+    assert writer._selection._offered == 3 * UNIT, "what another node had written is none of them"
+    store.end_all()
+    rig.evict(space, keys_of(50, 51))
+    rig.tiering.tick()
+    assert writer.not_written[UNLIKELY] == 2
 
 
 def test_blocks_without_a_checksum_are_not_written() -> None:
