@@ -39,8 +39,9 @@ COLD_PART = 8
 MAX_COLD_BLOCKS = 1024
 """Bound on these blocks in one tick."""
 DAY_S = 86_400.0
-STAYS = 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0
-"""How long what is written may stay on a full tier, in times of how long it would if all were written."""
+STAYS = 1.5, 2.0, 3.0, 4.0, 6.0, 8.0
+"""How long what is written may stay on a full tier, in times of how long it would if all were written: two thirds of it
+are, or fewer."""
 WORTH = 0.99
 """The fewest writes are chosen with at least this part of the most hits."""
 OF_MEAN = 0.9
@@ -212,7 +213,9 @@ class Selection:
         hits = [float(ordered[:part, at].sum()) for at, part in enumerate(parts)]
         self._stay = max(at for at, some in enumerate(hits) if some >= WORTH * max(hits))
         chances = ordered[:, self._stay]
-        self._least = max(float(chances[parts[self._stay] - 1]), OF_MEAN * float(chances.mean()))
+        # Where those that are alike would be too many none of them is taken, but where all are.
+        fitting = chances[chances > chances[min(parts[self._stay], len(chances) - 1)]]
+        self._least = max(float(fitting[-1] if len(fitting) else chances[0]), OF_MEAN * float(chances.mean()))
 
     def deciding(self, chances: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], float]:
         """The chances of blocks that decide, and the least one that is enough."""
