@@ -334,6 +334,23 @@ def test_a_replica_that_becomes_master_serves_all(fault: str) -> None:
                 assert each.tier.breaker.opened == 0
 
 
+# --- how full it is ---------------------------------------------------------------------------------
+
+
+def test_a_cluster_is_as_large_as_its_masters(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.tiers.shared.LOOK_S", 0.02)
+    rig = SharedRig(cluster.url).reachable()
+    rig.until(lambda: rig.tier.stats().used_bytes > 0)
+    assert rig.tier.stats().size_bytes == 0, "without a bound"
+    try:
+        for server, size in zip(cluster.servers, (32, 64, 128), strict=True):
+            server.command("CONFIG", "SET", "maxmemory", f"{size}mb")
+        rig.until(lambda: rig.tier.stats().size_bytes == 224 << 20)
+    finally:
+        for server in cluster.servers:
+            server.command("CONFIG", "SET", "maxmemory", "0")
+
+
 # --- rights -----------------------------------------------------------------------------------------
 
 
