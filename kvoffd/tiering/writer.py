@@ -39,13 +39,11 @@ COLD_PART = 8
 MAX_COLD_BLOCKS = 1024
 """Bound on these blocks in one tick."""
 DAY_S = 86_400.0
-STAYS = 1.5, 2.0, 3.0, 4.0, 6.0, 8.0
-"""How long what is written may stay on a full tier, in times of how long it would if all were written: two thirds of it
-are, or fewer."""
+STAYS = 2.0, 3.0, 4.0, 6.0, 8.0
+"""How long what is written may stay on a full tier, in times of how long it would if all were written: about half of it
+is, or less."""
 WORTH = 0.99
 """The fewest writes are chosen with at least this part of the most hits."""
-OF_MEAN = 0.9
-"""A block must also have this part of their mean chance: a write that brings less is not worth the wear."""
 SAMPLE = 2048
 """Blocks by which that is chosen, the latest ones."""
 WATCHED = 4
@@ -213,9 +211,9 @@ class Selection:
         hits = [float(ordered[:part, at].sum()) for at, part in enumerate(parts)]
         self._stay = max(at for at, some in enumerate(hits) if some >= WORTH * max(hits))
         chances = ordered[:, self._stay]
-        # Where those that are alike would be too many none of them is taken, but where all are.
+        # Of those that are alike and would be too many none is taken, unless all are.
         fitting = chances[chances > chances[min(parts[self._stay], len(chances) - 1)]]
-        self._least = max(float(fitting[-1] if len(fitting) else chances[0]), OF_MEAN * float(chances.mean()))
+        self._least = float(fitting[-1] if len(fitting) else chances[0])
 
     def deciding(self, chances: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], float]:
         """The chances of blocks that decide, and the least one that is enough."""
