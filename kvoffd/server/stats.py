@@ -192,7 +192,7 @@ def _pool_stats(service: Service) -> s.PoolStats:
             "evicting": usage.dropped,
             "quarantined": usage.quarantined,
         },
-        usable_bytes=max(0, pool.touched_bytes - usage.quarantined),
+        usable_bytes=pool.pool_bytes - usage.quarantined,
         pinned_bytes=usage.pinned,
         pinned_for_gpu_bytes=pinning.pinned_bytes,
         unpinnable_bytes=pinning.refused_bytes,

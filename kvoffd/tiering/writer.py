@@ -29,7 +29,9 @@ the day's bytes are spent; the tier is full, and little of its kind comes back."
 MAX_WRITING_BYTES = 16 * 2**20
 """Bound on the bytes that are being written, besides a sixteenth of the pool."""
 MAX_WAITING = 1 << 17
-"""Blocks that wait to be written, of those that were stored; later ones wait once they are next to be evicted."""
+"""Blocks that may wait to be written; later ones wait once others have left."""
+WAITING_BYTES = 100
+"""Memory of such a block, measured."""
 MAX_LOOKED_AT = 512
 """Blocks that wait, or that a lookup found, that are looked at in one go."""
 MAX_BEGUN = 64
@@ -291,7 +293,7 @@ class Writer:
 
     def stored(self, blocks: BlockIds) -> None:
         wanted = bool(self._tiers) and self.mode is not WriteMode.NEVER and not self._judges
-        if wanted and len(self.waiting) < MAX_WAITING:
+        if wanted:
             self._wait(blocks)
 
     def used(self, group: Group, blocks: BlockIds) -> None:
@@ -444,6 +446,7 @@ class Writer:
         return True
 
     def _wait(self, blocks: BlockIds) -> None:
+        blocks = blocks[: MAX_WAITING - len(self.waiting)]
         self.waiting.update(zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True))
 
     def _still_ready(self, noted: _Noted) -> BlockIds:

@@ -229,7 +229,7 @@ class PoolStats(Part, frozen=True):
             "state",
         ),
     ] = {}
-    usable_bytes: Annotated[ByteCount, doc("Bytes of the pool whose memory is touched and ready for use.")] = 0
+    usable_bytes: Annotated[ByteCount, doc("Bytes of the pool without what is quarantined.")] = 0
     pinned_bytes: Annotated[ByteCount, gauge("Bytes of the pool under a lease or a copy: they cannot be evicted.")] = 0
     pinned_for_gpu_bytes: Annotated[ByteCount, gauge("Bytes page-locked for GPUs, which then copy at full speed.")] = 0
     unpinnable_bytes: Annotated[ByteCount, gauge("Bytes that CUDA refused to page-lock: GPUs copy them slowly.")] = 0

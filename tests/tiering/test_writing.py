@@ -7,7 +7,7 @@ import pytest
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
-from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering import TieringSettings, WriteMode, writer
 from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, STAYS, UNLIKELY, Selection, WriteBudget
 from kvoffd_proto.messages import BENCH_LABEL, READY
 from tests.kit.clock import Clock
@@ -17,6 +17,22 @@ from tests.kit.tiering_harness import TieringHarness
 
 def rig_of(mode: WriteMode, **settings: int) -> TieringHarness:
     return TieringHarness(settings=TieringSettings(mode=mode, **settings), regions=8)
+
+
+def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MAX_WAITING", 3)
+    rig = rig_of(WriteMode.ALWAYS)
+    rig.tier.hangs = True
+    space = rig.open()
+    rig.put(space, keys_of(*range(15)))
+    rig.use(space, keys_of(*range(15)))
+    rig.tiering.tick()
+    assert rig.writer.waiting_blocks == 3
+    rig.tier.hangs = False
+    for _ in range(8):
+        go_on(rig)
+        rig.use(space, keys_of(*range(15)))
+    assert rig.in_tier(space, keys_of(*range(15))) == 15
 
 
 def go_on(rig: TieringHarness) -> None:

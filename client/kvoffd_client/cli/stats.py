@@ -266,9 +266,6 @@ def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
         yield f"{format_size(pool.pinned_for_gpu_bytes)} are page-locked for GPUs; the rest is copied slowly", "yellow"
     if pool.of("quarantined"):
         yield f"{format_size(pool.of('quarantined'))} did not match their checksum; see kvoffd-cli health", "red"
-    touched = pool.usable_bytes + pool.of("quarantined")
-    if touched < pool.size_bytes:
-        yield f"starting: {percent(touched, pool.size_bytes)} of the pool's memory is touched", "yellow"
 
 
 def _pool(pool: PoolStats) -> None:
