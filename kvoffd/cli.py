@@ -68,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -> int:
     """Run ``kvoffd`` with ``arguments`` (the process's own where None); return the exit status. ``limits``: a test's.
 
-    0 is success, 2 a refusal with one sentence on stderr, 130 Ctrl-C; ``serve`` returns what the daemon returns.
+    0 is success, 2 a refusal with one sentence on stderr; ``serve`` returns what the daemon returns.
     """
     open_standard_streams()
     parser = make_parser()

@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvoffd.system.files import address_of
 from kvoffd.system.native import native
@@ -49,10 +49,11 @@ the speed (measured). One larger value comes alone."""
 REPLIES_BYTES = 65536
 MOST_PARTS = 256
 """Parts of one ``sendmsg``; the kernel takes 1024."""
-MOST_TEXT_BYTES = 1 << 20
+MOST_SLOT_RANGES, MOST_FIELDS, MOST_NAME_BYTES = 16_384, 1024, 1024
+"""Of a cluster, elements in a list of what it says of one, and bytes of a name in it."""
 MOST_QUOTED_CHARACTERS = 200
 NEEDED_COMMANDS = (
-    "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, of a cluster +cluster|nodes, "
+    "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, of a cluster +cluster|slots, "
     "and where the URL names a database +select"
 )
 ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
@@ -60,6 +61,16 @@ ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
 KEEPALIVE_S = 60  # what is between us and a server may forget a connection that is quiet for some minutes
 WANTS_NO_TLS = " Where it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
 WANTS_TLS = " If it wants TLS, name it rediss://."
+
+
+class SlotRange(NamedTuple):
+    """What a cluster says of some of its slots."""
+
+    first: int
+    last: int
+    endpoint: str
+    """Host name or address of the master; empty for that of the server that was asked."""
+    port: int
 
 
 class Redis(Store):
@@ -276,13 +287,50 @@ class Redis(Store):
         self._send([_repeated(b"UNLINK", keys)], deadline)
         self.answers(len(keys), deadline)
 
-    def text(self, words: Sequence[bytes], deadline: float) -> str:
-        """What a command answers that answers with a text of up to 1 MiB."""
-        self._send_words(words, deadline)
-        length = self._value_length(deadline)
-        if length is None or not 0 <= length <= MOST_TEXT_BYTES:
-            raise self._broken("A text is missing or too long")
+    def cluster_slots(self, deadline: float) -> list[SlotRange]:
+        """Which master has which slots, by CLUSTER SLOTS, at the endpoint that the cluster prefers clients to use."""
+        self._send_words([b"CLUSTER", b"SLOTS"], deadline)
+        found = []
+        for _ in range(self._length(self._line(deadline, REPLIES_BYTES), b"*", MOST_SLOT_RANGES)):
+            # First and last slot, then nodes: the master, and replicas. Of each: endpoint, port, id and more.
+            fields = self._length(self._line(deadline, REPLIES_BYTES), b"*", MOST_FIELDS)
+            first, last = self._integer(deadline), self._integer(deadline)
+            more = self._length(self._line(deadline, REPLIES_BYTES), b"*", MOST_FIELDS)
+            endpoint, port = self._text(self._line(deadline), deadline), self._integer(deadline)
+            if fields < 3 or more < 2:
+                raise self._broken("A range of slots has no master")
+            found.append(SlotRange(first, last, endpoint, port))
+            self._skip_replies(fields - 3 + more - 2, deadline)
+        return found
+
+    def _integer(self, deadline: float) -> int:
+        text = self._check(self._line(deadline), b":")
+        if not re.fullmatch(rb"-?[0-9]{1,18}", text):
+            raise self._broken(f"{self._quoted(text)} is no number")
+        return int(text)
+
+    def _length(self, line: bytes, kind: bytes, most: int) -> int:
+        """The length in the first line of a reply of this kind."""
+        text = self._check(line, kind)
+        if not re.fullmatch(rb"[0-9]{1,9}", text) or int(text) > most:
+            raise self._broken(f"{self._quoted(text)} is no length")
+        return int(text)
+
+    def _text(self, line: bytes, deadline: float) -> str:
+        """A short text of which this is the first line; empty for none."""
+        if line == b"$-1":
+            return ""
+        length = self._length(line, b"$", MOST_NAME_BYTES)
         return self._take(length + 2, deadline)[:-2].decode(errors="replace")
+
+    def _skip_replies(self, count: int, deadline: float) -> None:
+        while count:
+            line = self._line(deadline, REPLIES_BYTES)
+            count -= 1
+            if line[:1] == b"*":
+                count += self._length(line, b"*", MOST_FIELDS)
+            elif line[:1] != b":":
+                self._text(line, deadline)
 
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
         if not seen:  # of several nodes that find it missing, after a server forgot it, only one may write it
