@@ -173,7 +173,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of ``kvoffd``. Values stay text here: ``load_config`` judges them, whatever their source."""
     parser = _Parser(
         prog="kvoffd",
-        description="Keeps the KV cache blocks of this node's LLM engines in host memory.",
+        description="Keeps the KV cache blocks of this node's LLM engines: in host memory, on local disks, and in "
+        "stores that nodes share.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvoffd {__version__}")

@@ -80,7 +80,7 @@ class RedisCluster(Store):
     What lies at a master that is down is not there; without two of those that have a generation nothing is known.
     """
 
-    ask_deadline_s, poll_s, most_window_keys = Redis.ask_deadline_s, Redis.poll_s, Redis.most_window_keys
+    poll_s, most_window_keys = Redis.poll_s, Redis.most_window_keys
     keys_at_once, writers = Redis.keys_at_once, Redis.writers
     blocks_at_once, bytes_at_once = COPIES * Redis.blocks_at_once, COPIES * Redis.bytes_at_once
 

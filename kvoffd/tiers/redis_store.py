@@ -34,7 +34,6 @@ from kvoffd.tiers.store import (
 from kvoffd.tiers.tier import HEADER_BYTES
 from kvoffd_proto.units import printable
 
-ASK_DEADLINE_S = 0.5
 CONNECT_S = 1.0
 """For TCP, TLS and the password together, once the name is looked up."""
 STALL_S = 1.0
@@ -76,7 +75,6 @@ class SlotRange(NamedTuple):
 class Redis(Store):
     """See ``Store``."""
 
-    ask_deadline_s = ASK_DEADLINE_S
     poll_s = 5.0
     most_window_keys = 8192
     keys_at_once = 1024

@@ -214,7 +214,7 @@ class SharedTier(Tier):
         pool: the pool's memory.
         clock: ``time.monotonic``, by which the threads measure deadlines too.
         post: has a call made in the daemon's thread.
-        ask_deadline_s: 0 for what is usual for the store.
+        ask_deadline_s: time for the store to say what it has.
         generations: of namespaces, those that this node has followed; of others it has followed none.
         make_workers: tests do without threads.
     """
@@ -228,14 +228,14 @@ class SharedTier(Tier):
         clock: Callable[[], float],
         post: Callable[[Callable[[], None]], None],
         listener: TierListener,
-        ask_deadline_s: float = 0.0,
+        ask_deadline_s: float,
         generations: Mapping[bytes, int] | None = None,
         make_workers: Callable[..., Workers[Any, Any]] = Workers,
     ) -> None:
         super().__init__(name, listener)
         self._store = first = open_store()
         self._stores = [first, *(open_store() for _ in range(READERS + first.writers))]
-        self.ask_deadline_s = ask_deadline_s or first.ask_deadline_s
+        self.ask_deadline_s = ask_deadline_s
         self.problem = ""
         """Why it failed last as a whole, a sentence."""
         self._refusal = ""

@@ -152,9 +152,8 @@ class Store(ABC):
     nor into those of an object that ``get`` has yielded.
 
     Attributes:
-        ask_deadline_s: how long ``ask`` may take, where the configuration does not say.
         poll_s: how often it is looked whether generations were raised.
-        most_window_keys: keys that ``ask`` manages in that time without ``prefix``.
+        most_window_keys: keys that ``ask`` manages in its time without ``prefix``.
         keys_at_once: most keys of one ``ask``: another client may have its turn then.
         blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes where there are several.
         believed_s: how long a block that was there is not offered again. The store may lose it, and an offer is a use.
@@ -162,7 +161,6 @@ class Store(ABC):
         servers: those that the store has, the same object for all connections; None where it cannot tell.
     """
 
-    ask_deadline_s: float
     poll_s: float
     most_window_keys: int
     keys_at_once: int

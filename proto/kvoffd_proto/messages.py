@@ -465,7 +465,11 @@ class Invalidate(Request[Done], frozen=True):
 
 @exchange(SCHEDULER)
 class Reset(Request[Done], frozen=True):
-    """Drops every block of a namespace, as after a change of the model's weights."""
+    """Drops every block of a namespace, as after a change of the model's weights.
+
+    Wait for the results of all stores first: requests of two sessions have no order, and a store that the daemon reads
+    after the reset stays.
+    """
 
     namespace: Fingerprint
 

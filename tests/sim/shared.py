@@ -74,7 +74,6 @@ class SharedObjects:
 class SimStore(Store):
     """A connection to it."""
 
-    ask_deadline_s = 0.02
     poll_s = 0.2
     most_window_keys = 64
     keys_at_once = 16
@@ -162,6 +161,7 @@ class SimShared(SharedTier):
             clock=self.clock,
             post=daemon.post_of_tier,
             listener=listener,
+            ask_deadline_s=0.02,
             make_workers=partial(_Workers, self),
         )
         self.breaker._jitter = rng.random
