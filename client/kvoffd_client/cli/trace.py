@@ -193,7 +193,9 @@ class TraceWriter:
 
 @trace_app.command()
 def replay(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace of trace record, or in Mooncake's format.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Trace of trace record, Mooncake, kv-cache-tester or AIPerf.")
+    ],
     policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, with commas.")] = "all",
     size: Annotated[
         str,
