@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import vllm
@@ -67,6 +68,55 @@ CHANGES: dict[str, Patch] = {
     "LookupResult": replaced(base, "LookupResult", Other),
     "ReqContext": gone(base.ReqContext, "get_offload_key_position"),
 }
+
+
+CONVENTIONS = {
+    "request": "Request",
+    "state.request": "Request",
+    "self._pool": "BlockPool",
+    "connector_output": "KVConnectorOutput",
+}
+"""Names of objects that no annotation of the function tells."""
+CHECKED = "ReqContext", "GPULoadStoreSpec"
+"""Classes of which ``_checks`` tries more than the names."""
+OF_ONE_KIND = {("KVCacheSpec", "attention_chunk_size"), ("KVCacheSpec", "mamba_cache_mode")}
+"""Read of those specs alone that have them."""
+
+
+def test_what_the_connector_reads_of_vllms_objects_is_in_the_list() -> None:
+    listed = {place.partition(":")[2]: {*names.split()} for place, names in compat.USED.items()}
+    read: set[tuple[str, str]] = set()
+    for path in Path(compat.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        imported = {
+            name.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
+            for name in node.names
+        }
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef):
+                given = [one for one in (*function.args.args, *function.args.kwonlyargs) if one.annotation is not None]
+                annotated = {one.arg: ast.unparse(cast(ast.expr, one.annotation)).split(" | ")[0] for one in given}
+                classes = CONVENTIONS | {name: cls for name, cls in annotated.items() if cls != "Any"}
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Attribute):
+                        cls = classes.get(ast.unparse(node.value), "")
+                        if cls in imported | {*CONVENTIONS.values()}:
+                            read.add((cls, node.attr))
+    assert len(read) > 50
+    unlisted = {(cls, name) for cls, name in read - OF_ONE_KIND if name not in listed.get(cls, ())}
+    assert {one for one in unlisted if one[0] not in CHECKED} == set()
+
+
+def test_a_name_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.request import Request
+
+    monkeypatch.delattr(BlockPool, "get_usage")
+    monkeypatch.delattr(Request, "num_tokens")
+    with pytest.raises(ImportError, match=r"which has changed: BlockPool\.get_usage; Request\.num_tokens\. This"):
+        compat.require_vllm()
 
 
 def test_a_change_of_what_is_needed_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

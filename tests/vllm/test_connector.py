@@ -177,3 +177,17 @@ def test_stores_cause_empty_steps_only_for_routers(config: Any, events: bool, st
     scheduler._jobs.clear()
     assert not connector.has_pending_push_work()
     connector.shutdown()
+
+
+def test_after_a_reset_steps_are_made_until_workers_have_reported(config: Any) -> None:
+    """0.33 waits for the jobs that a reset ended, and warns after a minute."""
+    connector = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    scheduler: Any = connector.connector_scheduler
+    connector._manager.namespace.join(NamespaceSpec.named("model"))
+    scheduler._jobs[3] = None
+    assert not connector.has_pending_push_work()
+    scheduler._reset_fence = {3: 1}
+    assert connector.has_pending_push_work()
+    scheduler._reset_fence.clear()
+    assert not connector.has_pending_push_work()
+    connector.shutdown()

@@ -349,14 +349,26 @@ def test_after_a_failed_load_a_request_is_computed_and_stored() -> None:
 
 
 def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way(harness: ManagerHarness) -> None:
-    first, second = (harness.request(name, ready={block_hash(1)}) for name in ("first", "second"))
+    first, second, third = (harness.request(name, ready={block_hash(1)}) for name in ("first", "second", "third"))
     output = harness.manager.prepare_store(KEYS, first)
     assert output is not None
     assert output.keys_to_store == KEYS[1:]
     assert cast(Any, output.store_spec).groups == (block_hash(2) + block_hash(3),)
     assert harness.offer(second) == []
     harness.manager.complete_store(set(KEYS[1:]), first)
-    assert harness.offer(second) == KEYS[1:]
+    assert harness.offer(third) == KEYS[1:]
+
+
+def test_of_blocks_that_were_offered_nothing_is_remembered(harness: ManagerHarness) -> None:
+    """An answer takes a megabyte for 100,000 tokens, and vLLM offers each block once."""
+    context = harness.request(ready=HASHES)
+    state = harness.manager._requests[context.req_id]
+    assert state.last is not None
+    harness.manager.prepare_load(KEYS, context)
+    harness.offer(context, KEYS[:2])
+    assert list(state.last.found) == KEYS[2:]
+    harness.offer(context, KEYS[2:])
+    assert not state.last.found
 
 
 def test_beyond_the_credit_a_store_is_put_off_and_counted(harness: ManagerHarness) -> None:

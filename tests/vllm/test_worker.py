@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+import zmq
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec, Registration, SharedMemory
@@ -94,6 +96,25 @@ def spec_of(rank: int, *, replicated: bool = False) -> Any:
     )
     spec._registration = lambda caches: KvoffdSpec._registration(spec, caches)
     return spec
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread"), zmq.ZMQError()]
+)
+def test_an_engine_that_gets_no_descriptors_or_threads_runs_without_the_daemon(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    spec = spec_of(rank=1)
+    spec._registration, spec._name = Mock(), Mock()
+    spec.config.enable_kv_cache_events, spec.config.groups, spec.config.parallel.world_size = False, (), 1
+    spec.tokens_per_block, spec.tokens_per_hash = [], 1
+    for client in ("SchedulerClient", "WorkerClient"):
+        monkeypatch.setattr(spec_module, client, Mock(side_effect=error))
+    assert KvoffdSpec._connect_worker(spec, cast(Any, None), ONE) is None
+    namespace = cast(Any, KvoffdSpec.get_manager(spec)).namespace
+    namespace.join(ONE)
+    assert not namespace.serves
+    assert [line.count("ulimit -n and -u") for line in said] == [1, 1]
 
 
 @pytest.mark.parametrize("replicated", [False, True])
@@ -262,6 +283,17 @@ def test_a_worker_without_shareable_memory_fails_every_job() -> None:
     assert codes(worker) == {1: ErrorCode.UNSUPPORTED, 2: ErrorCode.UNSUPPORTED}
     assert worker.failed_requests == {"r"}
     assert (worker.usable, worker.credit_bytes) == (False, None)
+    worker.shutdown()
+
+
+def test_a_worker_that_got_no_client_tries_again_when_it_joins_again() -> None:
+    found: list[FakeWorkerClient | None] = [None, FakeWorkerClient()]
+    worker = make_worker(lambda _: found.pop(0))
+    worker.join(ONE)
+    assert not worker.usable
+    worker.join(ONE)
+    assert (worker.usable, worker.registered) == (True, ONE.fingerprint)
+    worker.join(ONE)
     worker.shutdown()
 
 

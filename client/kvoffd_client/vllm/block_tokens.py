@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import AllBlocksCleared as AllEngineBlocksCleared
@@ -74,14 +75,21 @@ class HostBlockEvents:
         self._waiting: deque[KvEvent] = deque()
         self._made: list[KVCacheEvent] = []
         self._cleared: KVCacheEvent | None = None
+        self._withdrawn: dict[str, dict[bytes, int]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
+        """By medium, keys that went all at once and that routers still know of, with their group."""
 
     def take(self, namespace: EngineNamespace) -> list[KVCacheEvent]:
         """What has happened since the last call; of very much, a part."""
         if not self._waiting:
             self._waiting.extend(namespace.client.take_events())
         blocks = 0
-        while self._waiting and blocks < MAX_BLOCKS_PER_STEP:
-            blocks += self._apply(self._waiting.popleft())
+        while blocks < MAX_BLOCKS_PER_STEP:
+            if any(self._withdrawn.values()):
+                blocks += self._withdraw(MAX_BLOCKS_PER_STEP - blocks)
+            elif self._waiting:
+                blocks += self._apply(self._waiting.popleft())
+            else:
+                break
         made, self._made = self._made, []
         return made
 
@@ -116,15 +124,28 @@ class HostBlockEvents:
         if cleared and cleared[-1] is not self._cleared:
             self._cleared = cleared[-1]
             self._made.clear()
-            for published in self._published.values():
+            for medium, published in self._published.items():
                 published.clear()
+                self._withdrawn[medium].clear()
+
+    def _withdraw(self, most: int) -> int:
+        """Remove some of what went all at once by name. Returns how many blocks that are."""
+        medium, withdrawn = next((medium, keys) for medium, keys in self._withdrawn.items() if keys)
+        some = list(islice(withdrawn.items(), most))
+        for index in self.groups:
+            self._publish_removed(medium, index, [key for key, its in some if its == index])
+        for key, _ in some:
+            del withdrawn[key]
+        return len(some)
 
     def _apply(self, event: KvEvent) -> int:
         """Publish what an event of the daemon says. Returns how many blocks it is about."""
         if isinstance(event, AllBlocksCleared):
             for medium, published in self._published.items():
                 for index, group in self.groups.items():
-                    self._remove(medium, index, [key for key in published if key.endswith(group.suffix)])
+                    gone = [key for key in published if key.endswith(group.suffix)]
+                    self._withdrawn[medium] |= dict.fromkeys(gone, index)
+                published.clear()
             return 1
         index, medium = event.group_idx, event.medium
         if medium not in self._published or index not in self.groups:
@@ -155,6 +176,10 @@ class HostBlockEvents:
                 continue
             if not known.is_first and not any(known.parent in one for one in self._published.values()):
                 continue
+            published.add(key)
+            if self._withdrawn[medium].pop(key, None) is not None:  # it is back before that was said
+                event = None
+                continue
             if event is None or known.parent != last:
                 parent = None if known.is_first else _external(known.parent)
                 event = BlockStored([], parent, [], group.tokens_per_chunk, None, medium, None)
@@ -162,7 +187,6 @@ class HostBlockEvents:
                 self._made.append(event)
             event.block_hashes.append(_external(key))
             event.token_ids.extend(memoryview(known.token_ids).cast("I"))
-            published.add(key)
             last = key
 
     def _remove(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
@@ -170,7 +194,11 @@ class HostBlockEvents:
         published = self._published[medium]
         if gone := [key for key in keys if key in published]:
             published.difference_update(gone)
-            self._made.append(BlockRemoved([_external(key) for key in gone], medium, self.groups[index].group_id))
+            self._publish_removed(medium, index, gone)
+
+    def _publish_removed(self, medium: str, index: int, keys: Sequence[bytes]) -> None:
+        if keys:
+            self._made.append(BlockRemoved([_external(key) for key in keys], medium, self.groups[index].group_id))
 
 
 def _external(key: bytes) -> Any:

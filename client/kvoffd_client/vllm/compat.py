@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import vllm
@@ -24,6 +25,38 @@ def release_of(version: str) -> tuple[int, int] | None:
     return int(parts[0]), int(parts[1])
 
 
+USED = {
+    "vllm.config:KVTransferConfig": """
+        is_kv_consumer is_kv_producer kv_connector_extra_config kv_load_failure_policy""",
+    "vllm.config:LoRAConfig": "target_modules",
+    "vllm.config:ModelConfig": """
+        hf_config max_model_len model model_class_overrides model_impl multimodal_config override_generation_config
+        quantization_config try_get_generation_config""",
+    "vllm.config:SchedulerConfig": "long_prefill_token_threshold max_num_batched_tokens max_num_scheduled_tokens",
+    "vllm.config:VllmConfig": """
+        additional_config attention_config aux_output_config cache_config compilation_config diffusion_config
+        kv_transfer_config load_config lora_config max_concurrent_batches model_config num_lookahead_tokens
+        num_speculative_tokens offload_config parallel_config scheduler_config speculative_config
+        use_v2_model_runner""",
+    "vllm.lora.request:LoRARequest": "load_inplace lora_int_id lora_name lora_path",
+    "vllm.v1.core.block_pool:BlockPool": "get_usage kv_event_queue",
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "blocks",
+    "vllm.v1.core.sched.output:SchedulerOutput": """
+        kv_connector_block_state kv_connector_metadata num_scheduled_tokens preempted_req_ids scheduled_new_reqs
+        total_num_scheduled_tokens""",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups kv_cache_layout num_blocks",
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "kv_cache_spec layer_names",
+    "vllm.v1.kv_cache_interface:KVCacheSpec": "block_size dcp_sharded",
+    "vllm.v1.kv_offload.base:CanonicalKVCaches": "group_data_refs tensors",
+    "vllm.v1.kv_offload.config:OffloadingConfig": "extra_config replicated_layout",
+    "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
+    "vllm.v1.request:Request": """
+        all_token_ids block_hashes cache_salt is_finished lora_request mm_features num_computed_tokens
+        num_prompt_tokens num_tokens pooling_params prompt_embeds request_id shared_prefix_boundary
+        skip_reading_prefix_cache""",
+}
+"""By class of vLLM, what the connector reads of what vLLM gives it. A test finds what is missing here."""
+
 HAS_DEFECTS_OF_0_32 = release_of(vllm.__version__) == (0, 32)
 """Whether this vLLM has the two that ``forget_session_blocks`` and ``note_given_blocks`` go around."""
 
@@ -38,9 +71,30 @@ def require_vllm() -> None:
         )
     try:
         changed = [name for name, holds in _checks().items() if not _is_true(holds)]
+        changed += _lacking()
     except ImportError as error:
         changed = [str(error)]
     _refuse(changed)
+
+
+def _lacking() -> list[str]:
+    """What USED names and this vLLM does not have. Raises ImportError where a module has moved."""
+    lacking = []
+    for place, names in USED.items():
+        module, _, name = place.partition(":")
+        cls = getattr(import_module(module), name, None)
+        known = _names_of(cls) if isinstance(cls, type) else set()
+        lacking += [f"{name}.{one}" for one in names.split() if one not in known]
+    return lacking
+
+
+def _names_of(cls: type) -> set[str]:
+    """Attributes of a class's objects, also those that only their constructor sets."""
+    names = set(dir(cls))
+    for base in cls.__mro__:
+        names |= vars(base).get("__annotations__", {}).keys()
+        names |= {*getattr(getattr(vars(base).get("__init__"), "__code__", None), "co_names", ())}
+    return names
 
 
 def require_methods(*classes: type) -> None:
@@ -104,7 +158,8 @@ def _checks() -> dict[str, Callable[[], bool]]:
     def positions() -> bool:
         context = base.ReqContext("request")
         context.set_offload_key_position(b"key", 32)
-        return context.get_offload_key_position(b"key") == 32 and hasattr(context, "load_tier_filter")
+        position, request_id = context.get_offload_key_position(b"key"), context.req_id
+        return (position, request_id) == (32, "request") and hasattr(context, "load_tier_filter")
 
     jobs = ("load_jobs", "store_jobs", "jobs_to_flush")
     half = OffloadingConnectorWorker

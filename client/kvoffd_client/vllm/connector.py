@@ -282,10 +282,12 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's, but not for stores that run where nobody waits for their events.
 
         vLLM would make empty steps until they end, a millisecond apart, and a request that comes waits for the end of
-        one. What they ended with is taken in the next step.
+        one. What they ended with is taken in the next step. Nor does 0.33 after a reset, until workers have reported.
         """
         if not super().has_pending_push_work():
             return False
+        if getattr(self.connector_scheduler, "_reset_fence", None):
+            return True
         return self._manager.events is not None or self._has_unsent_stores or self._manager.is_busy
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -205,7 +205,8 @@ class EngineNamespace:
     def join(self, namespace: NamespaceSpec) -> None:
         """Be in this namespace, and connect unless the connection is there already."""
         self.current = namespace
-        if self._last is None or self._last.fingerprint != namespace.fingerprint:
+        is_same = self._last is not None and self._last.fingerprint == namespace.fingerprint
+        if not is_same or isinstance(self.client, Unconnected):
             self.client.close()
             self.client, self._last = self._connect(namespace), namespace
 

@@ -644,6 +644,7 @@ class KvoffdManager(OffloadingManager):
             if whole and end <= computed and key not in self._storing and found.get(key) is not _HIT:
                 ends[key] = end
         if not ends:
+            _forget_offered(last, keys)
             return nothing
         if self._clock() < self.harm.stores_paused_until:
             self._counters[metrics.PAUSED_STORES] += 1
@@ -653,6 +654,7 @@ class KvoffdManager(OffloadingManager):
         if self._outstanding_bytes and self._outstanding_bytes >= most_bytes:
             self._counters[metrics.DEFERRED_STORES] += 1
             return None
+        _forget_offered(last, keys)
         sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in ends}
         self._storing |= sizes
         self._outstanding_bytes += sum(sizes.values())
@@ -702,6 +704,13 @@ class KvoffdManager(OffloadingManager):
         """End a lookup's lease, if there is one, or may be one since no answer came. ``unused``: as of the client."""
         if lookup is not None and (unused or lookup.ticket.leased or lookup.ticket.failed or not lookup.ticket.done):
             self.namespace.client.release(lookup.ticket.lease_id, unused)
+
+
+def _forget_offered(lookup: KeyedLookup | None, keys: Collection[OffloadKey]) -> None:
+    """Forget what an answer said of blocks that vLLM has offered: it offers each once, and they take much memory."""
+    if lookup is not None and any(key in lookup.found for key in keys):
+        offered = set(keys)
+        lookup.found = {key: state for key, state in lookup.found.items() if key not in offered}
 
 
 def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int) -> RequestReport:

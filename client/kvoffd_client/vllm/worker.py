@@ -208,8 +208,9 @@ class KvoffdWorker(OffloadingWorker):
         self._report.waited_s += time.monotonic() - began
 
     def join(self, namespace: NamespaceSpec) -> None:
-        """Register the KV memory in this namespace, leaving another one. Repeatable."""
-        if self._namespace is not None and self._namespace.fingerprint == namespace.fingerprint:
+        """Register the KV memory in this namespace, leaving another one. Repeatable; also where it failed."""
+        is_same = self._namespace is not None and self._namespace.fingerprint == namespace.fingerprint
+        if is_same and (self._client is not None or self._asleep):
             return
         self.leave()
         self._namespace = namespace
