@@ -41,7 +41,7 @@ def clear(
     """Drop the blocks of one namespace or of all, on disks too.
 
     With --all-nodes the other nodes drop theirs within seconds, as is wanted where weights changed under one name; with
-    --all too, of the namespaces that this daemon has.
+    --all of what this daemon has.
 
     Exit status: 0 done, 1 no, 2 an error, 3 done, but a kill may undo it.
     """
