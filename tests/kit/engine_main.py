@@ -166,6 +166,13 @@ def embed(llm: Any, prompts: list[list[int]]) -> list[tuple[list[float], int]]:
     return [(list(output.outputs.embedding), output.num_cached_tokens) for output in outputs]
 
 
+def load_adapter(llm: Any, adapter: tuple[str, int, str]) -> None:
+    """Load a LoRA adapter in place, as a server does. Its requests say nothing of that."""
+    from vllm.lora.request import LoRARequest
+
+    llm.llm_engine.add_lora(LoRARequest(*adapter, load_inplace=True))
+
+
 def nap(llm: Any, level: int) -> None:
     llm.sleep(level)
     llm.wake_up()
@@ -207,6 +214,7 @@ COMMANDS = {
     "embed": embed,
     "flip_weights": flip_weights,
     "generate": generate,
+    "load_adapter": load_adapter,
     "metrics": metrics,
     "nap": nap,
     "reload_weights": reload_weights,

@@ -52,10 +52,13 @@ class ManagerHarness:
     def sleep(self, seconds: float) -> None:
         self.clock.now += seconds
 
-    def report(self, weights: str, *, usable: bool = True) -> None:
-        """The worker reports these weights, and that its memory is registered."""
+    def report(
+        self, weights: str, *, usable: bool = True, adapters: dict[int, tuple[str, bytes]] | None = None
+    ) -> None:
+        """The worker reports these weights and adapters, and that its memory is registered."""
         namespace = self.manager.namespace
-        report = MemoryReport(NamespaceSpec.named("model"), weights, namespace.generation, usable=usable)
+        report = MemoryReport(NamespaceSpec.named("model"), weights, namespace.generation, "", usable=usable)
+        report = replace(report, adapters=adapters)
         namespace.report({0: report})
         assert namespace.current is not None
         namespace.begin_step()
@@ -79,6 +82,7 @@ class ManagerHarness:
             num_computed_tokens=0,
             skip_reading_prefix_cache=False,
             pooling_params=None,
+            lora_request=None,
             is_finished=lambda: False,
         )
         self.manager._requests[context.req_id].request = self.requests[context.req_id]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
-from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.parameter import SharedWeightParameter
 from vllm.v1.worker.worker_base import WorkerBase
@@ -173,18 +172,6 @@ def test_models_are_found_and_their_changes_noticed(draft: Any) -> None:
     # As the worker extensions of training frameworks do, past the worker's methods.
     worker.model_runner.model.load_weights({"small": torch.zeros(3)})
     assert weights.changed
-
-
-def test_an_adapter_loaded_in_place_changes_weights() -> None:
-    runner: Any = Runner(None)
-    loaded: list[LoRARequest] = []
-    runner.add_lora = loaded.append
-    weights = Worker(runner).initialize()
-    assert weights is not None
-    for in_place in (False, True):
-        runner.add_lora(LoRARequest("name", 1, "path", load_inplace=in_place))
-        assert weights.changed == in_place
-    assert len(loaded) == 2
 
 
 def test_the_methods_that_change_weights_are_vllms() -> None:

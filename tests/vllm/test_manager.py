@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvoffd_client
+from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
@@ -439,26 +441,58 @@ def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
     assert consumer.offer(context, [key(9)]) == []
 
 
+def lora_request(number: int, name: str = "adapter") -> LoRARequest:
+    return LoRARequest(name, number, "path")
+
+
+def test_a_request_waits_until_workers_have_read_its_adapter(harness: ManagerHarness) -> None:
+    harness.report("weights", adapters={})
+    context = harness.new()
+    harness.requests["r"].lora_request = lora_request(1)
+    harness.manager.look_up(harness.requests["r"])
+    assert not harness.client.asked
+    assert harness.manager.awaits_adapter(harness.requests["r"])
+    assert [each.lora_int_id for each in harness.manager.adapters.take_wanted()] == [1]
+    harness.report("weights", adapters={1: ("path", b"one")})
+    assert not harness.manager.awaits_adapter(harness.requests["r"])
+    assert harness.scan()
+    (asked,) = harness.client.asked[-1][1]
+    assert asked.keys not in (b"", b"".join(map(block_hash, (1, 2, 3))))
+    harness.client.answer({asked.keys[:32]})
+    harness.scan()
+    harness.manager.prepare_load(KEYS[:1], context)
+    assert harness.manager.adapters.take_wanted(), "vLLM may have dropped it"
+
+
 def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> None:
-    """vLLM may compute them with either."""
-    first, second, other, plain = (harness.request(name, set()) for name in ("first", "second", "other", "plain"))
-    harness.manager.begin_adapter("first", b"one", 1)
-    harness.manager.begin_adapter("other", b"one", 2)
-    harness.manager.begin_adapter("second", None, 1)
-    harness.scan("second")
-    assert harness.results(second) == [MISS] * 3
-    for context, stored in ((first, []), (second, []), (other, KEYS), (plain, KEYS)):
-        assert harness.offer(context) == stored
-        harness.manager.complete_store(KEYS, context)
+    """They do not wait for ever, nor where nobody will answer."""
+    for name, contents in (("unseen", None), ("unreadable", {1: ("", b"")}), ("silent", {})):
+        harness.report("weights", adapters=contents)
+        context = harness.new(name)
+        harness.requests[name].lora_request = lora_request(1, name)
+        assert harness.manager.awaits_adapter(harness.requests[name]) == (name == "silent")
+        harness.clock.now += ANSWER_PATIENCE_S
+        assert not harness.manager.awaits_adapter(harness.requests[name])
+        assert not harness.scan(name)
+        assert harness.offer(context) == []
+    # vLLM's own cache has blocks of who knows what under that name.
+    harness.report("weights", adapters={1: ("path", b"one")})
+    context = harness.new("later")
+    harness.requests["later"].lora_request = lora_request(1, "silent")
+    assert not harness.manager.awaits_adapter(harness.requests["later"])
+    assert harness.offer(context) == []
 
 
 def test_requests_of_an_adapter_of_old_weights_use_nothing(harness: ManagerHarness) -> None:
-    before, plain = harness.request("before", set()), harness.request("plain", set())
-    harness.manager.begin_adapter("before", b"one", 1)
+    harness.report("weights", adapters={1: ("path", b"one")})
+    before, plain, after = (harness.new(name) for name in ("before", "plain", "after"))
+    harness.requests["before"].lora_request = lora_request(1)
+    harness.manager.look_up(harness.requests["before"])
     harness.manager.namespace.leave(engine_cache_kept=True)
-    harness.report("weights")
-    after = harness.request("after", set())
-    harness.manager.begin_adapter("after", b"one", 1)
+    harness.report("weights", adapters={1: ("path", b"one")})
+    harness.requests["after"].lora_request = lora_request(1)
+    harness.manager.look_up(harness.requests["after"])
+    harness.client.answer(set())
     for context, stored in ((before, []), (plain, KEYS), (after, KEYS)):
         assert harness.offer(context) == stored
         harness.manager.complete_store(KEYS, context)

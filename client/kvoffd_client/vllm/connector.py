@@ -31,11 +31,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, get_kv_cache_spec_kind, iter_layer_specs
 
+from kvoffd_client.vllm.adapters import LiveAdapters
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerReport
 from kvoffd_client.vllm.do_no_harm import largest_chunk_of
 from kvoffd_client.vllm.engine_namespace import MemoryReport
-from kvoffd_client.vllm.fingerprint import LoraAdapters, collect_factors, label_of, namespace_of
+from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_of
 from kvoffd_client.vllm.kv_memory import describe_layers
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.load_room import LoadRoom
@@ -84,6 +85,7 @@ class KvoffdConnector(OffloadingConnector):
             factors = collect_factors(vllm_config, kv_cache_config, options.salt)
             self.connector_worker.spec.namespace = namespace_of(factors, label_of(vllm_config))
             self._weights = LiveWeights(list)
+            self._adapters = LiveAdapters(None, None, self._weights.note_change)
             self._digest: str | None = None
             self._generation = 0
             self._last_memory: MemoryReport | None = None
@@ -97,7 +99,6 @@ class KvoffdConnector(OffloadingConnector):
             logger.warning("kvoffd: %s", sentence)
         StoreRefusalFilter.install(STORE_LOGGER)
         self._manager: KvoffdManager = self.connector_scheduler.manager
-        self._adapters = LoraAdapters(vllm_config.lora_config)
         self._load_room = LoadRoom(vllm_config, kv_cache_config)
         offloading = build_offloading_config(vllm_config, kv_cache_config)
         self._block_tokens = min(group.tokens_per_block for group in offloading.groups)
@@ -131,6 +132,8 @@ class KvoffdConnector(OffloadingConnector):
         config, cache = self._vllm_config, self._kv_cache_config
         weights = self._weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(config))
         self._digest = weights.digest()
+        manager = getattr(weights.runner, "lora_manager", None)
+        self._adapters = LiveAdapters(manager, config.lora_config, weights.note_change)
         specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
         writes_early = cache.needs_kv_cache_zeroing or any(isinstance(spec, MambaSpec) for spec in specs)
         is_patched = patch_v2_runner_fence(weights.runner, super().handle_preemptions)
@@ -153,6 +156,8 @@ class KvoffdConnector(OffloadingConnector):
         """
         worker: KvoffdWorker = self.connector_worker.worker
         weights = self._weights
+        if isinstance(kv_connector_metadata, ConnectorMetadata):
+            self._adapters.read_ahead(kv_connector_metadata.adapters)
         if weights.changed:
             # Stores that wait to be sent may hold blocks of these weights or of those, so they must fail.
             worker.leave()
@@ -161,6 +166,7 @@ class KvoffdConnector(OffloadingConnector):
             if generation is not None and generation > self._generation:
                 self._generation = generation
                 self._digest = weights.digest()
+                self._adapters.forget_absent()
             if namespace is not None and generation == self._generation and not weights.changed:
                 worker.join(namespace)
         super().handle_preemptions(kv_connector_metadata)
@@ -201,6 +207,7 @@ class KvoffdConnector(OffloadingConnector):
             self._weights.changed,
             worker.registered,
             worker.usable,
+            self._adapters.contents(),
         )
         if memory != self._last_memory:
             report.memory[spec.config.parallel.rank] = self._last_memory = memory
@@ -225,9 +232,6 @@ class KvoffdConnector(OffloadingConnector):
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; looks all keys of the request up, so that the answer is there when it is scheduled."""
         super().on_new_request(request)
-        if (adapter := request.lora_request) is not None:
-            content = self._adapters.content_of(adapter)
-            self._manager.begin_adapter(request.request_id, content, adapter.lora_int_id)
         self._manager.look_up(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -237,6 +241,8 @@ class KvoffdConnector(OffloadingConnector):
         anyway, and the load of one more block would come before it.
         """
         self._manager.namespace.ask()
+        if self._manager.awaits_adapter(request):
+            return None, False
         most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
         self._manager.prepare_scan(request, num_computed_tokens, has_all=num_computed_tokens >= most)
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -274,9 +280,10 @@ class KvoffdConnector(OffloadingConnector):
         meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))
         self._has_unsent_stores = bool(meta.store_jobs)
         generation, joined = namespace.begin_step()
-        if generation is None:
+        adapters = self._manager.adapters.take_wanted()
+        if generation is None and not adapters:
             return meta
-        return ConnectorMetadata(**vars(meta), generation=generation, namespace=joined)
+        return ConnectorMetadata(**vars(meta), generation=generation, namespace=joined, adapters=adapters)
 
     def has_pending_push_work(self) -> bool:
         """As vLLM's, but not for stores that run where nobody waits for their events.
@@ -311,7 +318,7 @@ class KvoffdConnector(OffloadingConnector):
         kept = self._pool is None or self._pool.get_usage() > 0
         self._manager.namespace.leave(engine_cache_kept=kept)
         if not kept:
-            self._adapters.engine_cache_reset()
+            self._manager.adapters.engine_cache_reset()
         if self._reset_since_step:
             # vLLM asserts that no jobs wait to be flushed. Those of the last reset do, until the next step.
             self._manager.reset_cache()

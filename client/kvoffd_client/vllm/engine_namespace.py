@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class MemoryReport:
         changed: the weights may have changed since the digest was taken.
         registered: fingerprint of the namespace in which the daemon has this worker's memory; None for none.
         usable: its memory can be shared with the daemon, as far as is known.
+        adapters: by vLLM's number, path and digest of the LoRA adapters that it computes with; None where none can be
+            seen.
     """
 
     namespace: NamespaceSpec
@@ -47,6 +50,7 @@ class MemoryReport:
     changed: bool = False
     registered: bytes | None = None
     usable: bool = True
+    adapters: Mapping[int, tuple[str, bytes]] | None = None
 
 
 class Unconnected:
@@ -116,6 +120,18 @@ class EngineNamespace:
     def serves(self) -> bool:
         """Whether the daemon may be asked, and given blocks."""
         return self.current is not None and self.client.ready and self.usable
+
+    def adapter(self, number: int, path: str) -> bytes | None:
+        """Return a digest of the LoRA adapter with which the workers compute under this number.
+
+        None where they have not said it yet for this path, an empty one where they cannot.
+        """
+        reports = [self._reports[rank].adapters for rank in sorted(self._reports)] if self.current is not None else []
+        known = [each.get(number, ("", None)) if each is not None else ("", b"") for each in reports]
+        if any(content == b"" for _, content in known):
+            return b""
+        digests = [content for of, content in known if content is not None and of == path]
+        return hashlib.sha256(b"".join(digests)).digest() if digests and len(digests) == len(known) else None
 
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
         """Where the namespace is not known, or the workers are not registered: whether steps, empty ones too, will make

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from huggingface_hub import try_to_load_from_cache
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.platforms import current_platform
@@ -29,8 +28,7 @@ from kvoffd_client.vllm.log import logger
 from kvoffd_proto.messages import BENCH_LABEL, GroupSpec
 
 if TYPE_CHECKING:
-    from vllm.config import LoRAConfig, ModelConfig, VllmConfig
-    from vllm.lora.request import LoRARequest
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 FORMAT = 3
@@ -401,92 +399,3 @@ def digest_of_files(files: list[Path]) -> str:
                 file.seek(offset)
                 total.update(file.read(SAMPLE_BYTES))
     return total.hexdigest()
-
-
-# --- LoRA adapters: vLLM's block hash has an adapter's name and path, not its content --------------------------------
-
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-MAX_ADAPTERS = 100_000
-"""Adapters of one engine that are distinguished; requests with further ones use no kvoffd."""
-
-
-class LoraAdapters:
-    """Identifies adapters by their files, read when a request names a load of vLLM's that was not seen before.
-
-    vLLM's own cache tells adapters apart by name and path. While it may have blocks of two contents under one of them,
-    the requests of that one use no kvoffd. So do requests whose id vLLM has loaded for another adapter.
-
-    ``config`` is the engine's vllm.config.LoRAConfig: an engine may apply a part of every adapter only.
-    """
-
-    def __init__(self, config: LoRAConfig | None = None) -> None:
-        self._settings = ""
-        if config is not None:
-            names = (
-                "lora_dtype",
-                "enable_tower_connector_lora",
-                "enable_mixed_moe_lora_format",
-                "enable_moe_shared_loras",
-            )
-            only = sorted(set(config.target_modules)) if config.target_modules is not None else None
-            self._settings = f"{[str(getattr(config, name)) for name in names]} {only}"
-        self._known: dict[tuple[str, str], tuple[int, bytes]] = {}
-        """By name and path, id and content of the last load."""
-        self._loaded: dict[int, bytes] = {}
-        """By id, the content with which vLLM computes."""
-        self._cached: dict[tuple[str, str], set[bytes]] = {}
-        """By name and path, the contents of which vLLM's own cache may have blocks."""
-
-    def content_of(self, lora_request: LoRARequest) -> bytes | None:
-        """Return the digest of an adapter's content, None where it is not known what vLLM computes with."""
-        name, int_id = (lora_request.lora_name, lora_request.lora_path), lora_request.lora_int_id
-        known_id, content = self._known.get(name, (int_id, b""))
-        if not content or known_id != int_id or lora_request.load_inplace:
-            content = self._read(name)
-            if not content:
-                return None
-            if known_id != int_id:
-                self._loaded.pop(known_id, None)
-            self._known[name] = int_id, content
-            if lora_request.load_inplace:
-                self._loaded[int_id] = content
-        cached = self._cached.setdefault(name, set())
-        cached.add(self._loaded.setdefault(int_id, content))
-        if cached == {content}:
-            return content
-        logger.warning_once(  # type: ignore[attr-defined]
-            "kvoffd: the LoRA adapter %s was loaded anew with another content, so its requests are computed without "
-            "kvoffd until vLLM's own cache is reset: call reset_prefix_cache with reset_connector.",
-            lora_request.lora_name,
-        )
-        return None
-
-    def engine_cache_reset(self) -> None:
-        """vLLM's own cache has no block of before any more."""
-        self._cached.clear()
-
-    def _read(self, name: tuple[str, str]) -> bytes:
-        files = _adapter_files(name[1])
-        if not files or len(self._known) >= MAX_ADAPTERS:
-            logger.warning_once(  # type: ignore[attr-defined]
-                "kvoffd: the LoRA adapter %s has no files in %s that can be read, so its requests are computed without "
-                "kvoffd.",
-                *name,
-            )
-            return b""
-        return hashlib.sha256(f"{self._settings}{digest_of_files(files)}".encode()).digest()
-
-
-def _adapter_files(path: str) -> list[Path]:
-    """Return an adapter's files, in a directory or in Hugging Face's cache; none where there are none."""
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
-        try:
-            found = try_to_load_from_cache(path, ADAPTER_CONFIG_FILE)
-        except ValueError:  # no name of a hub's repository
-            return []
-        if not isinstance(found, str):
-            return []
-        directory = Path(found).parent
-    files = [item for item in directory.iterdir() if item.name == ADAPTER_CONFIG_FILE or item.suffix in WEIGHT_SUFFIXES]
-    return sorted(item for item in files if item.is_file())

@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.scheduler_client import Lookup
 from kvoffd_client.vllm import metrics
+from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S, AdapterContents
 from kvoffd_client.vllm.block_tokens import HostBlockEvents
 from kvoffd_client.vllm.connector_metadata import (
     GROUP_ID_BYTES,
@@ -133,7 +134,8 @@ class RequestState:
         last: the lookup that was sent last, also after its lease was released; tells what need not be stored.
         found: the answer's, while vLLM scans.
         otherwise: vLLM's word for all other keys. Those inside a chunk, of the end of a prompt, are among them.
-        adapter, adapter_id: content of the request's LoRA adapter, and vLLM's number of it; empty and 0 for none.
+        adapter: content of the request's LoRA adapter; empty for none, and while it is not known.
+        adapter_asked_at: when the workers were asked for it first.
         disabled: nothing of this request may be looked up or stored.
         load_failed: a load of this request failed; the request is recomputed and never looked up again.
         from_tiers: keys that came, or were to come, from a tier for this request, and their last state there.
@@ -153,7 +155,7 @@ class RequestState:
     found: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
     otherwise: LookupResult = _MISS
     adapter: bytes = b""
-    adapter_id: int = 0
+    adapter_asked_at: float | None = None
     disabled: bool = False
     load_failed: bool = False
     from_tiers: dict[OffloadKey, int] = field(default_factory=dict)
@@ -209,6 +211,7 @@ class KvoffdManager(OffloadingManager):
         self._reported = Counter[str]()
         """Counters at the last report to the daemon."""
         self.namespace = namespace
+        self.adapters = AdapterContents(namespace)
         namespace.on_leave = self._disable_adapters
         self.loads = self.stores = True
         self._replies_s: deque[float] = deque(maxlen=LATE_REPLIES)
@@ -255,7 +258,7 @@ class KvoffdManager(OffloadingManager):
                 request.pooling_params.task,
             )
             state.disabled = True
-        if not self._may_load(state) or not namespace.serves:
+        if not self._knows_adapter(state) or not self._may_load(state) or not namespace.serves:
             return
         chunks = {
             index: found for index, group in enumerate(self._groups) if (found := group.hashes(request.block_hashes))
@@ -268,6 +271,31 @@ class KvoffdManager(OffloadingManager):
             ticket = namespace.client.lookup(message, again=state.last is not None)
             state.pending = state.last = KeyedLookup(ticket, chunks, self._clock())
             self._counters[metrics.LOOKUPS] += 1
+
+    def _knows_adapter(self, state: RequestState) -> bool:
+        """Whether it is known with what adapter a request is computed; it is disabled if nobody will know."""
+        adapter = state.request.lora_request
+        if adapter is None or state.adapter or state.disabled:
+            return True
+        content = self.adapters.content_of(adapter)
+        state.adapter, state.disabled = content or b"", content == b""
+        return content is not None
+
+    def awaits_adapter(self, request: Request) -> bool:
+        """Have the workers asked for a request's adapter, if it is not known. For a while the request waits for it."""
+        state, adapter, now = self._requests[request.request_id], request.lora_request, self._clock()
+        if adapter is None or self._knows_adapter(state):
+            return False
+        if state.adapter_asked_at is None:
+            state.adapter_asked_at = now
+        if now - state.adapter_asked_at < ANSWER_PATIENCE_S and (
+            self.namespace.current is not None or self.namespace.pending()
+        ):
+            self.adapters.ask(adapter)
+            return True
+        self.adapters.compute_unknown(adapter)
+        state.disabled = True
+        return False
 
     def _may_load(self, state: RequestState) -> bool:
         barred = state.disabled or state.load_failed or state.request.skip_reading_prefix_cache
@@ -500,27 +528,12 @@ class KvoffdManager(OffloadingManager):
         answer = self._requests[request.request_id].answer
         return answer.leading_ready(index) * self._groups[index].tokens_per_chunk if answer is not None else 0
 
-    def begin_adapter(self, request_id: str, content: bytes | None, adapter_id: int) -> None:
-        """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing.
-
-        Nor may others then that have the same id: vLLM may compute them with this one.
-        """
-        state = self._requests[request_id]
-        state.adapter, state.adapter_id, state.disabled = content or b"", adapter_id, content is None
-        if content is None:
-            for other in self._requests.values():
-                if other.adapter_id == adapter_id:
-                    self._disable(other)
-
     def _disable_adapters(self) -> None:
-        """Adapters may have been replaced in place, and vLLM goes on with the requests that began with others."""
+        """Adapters may have been replaced in place, and vLLM continues the requests that began with others."""
         for state in self._requests.values():
             if state.adapter:
-                self._disable(state)
-
-    def _disable(self, state: RequestState) -> None:
-        self._end_leases(state)
-        state.disabled = True
+                self._end_leases(state)
+                state.disabled = True
 
     def scheduled(self, request: Request, loaded_tokens: int) -> None:
         """Note that a request is about to be scheduled, and loads so many tokens; without any its blocks are unpinned.
@@ -596,6 +609,8 @@ class KvoffdManager(OffloadingManager):
         spec = self._spec_of(keys, state.adapter if state is not None else b"")
         spec.request_id = req_context.req_id
         if state is not None and (answer := state.answer) is not None:
+            if state.adapter:
+                self.adapters.will_load(state.request.lora_request)
             state.answer = None  # its lease is the load's
             self._end_leases(state)
             self._loading[req_context.req_id] = answer
@@ -626,6 +641,8 @@ class KvoffdManager(OffloadingManager):
         nothing = PrepareStoreOutput(keys_to_store=[], store_spec=KeyedSpec(()), evicted_keys=[])
         if state is None or state.disabled or not self.stores:
             return nothing
+        if state.request.lora_request is not None and not state.adapter:
+            return nothing  # it was computed before anybody knew with what
         if namespace.current is None and namespace.pending():
             return None
         if namespace.engine_cache_stale or not namespace.serves:
