@@ -124,6 +124,8 @@ class LiveWeights:
                 experts = tuple(f"{name}." for name, module in modules if isinstance(module, RoutedExperts))
                 for name, tensor in (*_tensors(model), *_packed_columns(model)):
                     if name.startswith(experts):
+                        # How many there are differs from rank to rank. Their form tells how they are quantized.
+                        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape[1:])}\n".encode())
                         continue
                     # Where LoRA is on, vLLM puts each layer into another one, and plain prompts get what they got.
                     plain = name.replace(".base_layer.", ".")
@@ -135,7 +137,8 @@ class LiveWeights:
                         logger.debug("kvoffd: weights %d %s: %s", number, plain, digest)
             for piece in joined(samples):
                 total.update(piece)
-            logger.info("kvoffd: named the weights by %d samples in %.3f s.", len(samples), time.monotonic() - began)
+            seconds = time.monotonic() - began
+            logger.info("kvoffd: named the weights by samples of %d tensors in %.3f s.", len(samples), seconds)
             return total.hexdigest()
         except Exception:
             logger.exception("kvoffd: the weights in memory could not be read.")
@@ -164,8 +167,18 @@ def _models_of(runner: Any) -> list[torch.nn.Module]:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield from _plain(name, tensor)
+    """Return the parameters, and the buffers that are part of the weights.
+
+    Others follow from the configuration or the parameters, or are written by each forward pass, or hold addresses:
+    those that are not persistent, and scales that vLLM's encoders adapt as they run (mm_encoder_attention.py).
+    """
+    for name, parameter in model.named_parameters():
+        yield from _plain(name, parameter)
+    for prefix, module in model.named_modules():
+        if not getattr(module, "_fp8_dynamic_scale", False):
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if name.removeprefix(f"{prefix}.") not in module._non_persistent_buffers_set:
+                    yield from _plain(name, buffer)
 
 
 def _packed_columns(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -214,7 +227,7 @@ def sample(tensor: torch.Tensor) -> list[torch.Tensor]:
     if length <= PIECES * PIECE_BYTES:
         return [memory]
     step = (length - PIECE_BYTES) // (PIECES - 1)
-    return [memory[at : at + PIECE_BYTES] for at in range(0, PIECES * step, step)]
+    return [memory.as_strided((PIECES, PIECE_BYTES), (step, 1)).reshape(-1)]
 
 
 def joined(pieces: list[torch.Tensor]) -> Iterator[bytes]:
