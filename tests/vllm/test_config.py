@@ -12,13 +12,13 @@ import pytest
 from vllm.config import AuxOutputConfig, PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.pooling_params import PoolingParams
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, RSWASpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request
 
 from kvoffd_client.vllm import config as connector_config
 from kvoffd_client.vllm import connector as connector_module
-from kvoffd_client.vllm.config import OWN_KEYS, ConnectorOptions, check_engine, parse_options
+from kvoffd_client.vllm.config import OWN_KEYS, ConnectorOptions, check_engine, check_groups, parse_options
 from kvoffd_client.vllm.connector import KvoffdConnector
 from tests.vllm.manager_harness import KEYS, ManagerHarness
 from tests.vllm.vllm_config import cache_config, full_attention, make_config
@@ -155,6 +155,17 @@ def test_caches_that_cannot_be_served_are_refused(config: Any) -> None:
             KvoffdConnector(config, role, prefix_lm)
     with pytest.raises(ValueError, match="kvoffd cannot serve this engine: its model keeps nothing"):
         KvoffdConnector(config, KVConnectorRole.WORKER, empty)
+
+
+def test_generated_tokens_of_reference_windows_are_refused() -> None:
+    """They are computed with a window of their kind, and a prompt that has them sees them all."""
+    heads = {name: getattr(full_attention(), name) for name in ("block_size", "num_kv_heads", "head_size", "dtype")}
+    cache = cache_config(KVCacheGroupSpec(["layer.0"], RSWASpec(**heads, rswa_window=64)))
+    check_groups(cache, {})
+    check_groups(cache, {"offload_prompt_only": True})
+    check_groups(cache_config(), {"offload_prompt_only": False})
+    with pytest.raises(ValueError, match="Leave offload_prompt_only out"):
+        check_groups(cache, {"offload_prompt_only": False})
 
 
 # --- kv_connector_extra_config ---------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
@@ -13,6 +14,8 @@ import vllm
 MINIMUM = (0, 32)
 TESTED = ((0, 32), (0, 33))
 """Releases that the engine tests ran with: major and minor number."""
+_RELEASE = re.compile(r"\d+\.\d+(\.\d+)?(\+(cpu|cu\d+))?")
+"""A release as vLLM publishes it, for some platform. Every other local part is of somebody's own build."""
 _TESTED = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
 
 
@@ -31,6 +34,12 @@ HAS_DEFECTS_OF_0_32 = release_of(vllm.__version__) == (0, 32)
 def require_vllm() -> None:
     """Raise ImportError where this vLLM is too old, or lacks something that the connector uses; it says what."""
     version = vllm.__version__
+    if version == "dev":
+        raise ImportError(
+            "kvoffd cannot tell which vLLM this is, and so not with whose blocks its own agree: vLLM does not know its "
+            f"version, as where it runs from sources that were not built. kvoffd was tested with vLLM {_TESTED}: "
+            "install one of those, or build vLLM with its version."
+        )
     if (release_of(version) or (0, 0)) < MINIMUM:
         raise ImportError(
             f"kvoffd's vLLM connector needs vLLM {'.'.join(map(str, MINIMUM))} or newer, and this is vLLM {version}. "
@@ -65,12 +74,17 @@ def _is_true(holds: Callable[[], bool]) -> bool:
 
 def untested() -> str:
     """Return a sentence where this vLLM is no tested release; an empty string where it is one."""
-    if release_of(vllm.__version__) in TESTED:
+    if _RELEASE.fullmatch(vllm.__version__) and release_of(vllm.__version__) in TESTED:
         return ""
     return (
-        f"This kvoffd was tested with vLLM {_TESTED}, and this is vLLM {vllm.__version__}, whose interfaces fit. It "
-        "shares blocks with engines of the same vLLM release only."
+        f"This kvoffd was tested with the releases {_TESTED} of vLLM, and this is vLLM {vllm.__version__}, whose "
+        "interfaces fit. It shares blocks with engines of exactly this version only."
     )
+
+
+def version_factor() -> str:
+    """Return what engines that share blocks have in common of vLLM's version: all of it, if it is no tested release."""
+    return vllm.__version__ if untested() else ".".join(map(str, release_of(vllm.__version__) or ()))
 
 
 def check_version(*, strict: bool) -> None:

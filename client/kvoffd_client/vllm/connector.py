@@ -72,8 +72,8 @@ class KvoffdConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         check_engine(vllm_config)
-        check_groups(kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
+        check_groups(kv_cache_config, transfer_config.kv_connector_extra_config)
         options, unknown = parse_options(transfer_config.kv_connector_extra_config)
         check_version(strict=options.strict_version)
         # vLLM's scheduler reads it after this; its default fails a request whose load failed. Below MultiConnector it
