@@ -20,7 +20,7 @@ def lora_request(path: Path | str, number: int = 1, *, in_place: bool = False) -
 
 
 class AdapterManager:
-    """What of vLLM's manager of adapters counts: it reads files, and holds so many of what it has read."""
+    """What of vLLM's manager of adapters counts: it reads files, and holds `capacity` of what it has read."""
 
     def __init__(self, capacity: int = 1) -> None:
         self.capacity, self.reads = capacity, 0

@@ -152,7 +152,7 @@ def test_an_adapter_of_an_unknown_form_ends_nothing(tmp_path: Path, said: list[s
     assert (worker.changes, other.changes) == (1, 0)
 
 
-def test_so_many_adapters_are_remembered_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_remembers_a_bounded_number_of_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "MAX_REMEMBERED", 3)
     path, worker = write_lora_adapter(tmp_path / "one", seed=1), AdapterWorker()
     for number in range(1, 5):
@@ -228,6 +228,15 @@ def test_other_content_under_a_path_is_not_used_until_a_reset(tmp_path: Path, sa
     # What was computed before anybody knew with what may be anything.
     scheduler.adapters.compute_unknown(adapter)
     assert scheduler.adapters.content_of(adapter) == UNREADABLE
+
+
+def test_adapters_beyond_a_bound_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    monkeypatch.setattr(adapters, "MAX_CACHED", 1)
+    scheduler = Scheduler()
+    for name, is_used in (("one", True), ("two", False), ("one", True)):
+        scheduler.report(tmp_path / name, {1: b"content"}, {1: b"content"})
+        assert (scheduler.adapters.content_of(lora_request(tmp_path / name)) != UNREADABLE) is is_used
+    assert any("is one of more than 1," in line for line in said)
 
 
 def test_one_adapter_is_asked_for_in_a_step(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ UNREADABLE = b""
 """In place of a digest: vLLM could not read the adapter."""
 MAX_REMEMBERED = 10_000
 """Adapters whose digests a worker remembers."""
+MAX_CACHED = 100_000
+"""Names and paths of adapters that are told apart between two resets; requests of further ones use no kvoffd."""
 ANSWER_PATIENCE_S = 10.0
 """How long a request waits for its workers to have read its adapter."""
 AHEAD_S = 10.0
@@ -198,14 +200,20 @@ class AdapterContents:
         content = self._namespace.adapter(adapter.lora_int_id, adapter.lora_path)
         if content is None:
             return None
-        cached = self._cached.setdefault((adapter.lora_name, adapter.lora_path), set())
-        cached.add(content)
-        if cached == {content}:
+        cached = self._note(adapter, content)
+        if content == UNREADABLE:
+            problem = "cannot be read in the workers' memory"
+        elif not cached:
+            problem = f"is one of more than {MAX_CACHED}"
+        elif cached != {content}:
+            problem = "was loaded anew with another content"
+        else:
             return content
         logger.warning_once(  # type: ignore[attr-defined]
-            "kvoffd: the LoRA adapter %s was loaded anew with another content, so its requests are computed without "
-            "kvoffd until vLLM's own cache is reset: call reset_prefix_cache with reset_connector.",
+            "kvoffd: the LoRA adapter %s %s, so its requests are computed without kvoffd until vLLM's own cache is "
+            "reset: call reset_prefix_cache with reset_connector.",
             adapter.lora_name,
+            problem,
         )
         return UNREADABLE
 
@@ -226,7 +234,16 @@ class AdapterContents:
 
     def compute_unknown(self, adapter: LoRARequest) -> None:
         """vLLM computes with an adapter whose content nobody knows."""
-        self._cached.setdefault((adapter.lora_name, adapter.lora_path), set()).add(UNREADABLE)
+        self._note(adapter, UNREADABLE)
+
+    def _note(self, adapter: LoRARequest, content: bytes) -> set[bytes]:
+        """Note that vLLM computes with this, and return all that it may have in its cache; none where they are many."""
+        name = adapter.lora_name, adapter.lora_path
+        if name not in self._cached and len(self._cached) >= MAX_CACHED:
+            return set()
+        cached = self._cached.setdefault(name, set())
+        cached.add(content)
+        return cached
 
     def engine_cache_reset(self) -> None:
         """vLLM's own cache has no block of before any more."""

@@ -146,7 +146,7 @@ def check_groups(kv_cache_config: KVCacheConfig, extra_config: Mapping[str, obje
     if any(hasattr(spec, "rswa_window") for spec in specs) and not extra_config.get("offload_prompt_only", True):
         raise ValueError(
             "kvoffd cannot serve this engine: its layers see a window of the tokens that they generate, and all of "
-            "them once they are in a prompt, so blocks of generated tokens are of no use to a prompt (R-SWA). Leave "
+            "them once they are in a prompt, so no prompt may use blocks of generated tokens (R-SWA). Leave "
             "offload_prompt_only out."
         )
 
