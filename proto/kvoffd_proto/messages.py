@@ -513,6 +513,8 @@ class Outcome(StrEnum):
     """The prompt is shorter than a block."""
     SKIPPED = "skipped"
     """Blocks were there, and computing was faster than loading."""
+    NO_SPACE = "no_space"
+    """Blocks were there, and the engine's KV cache had no space to load them."""
     LATE = "late"
     """It did not wait for the answer any longer."""
     FAILED = "failed"

@@ -88,7 +88,7 @@ def test_an_old_answer_with_misses_is_refreshed_under_its_lease(harness: Manager
     context = harness.request(ready={block_hash(1)})
     harness.clock.now += 1.5
     assert harness.scan()
-    assert harness.results(context) == [HIT, RETRY, RETRY]
+    assert harness.results(context) == [HIT, MISS, MISS], "vLLM passes a request that waits"
     assert harness.client.released == []
     harness.client.answer(HASHES)
     harness.scan()
@@ -96,6 +96,9 @@ def test_an_old_answer_with_misses_is_refreshed_under_its_lease(harness: Manager
     assert harness.client.released == [harness.client.asked[0][0].lease_id]
     harness.clock.now += 100
     assert not harness.scan(), "a complete one is not refreshed"
+    harness.client.asked[-1][0].stale_at = harness.clock.now + 0.5
+    assert harness.scan(), "before its lease ends"
+    assert harness.results(context) == [HIT] * 3
 
 
 def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from(harness: ManagerHarness) -> None:

@@ -239,7 +239,8 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         "get_external_cache_hit_sources",
     ):
         monkeypatch.setattr(connector, call, lambda *_: {})
-    monkeypatch.setattr(connector._manager, "prepare_scan", lambda *_, **__: None)
+    for call in ("prepare_scan", "scanned", "note_scan", "refuse_load"):
+        monkeypatch.setattr(connector._manager, call, lambda *_, **__: None)
     monkeypatch.setattr(connector, "request_finished_all_groups", lambda *_: (False, None))
     there, loaded = True, 0
 

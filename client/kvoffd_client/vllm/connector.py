@@ -98,7 +98,9 @@ class KvoffdConnector(OffloadingConnector):
         StoreRefusalFilter.install(STORE_LOGGER)
         self._manager: KvoffdManager = self.connector_scheduler.manager
         self._adapters = LoraAdapters(vllm_config.lora_config)
-        self._load_room = LoadRoom(vllm_config, kv_cache_config)
+        self._load_room = LoadRoom(
+            vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
+        )
         offloading = build_offloading_config(vllm_config, kv_cache_config)
         self._block_tokens = min(group.tokens_per_block for group in offloading.groups)
         groups = [kv_cache_config.kv_cache_groups[group.group_id] for group in offloading.groups]
@@ -111,6 +113,9 @@ class KvoffdConnector(OffloadingConnector):
             shard_bytes=[page * offloading.cache.blocks_per_chunk for page in pages],
             most_running=vllm_config.max_concurrent_batches,
             largest_chunk=largest_chunk_of(vllm_config.scheduler_config),
+            state_groups=[
+                index for index, spec in enumerate(specs) if getattr(spec, "mamba_cache_mode", "") == "align"
+            ],
             event_kinds=kinds if offloading.enable_kv_cache_events else None,
             assumed_rate=ASSUMED_CPU_RATE if current_platform.is_cpu() else ASSUMED_RATE,
         )
@@ -219,7 +224,7 @@ class KvoffdConnector(OffloadingConnector):
     # --- scheduler ---
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._pool = gpu_block_pool
+        self._pool = self._load_room.pool = gpu_block_pool
         super().bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
@@ -239,16 +244,28 @@ class KvoffdConnector(OffloadingConnector):
         self._manager.namespace.ask()
         most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
         self._manager.prepare_scan(request, num_computed_tokens, has_all=num_computed_tokens >= most)
+        tokens, loads = self._find_load(request, num_computed_tokens)
+        # MultiConnector would put off the load of another connector too, which has all of the prompt.
+        return (0, False) if tokens is None and _is_prefilled_elsewhere(request) else (tokens, loads)
+
+    def _find_load(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return what is loaded of a request, as get_num_new_matched_tokens()."""
+        room, name = self._load_room, request.request_id
+        known = self._manager.scanned(name, num_computed_tokens)
+        if known and room.admits(request, num_computed_tokens + known, loads=True) is None:
+            return None, False  # as in the step before, without a scan of all keys
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if tokens is None:
             return None, False
+        self._manager.note_scan(name, num_computed_tokens, tokens)
         if self._dense_groups and self._has_windows:
             self._note_shared_prefix(request, num_computed_tokens + tokens)
-        if tokens and self._manager.skips_load(request.request_id, tokens):
+        if tokens and self._manager.skips_load(name, tokens):
             tokens, loads = 0, False
-        if (room := self._load_room.admits(request, num_computed_tokens + tokens, loads=loads)) is not True:
-            return (None if room is None else 0), False
-        return tokens, loads
+        admitted = room.admits(request, num_computed_tokens + tokens, loads=loads)
+        if admitted is False:
+            self._manager.refuse_load(name, tokens)
+        return (tokens, loads) if admitted else (None if admitted is None else 0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; a request that is scheduled without a load gives its pinned blocks back."""
@@ -262,7 +279,7 @@ class KvoffdConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
         """As vLLM's, with what the workers must know about the namespace."""
         namespace, scheduler = self._manager.namespace, self.connector_scheduler
-        self._reset_since_step = False
+        self._reset_since_step = self._load_room.is_full = False
         new = scheduler_output.scheduled_new_reqs
         self._manager.step_begins(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:
@@ -389,6 +406,12 @@ class KvoffdConnector(OffloadingConnector):
             }
             changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=whole)
         return replace(output, **changes) if changes else output
+
+
+def _is_prefilled_elsewhere(request: Request) -> bool:
+    """Whether a prefill instance has computed the prompt, and a connector for that (NIXL, Mooncake) loads it."""
+    params = request.kv_transfer_params or {}
+    return bool(params.get("do_remote_prefill"))
 
 
 require_methods(KvoffdConnector, KvoffdManager, KvoffdSpec, KvoffdWorker)

@@ -61,7 +61,8 @@ _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult
 _READY_BYTE, _NOT_THERE = bytes([READY]), bytes([ABSENT, WRITING])
 NEVER = float("-inf")
 REFRESH_S = 1.0
-"""Age at which an answer with misses is asked for again, and pause after a lookup that failed."""
+"""Age at which an answer with misses is asked for again, how long before its end a whole one is, and pause after a
+lookup that failed."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.002, 0.05
 """Between lookups of blocks that come up from disk."""
 LOOKUP_WAIT_S = 0.001
@@ -141,9 +142,12 @@ class RequestState:
         tier_wait_until: when it stops waiting at the latest; NEVER once it has stopped.
         worth_waiting_at: when it was last expected that waiting is worth it.
         waits_for_tier: the request waits for what the answer says is on its way.
+        scan: the answer of the last scan, the tokens that were computed then, and the tokens that it found.
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
+        refused: its blocks were not loaded, since the KV cache had no space for them.
         logged: its report is made.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
+        waits_for_report_since: when it was first scanned while the workers were not registered.
     """
 
     request: Request = cast(Any, None)  # noqa: RUF009
@@ -161,9 +165,12 @@ class RequestState:
     tier_wait_until: float = inf
     worth_waiting_at: float = NEVER
     waits_for_tier: bool = False
+    scan: tuple[KeyedLookup | None, int, int] = (None, 0, 0)
     skip_counted: bool = False
+    refused: bool = False
     logged: bool = False
     failed_at: float = NEVER
+    waits_for_report_since: float | None = None
 
 
 class KvoffdManager(OffloadingManager):
@@ -187,7 +194,7 @@ class KvoffdManager(OffloadingManager):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._groups = tuple(groups)
-        self._clock, self._sleep = clock, sleep
+        self.clock, self._sleep = clock, sleep
         self._do_no_harm = do_no_harm
         self._deadline_s, self._disk_wait_s = deadline_s, disk_wait_s
         self._positions = {group.suffix: index for index, group in enumerate(groups)}
@@ -229,20 +236,23 @@ class KvoffdManager(OffloadingManager):
         shard_bytes: Sequence[int],
         most_running: int,
         largest_chunk: int,
+        state_groups: Collection[int] = (),
         event_kinds: Mapping[int, str] | None = None,
         assumed_rate: float = ASSUMED_RATE,
     ) -> None:
         """Take what the engine's configuration says, before the first request.
 
-        ``shard_bytes`` are those of one worker's shard of a block, by group on the wire. Where the engine publishes KV
-        events, ``event_kinds`` are those of its groups of full attention. For the others see ``PrefillRate``.
+        ``shard_bytes`` are those of one worker's shard of a block, by group on the wire. ``state_groups`` are those of
+        recurrent layers whose states vLLM offers by themselves. Where the engine publishes KV events, ``event_kinds``
+        are those of its groups of full attention. For the others see ``PrefillRate``.
         """
         self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
+        self._state_suffixes = {self._groups[index].suffix for index in state_groups}
         if event_kinds is not None:
             self.events = HostBlockEvents({index: self._groups[index] for index in event_kinds}, event_kinds)
         self._assumed_rate = assumed_rate
-        prefill = PrefillRate(self._clock, most_running, largest_chunk)
-        self.harm = DoNoHarm(self._clock, prefill, active=self._do_no_harm)
+        prefill = PrefillRate(self.clock, most_running, largest_chunk)
+        self.harm = DoNoHarm(self.clock, prefill, active=self._do_no_harm)
 
     def look_up(self, request: Request) -> None:
         """Ask for all whole chunks of a request, if the daemon may be asked. vLLM has announced the request before."""
@@ -266,7 +276,7 @@ class KvoffdManager(OffloadingManager):
                 for index, hashes in chunks.items()
             ]
             ticket = namespace.client.lookup(message, again=state.last is not None)
-            state.pending = state.last = KeyedLookup(ticket, chunks, self._clock())
+            state.pending = state.last = KeyedLookup(ticket, chunks, self.clock())
             self._counters[metrics.LOOKUPS] += 1
 
     def _may_load(self, state: RequestState) -> bool:
@@ -284,11 +294,9 @@ class KvoffdManager(OffloadingManager):
         if has_all or not self._may_load(state) or not namespace.usable:
             return
         if not (namespace.registered and namespace.client.ready):
-            if namespace.pending() if namespace.current is None else namespace.pending(self._deadline_s):
-                state.otherwise = LookupResult.RETRY  # it is about to be known, or the workers registered
-                return
-            if namespace.current is None:
-                return
+            if self._hears_soon(state):
+                state.otherwise = LookupResult.RETRY
+            return
         if state.answer is not None and not state.answer.usable:
             state.answer = None
         if state.pending is None and self._is_outdated(state):
@@ -300,7 +308,7 @@ class KvoffdManager(OffloadingManager):
         came = state.pending
         if came is not None and came.ticket.done:
             state.pending = None
-            now = self._clock()
+            now = self.clock()
             if came.ticket.failed or (came.ticket.pinned and now >= came.ticket.stale_at):
                 self._release(came)
                 state.failed_at = now
@@ -313,12 +321,27 @@ class KvoffdManager(OffloadingManager):
         if state.answer is not None:
             state.found = state.answer.found
             state.waits_for_tier = bool(state.answer.coming) and self._waits_for_tier(state, state.answer)
-        if state.pending is not None and not state.pending.given_up:
+        is_awaited = state.answer is None or state.waits_for_tier
+        if state.pending is not None and not state.pending.given_up and is_awaited:
             state.otherwise = LookupResult.RETRY
+
+    def _hears_soon(self, state: RequestState) -> bool:
+        """Whether a request waits a moment for the workers' reports: for the namespace, or that they are registered.
+
+        In the steps of an engine that computes the reports come anyway; one that is idle may know an old one.
+        """
+        namespace = self.namespace
+        if namespace.current is None:
+            return namespace.pending()
+        if namespace.pending(self._deadline_s):
+            return True
+        if state.waits_for_report_since is None:
+            state.waits_for_report_since = self.clock()
+        return self._is_idle and self.clock() - state.waits_for_report_since < LEAST_COMPUTED_S
 
     def _is_outdated(self, state: RequestState) -> bool:
         """Whether to ask for a request that no lookup is on its way for."""
-        answer, now = state.answer, self._clock()
+        answer, now = state.answer, self.clock()
         if now - state.failed_at < REFRESH_S:
             return False
         if answer is None:
@@ -327,7 +350,7 @@ class KvoffdManager(OffloadingManager):
         if sum(hashes // group.hashes_per_chunk for group in self._groups) > answer.asked:
             return True
         if answer.ticket.pinned >= answer.asked:
-            return False
+            return now > answer.ticket.stale_at - REFRESH_S
         if not state.waits_for_tier or state.tier_wait_began is None:
             return now - answer.ticket.answered_at > REFRESH_S
         # Half of the time that is expected; a quarter of what it has waited, where nothing is.
@@ -345,12 +368,12 @@ class KvoffdManager(OffloadingManager):
 
         ``computed_s``: it would be computed by then if nothing were loaded.
         """
-        ticket, now = pending.ticket, self._clock()
+        ticket, now = pending.ticket, self.clock()
         is_first = state.answer is None and not pending.given_up and now >= self._no_wait_before
         if self._wait_left_s > 0 and (is_first or (state.waits_for_tier and self._is_idle)):
             self._counters[metrics.LOOKUP_WAITS] += is_first
             came = ticket.wait(self._wait_left_s)
-            began, now = now, self._clock()
+            began, now = now, self.clock()
             self._wait_left_s -= now - began
             if is_first and not came:
                 self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += 1
@@ -413,7 +436,7 @@ class KvoffdManager(OffloadingManager):
         contrary for DOUBT_SHARE of computing, and waits no longer than all of it, whatever is expected. Then it loads
         what is up.
         """
-        now = self._clock()
+        now = self.clock()
         if now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
             return False  # only the daemon says when something is up, or never will be
         computed_s, loaded_s = inf, 0.0
@@ -460,7 +483,7 @@ class KvoffdManager(OffloadingManager):
         self._wait_left_s = IDLE_WAIT_S if self._is_idle else LOOKUP_WAIT_S
         self._tokens_before = None
         self.harm.prefill.step_begins(request_tokens)
-        now = self._clock()
+        now = self.clock()
         # While the daemon does not answer, as when lookups are late, the counts wait for it.
         if now >= self._report_at and self.namespace.client.ready:
             self._report_at = now + REPORT_EVERY_S
@@ -488,12 +511,33 @@ class KvoffdManager(OffloadingManager):
 
     def skips_load(self, request_id: str, tokens: int) -> bool:
         """Whether a request computes so many tokens that it could load, since that is faster. It counts once."""
-        if self._clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), NEVER):
+        if self.clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), NEVER):
             return False
         state = self._requests[request_id]
         self._counters[metrics.SLOW_LOADS] += not state.skip_counted
         state.skip_counted = True
         return True
+
+    def note_scan(self, request_id: str, computed_tokens: int, tokens: int) -> None:
+        """Note how many tokens a scan of a request has found, of which so many are in vLLM's own cache."""
+        state = self._requests[request_id]
+        state.scan = state.answer, computed_tokens, tokens
+
+    def scanned(self, request_id: str, computed_tokens: int) -> int:
+        """Return the tokens that the last scan of a request has found; 0 where another may find others."""
+        state = self._requests[request_id]
+        answer, computed, tokens = state.scan
+        return tokens if answer is state.answer is not None and computed == computed_tokens else 0
+
+    def refuse_load(self, request_id: str, tokens: int) -> None:
+        """Note that a request computes so many tokens that it could load, for want of KV cache."""
+        self._requests[request_id].refused = True
+        logger.warning_once(  # type: ignore[attr-defined]
+            "kvoffd: prompts are computed although their blocks are there, since the KV cache has no space to load "
+            "them, besides others and the blocks of drafts. kvoffd-cli requests tells which. More KV cache memory in "
+            "the engine, or fewer draft tokens, would help."
+        )
+        logger.debug("kvoffd: request %s computes %d tokens for which there was no space.", request_id, tokens)
 
     def ready_tokens(self, request: Request, index: int) -> int:
         """Return of how many tokens of a group, from a request's first one on, the answer says that they are there."""
@@ -619,6 +663,8 @@ class KvoffdManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """As vLLM's. None, after which vLLM offers the keys again in the next step, where it is too early to say.
 
+        Never None for the states of recurrent layers, which vLLM offers once: blocks without them are no hit.
+
         vLLM offers all of a prompt when a request ends, although one that ends with an error may have computed a part
         of it, and one that was preempted while its last token was on its way has lost its blocks to others.
         """
@@ -632,7 +678,15 @@ class KvoffdManager(OffloadingManager):
             return nothing
         request, last = state.request, state.last
         has_ended = request.is_finished()
-        if last and not last.ticket.done and self._clock() - last.sent_at < self._deadline_s and not has_ended:
+        states = self._state_suffixes
+        may_wait = not states or states.isdisjoint([key[-GROUP_ID_BYTES:] for key in keys])
+        if (
+            last
+            and not last.ticket.done
+            and self.clock() - last.sent_at < self._deadline_s
+            and may_wait
+            and not has_ended
+        ):
             return None  # what the answer says that the daemon has need not be stored
         if last and not last.read:
             self._read(last)  # it came after its request was scheduled
@@ -645,12 +699,12 @@ class KvoffdManager(OffloadingManager):
                 ends[key] = end
         if not ends:
             return nothing
-        if self._clock() < self.harm.stores_paused_until:
+        if self.clock() < self.harm.stores_paused_until:
             self._counters[metrics.PAUSED_STORES] += 1
             return nothing
         # A request that has ended offers them no more: up to twice the credit, which the daemon does not enforce.
         most_bytes = 2 * self._credit_bytes if has_ended else self._credit_bytes
-        if self._outstanding_bytes and self._outstanding_bytes >= most_bytes:
+        if may_wait and self._outstanding_bytes and self._outstanding_bytes >= most_bytes:
             self._counters[metrics.DEFERRED_STORES] += 1
             return None
         sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in ends}
@@ -730,6 +784,8 @@ def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens:
         outcome = Outcome.HELD
     elif state.skip_counted:
         outcome = Outcome.SKIPPED
+    elif state.refused:
+        outcome = Outcome.NO_SPACE
     else:
         outcome = Outcome.HELD if leading else Outcome.MISSED
     return RequestReport(
