@@ -226,3 +226,16 @@ def test_a_prompt_that_another_connector_loads_does_not_wait_for_the_daemon(
     engine.add("r", prompt(1, 5), parameters={"do_remote_prefill": True})
     assert engine.step().num_scheduled_tokens
     engine.close()
+
+
+def test_two_failed_loads_that_cannot_be_computed_at_once_are_computed(make: Make) -> None:
+    """vLLM keeps the first, which has no blocks any more, before the second, which still has its."""
+    engine = make(FULL, WINDOW, blocks=120)
+    requests = [engine.add("first", prompt(1, 38)), engine.add("second", prompt(2, 41))]
+    have(engine, *requests)
+    engine.held = {"first", "second"}
+    for _ in range(3):
+        engine.step()
+    assert set(engine.loading) == {"first", "second"}
+    engine.failing, engine.held = {"first", "second"}, set()
+    engine.end(requests, 50)

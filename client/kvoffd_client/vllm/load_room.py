@@ -35,7 +35,7 @@ class Loaded:
     Attributes:
         blocks: that all of it takes at most; 0 before it was counted.
         ended_at: when its load was first seen to have ended; None before.
-        passed: its load failed, and it let the others pass once.
+        passed: its load failed, and it was passed over once.
     """
 
     blocks: float = 0
@@ -102,14 +102,14 @@ class LoadRoom:
         """
         if loads and self.is_full:
             return None
-        others = self._others(request)
         if not loads:
-            # vLLM has one whose load failed, and that has no blocks any more, before those that have some.
+            # vLLM keeps one whose load failed before those that hold blocks, until it is passed over once.
             failed = self._loaded.get(request)
-            if failed is None or failed.passed or not any(each.num_computed_tokens for each in others):
+            if failed is None or failed.passed:
                 return True
             failed.passed = True
             return None
+        others = self._others(request)
         if self._fits(request, computed, others):
             return True
         oldest = self._clock() - STUCK_S
