@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -24,6 +26,7 @@ from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.clock import Clock
+from tests.vllm.scheduler_harness import SchedulerHarness
 from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config, make_scheduler
 from tests.vllm.vllm_fakes import FakeSchedulerClient, block_hash
 
@@ -279,3 +282,29 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         assert scheduler.reset_prefix_cache()
     assert loaded > 25
     scheduler.shutdown()
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+def test_a_router_finds_the_daemons_blocks_by_the_engines_hashes(
+    blocks_per_chunk: int, model: Path, tmp_path: Path
+) -> None:
+    config = make_config(model, {"directory": str(tmp_path), "blocks_per_chunk": blocks_per_chunk}, max_model_len=1024)
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    engine = SchedulerHarness(config, BLOCKS, KVCacheGroupSpec(["layer"], full_attention()))
+    published: list[Any] = []
+    engine.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
+    prompt = Random(1).choices(range(1000), k=8 * BLOCK_TOKENS + 1)
+    for name in ("computed", "loaded"):
+        request = engine.add(name, prompt)
+        engine.end([request], 10)
+        engine.there |= {bytes(one) for one in request.block_hashes}
+        assert engine.scheduler.reset_prefix_cache()
+        engine.step()
+    stored = [event for event in published if isinstance(event, BlockStored)]
+    found: dict[str, list[Any]] = {"GPU": [], "CPU": []}
+    for event in stored:
+        assert event.block_size == BLOCK_TOKENS
+        found[event.medium] += event.block_hashes
+    assert engine.loaded == ["loaded"]
+    assert found["CPU"] == found["GPU"][:8]
+    engine.close()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
+from kvoffd_client.vllm.log import logger
 from tests.vllm.scheduler_harness import SchedulerHarness
 from tests.vllm.vllm_config import HEADS, full_attention, make_config
 
@@ -123,14 +124,17 @@ def test_a_lone_prompt_that_fits_is_loaded(make: Make, groups: Any, arguments: d
 
 
 def test_a_prompt_that_is_computed_for_want_of_kv_cache_has_an_outcome_and_a_line_in_the_log(
-    make: Make, caplog: pytest.LogCaptureFixture
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "warning_once", lines.append)
     speculation = {"method": "ngram", "num_speculative_tokens": 100, "prompt_lookup_max": 4}
     engine = make(FULL, speculative_config=speculation, blocks=41)
     request = engine.add("large", prompt(1, 38))
     have(engine, request)
     engine.end([request], 20)
     assert [(one.outcome, one.loaded_tokens) for one in engine.client.noted] == [("no_space", 0)]
+    assert "the KV cache has no space to load them" in lines[0]
 
 
 def test_prompts_for_which_there_is_no_space_yet_are_not_scanned_in_each_step(make: Make) -> None:
@@ -226,6 +230,25 @@ def test_a_prompt_that_another_connector_loads_does_not_wait_for_the_daemon(
     engine.add("r", prompt(1, 5), parameters={"do_remote_prefill": True})
     assert engine.step().num_scheduled_tokens
     engine.close()
+
+
+def test_a_load_that_would_wait_for_one_that_failed_is_computed(make: Make) -> None:
+    """vLLM keeps blocks free for the one that failed until it is scheduled, which may be never."""
+    engine = make(blocks=44, scheduling_policy="priority")
+    slow, failed = engine.add("slow", prompt(1, 4)), engine.add("failed", prompt(2, 15), priority=5)
+    have(engine, slow, failed)
+    engine.held = {"slow", "failed"}
+    for _ in range(3):
+        engine.step()
+    other = engine.add("other", prompt(3, 25), max_tokens=400)
+    engine.failing, engine.held = {"failed"}, {"slow"}
+    for _ in range(5):
+        engine.step()
+    large = engine.add("large", prompt(4, 6))
+    have(engine, large)
+    engine.end([large], 150)
+    assert not other.is_finished()
+    assert [one.outcome for one in engine.client.noted if one.request == "large"] == ["no_space"]
 
 
 def test_two_failed_loads_that_cannot_be_computed_at_once_are_computed(make: Make) -> None:

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, get_kv_cache_spec_kind, iter_layer_specs
 
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
@@ -117,6 +118,8 @@ class KvoffdConnector(OffloadingConnector):
                 index for index, spec in enumerate(specs) if getattr(spec, "mamba_cache_mode", "") == "align"
             ],
             event_kinds=kinds if offloading.enable_kv_cache_events else None,
+            blocks_per_chunk=offloading.cache.blocks_per_chunk,
+            hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             assumed_rate=ASSUMED_CPU_RATE if current_platform.is_cpu() else ASSUMED_RATE,
         )
         self._has_windows = len(self._dense_groups) < len(groups)

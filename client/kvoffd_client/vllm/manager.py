@@ -10,6 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.utils.hashing import sha256
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -238,18 +239,21 @@ class KvoffdManager(OffloadingManager):
         largest_chunk: int,
         state_groups: Collection[int] = (),
         event_kinds: Mapping[int, str] | None = None,
+        blocks_per_chunk: int = 1,
+        hash_function: Callable[[Any], bytes] = sha256,
         assumed_rate: float = ASSUMED_RATE,
     ) -> None:
         """Take what the engine's configuration says, before the first request.
 
         ``shard_bytes`` are those of one worker's shard of a block, by group on the wire. ``state_groups`` are those of
         recurrent layers whose states vLLM offers by themselves. Where the engine publishes KV events, ``event_kinds``
-        are those of its groups of full attention. For the others see ``PrefillRate``.
+        are those of its groups of full attention. For the others see ``HostBlockEvents`` and ``PrefillRate``.
         """
         self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
         self._state_suffixes = {self._groups[index].suffix for index in state_groups}
         if event_kinds is not None:
-            self.events = HostBlockEvents({index: self._groups[index] for index in event_kinds}, event_kinds)
+            groups = {index: self._groups[index] for index in event_kinds}
+            self.events = HostBlockEvents(groups, event_kinds, blocks_per_chunk, hash_function)
         self._assumed_rate = assumed_rate
         prefill = PrefillRate(self.clock, most_running, largest_chunk)
         self.harm = DoNoHarm(self.clock, prefill, active=self._do_no_harm)
@@ -533,9 +537,9 @@ class KvoffdManager(OffloadingManager):
         """Note that a request computes so many tokens that it could load, for want of KV cache."""
         self._requests[request_id].refused = True
         logger.warning_once(  # type: ignore[attr-defined]
-            "kvoffd: prompts are computed although their blocks are there, since the KV cache has no space to load "
-            "them, besides others and the blocks of drafts. kvoffd-cli requests tells which. More KV cache memory in "
-            "the engine, or fewer draft tokens, would help."
+            "kvoffd: a prompt is computed although its blocks are there, since the KV cache has no space to load them "
+            "besides other loads and the blocks of drafts. 'kvoffd-cli clients --requests' shows each such prompt as "
+            "no_space. More KV cache memory in the engine, or fewer draft tokens, would help."
         )
         logger.debug("kvoffd: request %s computes %d tokens for which there was no space.", request_id, tokens)
 
