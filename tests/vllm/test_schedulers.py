@@ -243,7 +243,7 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
     ):
         monkeypatch.setattr(connector, call, lambda *_: {})
     for call in ("prepare_scan", "scanned", "note_scan", "refuse_load"):
-        monkeypatch.setattr(connector._manager, call, lambda *_, **__: None)
+        monkeypatch.setattr(connector._manager, call, lambda *_, **__: 0)
     monkeypatch.setattr(connector, "request_finished_all_groups", lambda *_: (False, None))
     there, loaded = True, 0
 

@@ -254,13 +254,13 @@ class KvoffdConnector(OffloadingConnector):
     def _find_load(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return what is loaded of a request, as get_num_new_matched_tokens()."""
         room, name = self._load_room, request.request_id
-        known = self._manager.scanned(name, num_computed_tokens)
-        if known and room.admits(request, num_computed_tokens + known, loads=True) is None:
+        known = self._manager.scanned(request, num_computed_tokens)
+        if known is None or (known and room.admits(request, num_computed_tokens + known, loads=True) is None):
             return None, False  # as in the step before, without a scan of all keys
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self._manager.note_scan(request, num_computed_tokens, tokens)
         if tokens is None:
             return None, False
-        self._manager.note_scan(name, num_computed_tokens, tokens)
         if self._dense_groups and self._has_windows:
             self._note_shared_prefix(request, num_computed_tokens + tokens)
         if tokens and self._manager.skips_load(name, tokens):

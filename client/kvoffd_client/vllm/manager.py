@@ -143,7 +143,8 @@ class RequestState:
         tier_wait_until: when it stops waiting at the latest; NEVER once it has stopped.
         worth_waiting_at: when it was last expected that waiting is worth it.
         waits_for_tier: the request waits for what the answer says is on its way.
-        scan: the answer of the last scan, the tokens that were computed then, and the tokens that it found.
+        scan: the answer of the last scan, the tokens that were computed then, what it found, and how many loads had
+            ended.
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
         refused: its blocks were not loaded, since the KV cache had no space for them.
         logged: its report is made.
@@ -166,7 +167,7 @@ class RequestState:
     tier_wait_until: float = inf
     worth_waiting_at: float = NEVER
     waits_for_tier: bool = False
-    scan: tuple[KeyedLookup | None, int, int] = (None, 0, 0)
+    scan: tuple[KeyedLookup | None, int, int | None, int] = (None, 0, 0, 0)
     skip_counted: bool = False
     refused: bool = False
     logged: bool = False
@@ -212,6 +213,7 @@ class KvoffdManager(OffloadingManager):
         self.events: HostBlockEvents | None = None
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, KeyedLookup] = {}
+        self._ended_loads = 0
         self._counters = metrics.Counters()
         self._report_at = clock() + REPORT_EVERY_S
         self._reported = Counter[str]()
@@ -522,16 +524,23 @@ class KvoffdManager(OffloadingManager):
         state.skip_counted = True
         return True
 
-    def note_scan(self, request_id: str, computed_tokens: int, tokens: int) -> None:
-        """Note how many tokens a scan of a request has found, of which so many are in vLLM's own cache."""
-        state = self._requests[request_id]
-        state.scan = state.answer, computed_tokens, tokens
+    def note_scan(self, request: Request, computed_tokens: int, tokens: int | None) -> None:
+        """Note what a scan of a request has found, of which so many tokens are in vLLM's own cache.
 
-    def scanned(self, request_id: str, computed_tokens: int) -> int:
-        """Return the tokens that the last scan of a request has found; 0 where another may find others."""
-        state = self._requests[request_id]
-        answer, computed, tokens = state.scan
-        return tokens if answer is state.answer is not None and computed == computed_tokens else 0
+        None: it is put off. That holds until a load ends, where nothing else is awaited.
+        """
+        state = self._requests[request.request_id]
+        waits = state.waits_for_tier or state.otherwise is LookupResult.RETRY or request.num_preemptions
+        if tokens is not None or not waits:
+            state.scan = state.answer, computed_tokens, tokens, self._ended_loads
+
+    def scanned(self, request: Request, computed_tokens: int) -> int | None:
+        """Return the tokens that the last scan of a request has found, or None if it is put off; 0 where another may
+        find others."""
+        state = self._requests[request.request_id]
+        answer, computed, tokens, ended_loads = state.scan
+        is_same = answer is state.answer is not None and computed == computed_tokens and not state.waits_for_tier
+        return tokens if is_same and (tokens is not None or ended_loads == self._ended_loads) else 0
 
     def refuse_load(self, request_id: str, tokens: int) -> None:
         """Note that a request computes so many tokens that it could load, for want of KV cache."""
@@ -661,6 +670,7 @@ class KvoffdManager(OffloadingManager):
         return KeyedSpec(tuple(map(b"".join, groups)))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._ended_loads += 1
         lookup = self._loading.pop(req_context.req_id, None)
         self._release(lookup, "coming" if lookup is not None and lookup.coming else "")
 
@@ -740,6 +750,7 @@ class KvoffdManager(OffloadingManager):
         for lookup in self._loading.values():
             self._release(lookup)
         self._loading.clear()
+        self._ended_loads += 1
         self._storing.clear()  # vLLM does not tell how they end
         self._outstanding_bytes = 0
 
