@@ -198,7 +198,8 @@ class HostBlockEvents:
         if self._blocks_per_chunk == 1:
             return []
         tokens, size = memoryview(known.token_ids).cast("I"), group.tokens_per_chunk // group.hashes_per_chunk
-        last, hashes = None if known.is_first else BlockHash(known.parent[:-GROUP_ID_BYTES]), []
+        last = None if known.is_first else BlockHash(known.parent[:-GROUP_ID_BYTES])
+        hashes: list[bytes] = []
         for at in range(0, len(tokens), size):
             last = hash_block_tokens(self._hash_function, last, tokens[at : at + size])
             hashes.append(last)

@@ -82,8 +82,8 @@ class LoadRoom:
         step = [
             cdiv(1 + self._drafts, self._block_tokens(one)) for one in self._specs if not isinstance(one, MambaSpec)
         ]
-        self._kept_free = sum(step) if speculates else 0
-        self._blocks = kv_cache_config.num_blocks - 1 if speculates or windowed else inf  # one is the null block
+        self._kept_free: int = sum(step) if speculates else 0
+        self._blocks: float = kv_cache_config.num_blocks - 1 if speculates or windowed else inf  # one is the null block
         self._loaded: dict[Request, Loaded] = {}
         self.pool: BlockPool | None = None
         self.is_full = False
@@ -160,7 +160,7 @@ def _most_blocks(spec: KVCacheSpec, vllm_config: VllmConfig) -> float:
     """Return how many blocks of this vLLM gives a request at most, however long it is."""
     if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "all":
         return inf
-    return cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes)
+    return float(cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes))
 
 
 def _window_of(spec: KVCacheSpec) -> int:
