@@ -53,6 +53,7 @@ servers: ## install the servers and tools that tests start, from Debian (as root
 
 nightly: $(VENV)/.engine .cuda/.fetched ## run what is too long for every change: longer tests, planted faults, chaos, seeds (hours)
 	$(BIN)/pytest -m 'nightly and not gpu' $(ARGS)
+	TESTS_MODEL_RUNNER=v2 $(BIN)/pytest -m 'engine and not gpu' $(ARGS)
 	$(BIN)/python -m tests.sim.planted_at_the_door
 	$(BIN)/python -m tests.chaos
 	$(BIN)/python -m tests.sim.soak --seconds 1800

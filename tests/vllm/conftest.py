@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-from tests.kit.engine import import_vllm
+from tests.kit import runner_v2
+from tests.kit.fork_servers import import_vllm
 from tests.kit.models import make_tiny_llama
 from tests.kit.require import missing
 from tests.vllm.engine_home import EngineHome
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(map(of_engine, session.items)) and not session.config.option.collectonly:
-        import_vllm()
+        import_vllm(v2=runner_v2.wanted())
 
 
 def of_engine(item: pytest.Item) -> bool:

@@ -126,8 +126,9 @@ class SecondRunner:
     def __init__(self) -> None:
         self.order: list[str] = []
 
-    def update_requests(self, scheduler_output: Any) -> None:
+    def update_requests(self, scheduler_output: Any) -> str:
         self.order.append("blocks are zeroed")
+        return "what it returns"
 
     def fence(self, metadata: OffloadingConnectorMetadata) -> None:
         self.order.append(f"waits for {metadata.jobs_to_flush}")
@@ -141,5 +142,5 @@ def test_stores_are_waited_for_before_blocks_are_zeroed(below_multi_connector: b
         metadata: Any = OffloadingConnectorMetadata({}, {}, jobs)
         if below_multi_connector:
             metadata = MultiKVConnectorMetadata(metadata=(SimpleNamespace(), metadata))
-        runner.update_requests(SimpleNamespace(kv_connector_metadata=metadata))
+        assert runner.update_requests(SimpleNamespace(kv_connector_metadata=metadata)) == "what it returns"
     assert runner.order == ["waits for {7}", "blocks are zeroed", "blocks are zeroed"]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import AuxOutputConfig, PoolerConfig
+from vllm.config import AuxOutputConfig, HiSparseConfig, PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.pooling_params import PoolingParams
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -36,6 +36,7 @@ def copied(served: Any) -> Any:
     config.model_config = copy.copy(served.model_config)
     config.parallel_config = copy.copy(served.parallel_config)
     config.cache_config = copy.copy(served.cache_config)
+    config.attention_config = copy.copy(served.attention_config)
     config.offload_config = copy.deepcopy(served.offload_config)
     return config
 
@@ -97,6 +98,9 @@ def test_engines_that_cannot_be_served_are_refused(served: Any, monkeypatch: pyt
         "encoder-decoder": lambda config: config.model_config.__dict__.update(is_encoder_decoder=True),
         "on 2 nodes": lambda config: setattr(config.parallel_config, "nnodes", 2),
         "--distributed-executor-backend mp": set_external_launcher,
+        "a host pool of vLLM's own": lambda config: setattr(
+            config.attention_config, "hisparse_config", HiSparseConfig()
+        ),
         "--offload-group-size": lambda config: setattr(config.offload_config.prefetch, "offload_group_size", 8),
         "--enable-return-routed-experts": lambda config: setattr(
             config, "aux_output_config", AuxOutputConfig(enable_return_routed_experts=True)

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffd_client import NamespaceSpec
@@ -185,6 +185,31 @@ def test_a_session_s_next_part_stores_its_own_blocks(connector: KvoffdConnector)
     next_part = NewRequestData.from_request(request, ([5, 6, 7, 8, 9, 10],))
     output.scheduled_new_reqs, output.num_scheduled_tokens = [next_part], {"r": 92}
     assert stored_in_two_steps(connector, output, request) == [8, 9, 10]
+
+
+def test_a_request_that_resumes_under_the_second_runner_has_its_new_blocks_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own scheduler makes a new request of it there, and the offloading scheduler would store its old blocks."""
+    config = make_config(model, {"directory": str(tmp_path)})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    scheduler, hasher = make_scheduler(config, 10)
+    known = scheduler.connector.connector_scheduler._req_status
+    for name in ("first", "second"):
+        prompt = [hash(name) % 1000] * PROMPT_TOKENS
+        sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+        scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=hasher))
+    resumed = False
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        ids = list(output.num_scheduled_tokens)
+        for name in ids:
+            assert known[name].group_states[0].block_ids == scheduler.kv_cache_manager.get_block_ids(name)[0]
+        resumed |= any(scheduler.requests[one.req_id].num_preemptions for one in output.scheduled_new_reqs)
+        places = {name: place for place, name in enumerate(ids)}
+        scheduler.update_from_output(output, ModelRunnerOutput(ids, places, [[7]] * len(ids)))
+    assert resumed
+    scheduler.shutdown()
 
 
 def test_a_cache_is_reset_twice_without_a_step_between(connector: KvoffdConnector) -> None:

@@ -134,8 +134,9 @@ def _checks() -> dict[str, Callable[[], bool]]:
 def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
     """Have 0.32's offloading scheduler forget the blocks of requests that are scheduled as new.
 
-    A session's next part is scheduled as a new request that has all blocks of the session, and 0.32 puts them behind
-    those that it knows.
+    0.32 puts the blocks of a new request behind those that it knows of it. A session's next part comes as a new request
+    with all blocks of the session. So does, under the second model runner, a request that resumes after a pre-emption:
+    without this the blocks that it had before would be stored under its keys.
     """
     for request_id in request_ids:
         if (status := scheduler._req_status.get(request_id)) is not None:
@@ -164,11 +165,11 @@ def patch_v2_runner_fence(runner: Any, fence: Callable[[Any], None]) -> bool:
         return False
 
     @wraps(write)
-    def update_requests(scheduler_output: Any) -> None:
+    def update_requests(scheduler_output: Any) -> Any:
         for metadata in _offloading_metadata(scheduler_output.kv_connector_metadata):
             if metadata.jobs_to_flush:
                 fence(metadata)
-        write(scheduler_output)
+        return write(scheduler_output)
 
     runner.update_requests = update_requests
     return True

@@ -194,6 +194,11 @@ def _problem(vllm_config: VllmConfig) -> str:
             "prompt that comes from the daemon would end it. Start it without --enable-return-routed-experts, or "
             "without --kv-transfer-config."
         )
+    if vllm_config.attention_config.hisparse_config is not None:
+        return (
+            "with HiSparse most of the KV cache is in a host pool of vLLM's own, and a KV connector has the rest of it "
+            "alone, with which no prompt is whole. Start it without HiSparse, or without kvoffd."
+        )
     if vllm_config.offload_config.prefetch.offload_group_size:
         return (
             "its layers take turns in buffers on the GPU, so the digest that tells updated weights would not see "
