@@ -136,7 +136,6 @@ def install() -> None:
             runner.steps_on_stream = True
             # vLLM sets a context for it that is the whole process's, while the stream has another.
             self.connector._start_load_kv = self.start_load_kv
-            self.executed: Future[Any] | None = None
             self.finished: set[str] = set()
 
         def start_load_kv(self) -> None:
@@ -149,12 +148,13 @@ def install() -> None:
             self.update_requests(scheduler_output)
             step = StreamsConnector()
 
-            def compute() -> Any:
+            def compute(before: Future[Any]) -> Any:
+                before.result()  # after an error nothing is computed
                 self.runner.kv_connector = step
                 return execute(worker, scheduler_output)
 
-            computed = STREAM.launch(compute)
-            # A step that fails comes to no place of its own.
+            computed = STREAM.launch(compute, STREAM.position)
+            # A step that fails first comes to no such place.
             computed.add_done_callback(lambda _: step.reached.done() or step.reached.set_result(None))
             STREAM.position = step.reached
             try:
@@ -166,20 +166,17 @@ def install() -> None:
             finally:
                 step.launched.set_result(None)
                 STREAM.host_s.append(time.monotonic() - began)
-            STREAM.position = computed
-            self.executed, self.finished = computed, scheduler_output.finished_req_ids
+            STREAM.position, self.finished = computed, scheduler_output.finished_req_ids
             if self.runner.is_pooling_model:
                 return Output(computed, self.connector.post_forward(self.finished))
             return None
 
         def sample(self, worker: Any, grammar_output: Any) -> Output:
-            executed = self.executed
-
-            def compute() -> Any:
-                executed.result()  # for its error
+            def compute(before: Future[Any]) -> Any:
+                before.result()
                 return sample(worker, grammar_output)
 
-            STREAM.position = computed = STREAM.launch(compute)
+            STREAM.position = computed = STREAM.launch(compute, STREAM.position)
             return Output(computed, self.connector.post_forward(self.finished))
 
     def host_of(worker: Any) -> Host | None:

@@ -54,8 +54,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if any(map(of_engine, session.items)) and not session.config.option.collectonly:
-        import_vllm(v2=runner_v2.wanted())
+    if not session.config.option.collectonly:
+        engines = {item.path.stem for item in session.items if of_engine(item)}
+        for v2 in {stem.endswith("_v2") or runner_v2.wanted() for stem in engines}:
+            import_vllm(v2=v2)
 
 
 def of_engine(item: pytest.Item) -> bool:

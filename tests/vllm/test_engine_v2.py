@@ -117,12 +117,13 @@ def under_pressure(engines: Engines, seed: int, lags_s: list[float]) -> None:
         prompts = [random.choice(bases)[:cut] + prompt(random.randrange(12), 290 - cut) for cut in cuts]
         expected = engines.plain.generate(prompts, MAX_TOKENS)
         engine.control_stream(lag_s=lag_s)
-        engine.begin("generate", prompts=prompts, max_tokens=MAX_TOKENS)
-        if number % 3 == 1:
-            wait_books(daemon.directory, lambda found: found.store.running_jobs + found.load.running_jobs > 0)
-            daemon.kill()
-            daemon.start()
-        found = completions(engine.finish())
+        with daemon.fault("store slow 0.2" if number % 3 == 1 else ""):
+            engine.begin("generate", prompts=prompts, max_tokens=MAX_TOKENS)
+            if number % 3 == 1:
+                wait_books(daemon.directory, lambda found: found.store.running_jobs > 0)
+                daemon.kill()
+                daemon.start()
+            found = completions(engine.finish())
         assert tokens(found) == tokens(expected), f"round {number}, cached {cached(found)}"
         assert {answer.finish for answer in found} == {"length"}
         engines.settle()

@@ -135,8 +135,8 @@ def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
     """Have 0.32's offloading scheduler forget the blocks of requests that are scheduled as new.
 
     0.32 puts the blocks of a new request behind those that it knows of it. A session's next part comes as a new request
-    with all blocks of the session. So does, under the second model runner, a request that resumes after a pre-emption:
-    without this the blocks that it had before would be stored under its keys.
+    with all blocks of the session. So does, under the second model runner, a request that resumes after a pre-emption;
+    of that one vLLM forgets the old blocks too, when it asks whether it can be loaded.
     """
     for request_id in request_ids:
         if (status := scheduler._req_status.get(request_id)) is not None:
