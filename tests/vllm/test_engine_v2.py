@@ -10,7 +10,6 @@ import pytest
 
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
-    Completion,
     EngineProcess,
     cached,
     completions,
@@ -23,7 +22,7 @@ from tests.kit.engine import (
 )
 from tests.kit.models import make_tiny_llama
 from tests.kit.shapes import add_tokenizer
-from tests.vllm.test_engine_requests import LENGTH, REQUESTS
+from tests.vllm.test_engine_requests import REQUESTS, ask_each_kind, loaded_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -86,25 +85,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 def test_requests_of_every_kind_get_back_what_was_stored(engines: Engines) -> None:
     engine = engines.engine
-
-    def ask() -> dict[str, Completion]:
-        asked = {}
-        for name, request in REQUESTS.items():
-            if name == "after-an-abort":
-                engine.call("abort", prompt=request["prompts"][0], steps=2)
-            (asked[name],) = completions(engine.call("generate", **{"max_tokens": 16, **request}))
-        return asked
-
     engine.control_stream(lag_s=0.005)
-    cold = ask()
+    cold = ask_each_kind(engine)
     engines.settle()
-    warm = ask()
+    warm = ask_each_kind(engine)
     assert engine.control_stream()["ahead"] > 2 * len(REQUESTS), "the host did not run ahead of the stream"
     assert "Using V2 Model Runner" in engine.log
     for name in REQUESTS:
         assert warm[name].tokens == cold[name].tokens, name
-        # vLLM reads no cache where it must say how likely each token of the prompt was.
-        assert warm[name].cached == (0 if name == "prompt-logprobs" else full_blocks(LENGTH)), name
+        assert warm[name].cached == loaded_tokens(name), name
 
 
 def under_pressure(engines: Engines, seed: int, lags_s: list[float]) -> None:
