@@ -24,7 +24,7 @@ from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, WorkerRe
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
-from kvoffd_client.worker_client import Job, WorkerClient
+from kvoffd_client.worker_client import FENCE_PATIENCE_S, Job, WorkerClient
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import CudaIpcHandle, GroupKeys, JobResult, PageRef, Role, TensorLayout, Unregister
 from tests.kit.fake_daemon import FakeDaemon
@@ -336,34 +336,75 @@ class Gpu:
         self.events.append(GpuEvent())
         return self.events[-1]
 
+    def end_kernels(self) -> None:
+        """All that was launched so far is done."""
+        for event in self.events:
+            event.happened.set()
+
 
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
     made = Gpu()
     yield made
     made.worker.shutdown()
-    for event in made.events:
-        event.happened.set()
+    made.end_kernels()
 
 
-def test_a_fence_waits_a_moment_for_kernels_and_then_takes_jobs_back(gpu: Gpu) -> None:
+def test_a_fence_waits_for_the_kernels_before_it_and_gives_nothing_up(gpu: Gpu) -> None:
+    """As vLLM's own worker does: the GPU begins no other step before they are done."""
+    gpu.worker.submit_store(1, BLOCKS, KEYED)
+    gpu.worker.submit_load(2, LEASED, BLOCKS)
+    fence = threading.Thread(target=gpu.worker.wait, args=({1, 2},))
+    fence.start()
+    fence.join(4 * FENCE_PATIENCE_S)
+    assert fence.is_alive(), "the daemon has not begun to read the blocks"
+    gpu.end_kernels()
+    fence.join(WAIT_S)
+    [client, _] = gpu.clients
+    assert (list(client.stores), list(client.loads), client.fences) == ([1], [2], [([1, 2], 1.5)])
+    report = gpu.worker.take_report()
+    assert not report.failed_jobs
+    assert report.waited_s < FENCE_PATIENCE_S, "the kernels' time is none that stores cost"
+
+
+def test_a_fence_gives_a_gpu_up_that_hangs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "KERNELS_TIMEOUT_S", 0.05)
     gpu.worker.submit_store(1, BLOCKS, KEYED)
     gpu.worker.submit_store(2, BLOCKS, KEYED)
     gpu.worker.submit_load(3, LEASED, BLOCKS)
     gpu.worker.wait({1, 3})
-    assert gpu.clients[0].fences == [([1, 3], 1.5)]
+    [client, _] = gpu.clients
+    assert (client.fences, client.busy) == ([([1, 3], 1.5)], [False])
     assert codes(gpu.worker) == {1: ErrorCode.CANCELLED, 3: ErrorCode.CANCELLED}
-    for event in gpu.events:
-        event.happened.set()
+    gpu.end_kernels()
     assert wait_sent(gpu.sender, [2], WAIT_S)
-    assert list(gpu.clients[0].stores) == [2]
+    assert list(client.stores) == [2]
+
+
+def test_nothing_that_was_sent_is_cancelled_while_kernels_run(gpu: Gpu) -> None:
+    """Its blocks were computed by the step before the one that runs."""
+    gpu.worker.submit_store(1, BLOCKS, KEYED)
+    gpu.worker.flush()
+    gpu.end_kernels()
+    assert wait_sent(gpu.sender, [1], WAIT_S)
+    busy = list[bool]()
+
+    def fence(_: object, __: float, is_busy: Callable[[], bool]) -> None:
+        busy.append(is_busy())
+        gpu.end_kernels()
+        wait_until(lambda: not is_busy())
+
+    with patch.object(gpu.clients[0], "fence", fence):
+        gpu.worker.wait({1})
+    assert busy == [True]
 
 
 def test_a_gpu_that_failed_costs_jobs_and_not_the_engine(gpu: Gpu) -> None:
     gpu.gpu_failed = True
     gpu.worker.submit_store(1, BLOCKS, KEYED)
     gpu.worker.submit_load(2, LEASED, BLOCKS)
-    gpu.worker.flush()
+    gpu.worker.wait({1})
+    assert gpu.clients[0].busy == [False]
     assert codes(gpu.worker) == {1: ErrorCode.COPY_FAILED, 2: ErrorCode.COPY_FAILED}
 
 
@@ -387,8 +428,7 @@ def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(gpu: Gpu) ->
         gpu.worker.wake()
     gpu.worker.submit_store(3, BLOCKS, KEYED)
     gpu.worker.flush()
-    for event in gpu.events:
-        event.happened.set()
+    gpu.end_kernels()
     wait_until(lambda: list(second.stores) == [3])
     assert gpu.worker.credit_bytes == second.credit_bytes
 

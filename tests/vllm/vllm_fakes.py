@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvoffd_client import Lookup
@@ -107,6 +107,7 @@ class FakeWorkerClient:
     results: list[JobResult] = field(default_factory=list)
     messages: list[list[int]] = field(default_factory=list)
     fences: list[tuple[list[int], float]] = field(default_factory=list)
+    busy: list[bool] = field(default_factory=list)
     closed: bool = False
     unregistered: int = 0
     unfinished: int = 0
@@ -124,8 +125,9 @@ class FakeWorkerClient:
         taken, self.results = self.results, []
         return taken
 
-    def fence(self, job_ids: Sequence[int], timeout_s: float) -> None:
+    def fence(self, job_ids: Sequence[int], timeout_s: float, busy: Callable[[], bool]) -> None:
         self.fences.append((list(job_ids), timeout_s))
+        self.busy.append(busy())
 
     def close(self) -> None:
         self.closed = True

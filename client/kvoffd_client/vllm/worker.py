@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,11 +18,13 @@ from kvoffd_client.vllm.connector_metadata import (
     WorkerReport,
 )
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.worker_client import FENCE_PATIENCE_S, GroupTransfer, Job, WorkerClient
+from kvoffd_client.worker_client import GroupTransfer, Job, WorkerClient
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys
 
 UNREGISTER_TIMEOUT_S = 10.0
+KERNELS_TIMEOUT_S = 300.0
+"""A fence gives up kernels that run longer, with what they hold back; vLLM's executors take such a step for hanging."""
 
 
 class KvoffdWorker(OffloadingWorker):
@@ -35,7 +38,7 @@ class KvoffdWorker(OffloadingWorker):
         connect: makes a client with the KV memory registered in a namespace; None when the memory cannot be shared.
         blocks_per_chunk: engine blocks under one key.
         key_bytes: length of a block hash.
-        fence_timeout_s: how long wait() waits for running stores.
+        fence_timeout_s: how long wait() waits for running stores, once no kernel runs.
         keep_leases: other workers load the same shards under a request's lease.
         sender: sends jobs once the kernels before them are done; None where there are none, as on CPU.
     """
@@ -196,16 +199,30 @@ class KvoffdWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Wait until the daemon touches the blocks of these jobs no more.
 
-        What the GPU holds back, or the daemon does not begin, within FENCE_PATIENCE_S is cancelled.
+        Nothing is cancelled while kernels run that were launched before: the GPU would not begin the next step either.
+        What they hold back is sent when they are done. vLLM's own worker waits for them too.
         """
         began = time.monotonic()
         self.flush()
         wanted = sorted(job_ids)
+        kernels_done_at = self._note_kernels()
         if self._sender is not None:
-            self._sender.withdraw(wanted, FENCE_PATIENCE_S)
+            self._sender.withdraw(wanted, KERNELS_TIMEOUT_S)
         for client in self._clients():
-            client.fence(wanted, self._fence_timeout_s)
-        self._report.waited_s += time.monotonic() - began
+            client.fence(wanted, self._fence_timeout_s, lambda: kernels_done_at() == math.inf)
+        now = time.monotonic()
+        self._report.waited_s += now - min(now, max(began, kernels_done_at()))
+
+    def _note_kernels(self) -> Callable[[], float]:
+        """Return what says when the kernels launched so far were done; infinity until then."""
+        if self._sender is None:
+            return lambda: -math.inf
+        try:
+            done_at = self._sender.mark()
+        except RuntimeError:  # the GPU has failed
+            return lambda: -math.inf
+        until = time.monotonic() + KERNELS_TIMEOUT_S
+        return lambda: done_at() if time.monotonic() < until else until
 
     def join(self, namespace: NamespaceSpec) -> None:
         """Register the KV memory in this namespace, leaving another one. Repeatable."""
