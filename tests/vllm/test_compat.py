@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_offload import base
 
 from kvoffd_client.vllm import compat
@@ -53,7 +54,9 @@ class Other(Enum):
 CHANGES: dict[str, Patch] = {
     "OffloadingSpec's constructor": replaced(base.OffloadingSpec, "__init__", other),
     "OffloadingConnector's constructor": replaced(OffloadingConnector, "__init__", other),
-    "the scheduler half's manager": replaced(OffloadingConnectorScheduler, "__init__", other),
+    "the scheduler half's manager and blocks of a step": replaced(OffloadingConnectorScheduler, "__init__", other),
+    "the scheduler half's _update_req_states": replaced(OffloadingConnectorScheduler, "_update_req_states", other),
+    "BlockPool's get_new_blocks": replaced(BlockPool, "get_new_blocks", other),
     "the worker half's worker and spec": replaced(OffloadingConnectorWorker, "__init__", other),
     "the worker half's prepare_store_kv": replaced(OffloadingConnectorWorker, "prepare_store_kv", other),
     "the worker half's start_kv_transfers": replaced(OffloadingConnectorWorker, "start_kv_transfers", other),

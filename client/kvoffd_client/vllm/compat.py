@@ -86,6 +86,7 @@ def _checks() -> dict[str, Callable[[], bool]]:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_offload import base
 
     def parameters(function: Any, *names: str) -> Callable[[], bool]:
@@ -113,7 +114,13 @@ def _checks() -> dict[str, Callable[[], bool]]:
         "OffloadingConnector's constructor": parameters(
             OffloadingConnector.__init__, "vllm_config", "role", "kv_cache_config"
         ),
-        "the scheduler half's manager": attributes(OffloadingConnectorScheduler, "manager"),
+        "the scheduler half's manager and blocks of a step": attributes(
+            OffloadingConnectorScheduler, "manager", "_current_batch_allocated_block_ids"
+        ),
+        "the scheduler half's _update_req_states": parameters(
+            OffloadingConnectorScheduler._update_req_states, "scheduler_output"
+        ),
+        "BlockPool's get_new_blocks": parameters(BlockPool.get_new_blocks, "num_blocks"),
         "the worker half's worker and spec": attributes(half, "worker", "spec"),
         "the worker half's prepare_store_kv": parameters(half.prepare_store_kv, "metadata"),
         "the worker half's start_kv_transfers": parameters(half.start_kv_transfers, "metadata"),
@@ -150,6 +157,34 @@ def note_given_blocks(scheduler: Any, block_ids: Iterable[int]) -> None:
     them, and a store of who had them before would take its bytes.
     """
     scheduler._current_batch_allocated_block_ids.update(block_ids)
+
+
+def note_new_blocks(pool: Any, new: set[int]) -> None:
+    """Add to ``new`` the ids of the blocks that vLLM's pool gives out to be written: all but the hits of its cache."""
+    give = pool.get_new_blocks
+
+    @wraps(give)
+    def get_new_blocks(num_blocks: int) -> Any:
+        blocks = give(num_blocks)
+        new.update([block.block_id for block in blocks])
+        return blocks
+
+    pool.get_new_blocks = get_new_blocks
+
+
+def fence_no_readers(scheduler: Any, only_read: Callable[[], set[int]]) -> None:
+    """Have no store end before a step that does no more with its blocks than read them.
+
+    vLLM takes all blocks of a request that it begins for blocks that are written, its own cache's hits too.
+    """
+    update = scheduler._update_req_states
+
+    @wraps(update)
+    def update_req_states(scheduler_output: Any) -> None:
+        update(scheduler_output)
+        scheduler._current_batch_allocated_block_ids.difference_update(only_read())
+
+    scheduler._update_req_states = update_req_states
 
 
 def patch_v2_runner_fence(runner: Any, fence: Callable[[Any], None]) -> bool:

@@ -15,8 +15,10 @@ from prometheus_client import Gauge
 from kvoffd_client.vllm.compat import (
     HAS_DEFECTS_OF_0_32,
     check_version,
+    fence_no_readers,
     forget_session_blocks,
     note_given_blocks,
+    note_new_blocks,
     patch_v2_runner_fence,
     require_methods,
     require_vllm,
@@ -29,7 +31,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, get_kv_cache_spec_kind, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    get_kv_cache_spec_kind,
+    iter_layer_specs,
+)
 
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerReport
@@ -116,6 +124,13 @@ class KvoffdConnector(OffloadingConnector):
         )
         self._has_windows = len(self._dense_groups) < len(groups)
         self._pool: BlockPool | None = None
+        self._attention_groups = [
+            group.group_id
+            for group, spec in zip(offloading.groups, specs, strict=True)
+            if isinstance(spec, AttentionSpec)
+        ]
+        self._new_blocks, self._begun_blocks = set[int](), set[int]()
+        """Of this step: what the pool gave out, and what requests have in layers of attention that are begun."""
         self._reset_since_step = False
         self._has_unsent_stores = False
 
@@ -220,6 +235,8 @@ class KvoffdConnector(OffloadingConnector):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = gpu_block_pool
+        note_new_blocks(gpu_block_pool, self._new_blocks)
+        fence_no_readers(self.connector_scheduler, lambda: self._begun_blocks - self._new_blocks)
         super().bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
@@ -255,6 +272,8 @@ class KvoffdConnector(OffloadingConnector):
         if HAS_DEFECTS_OF_0_32:
             ids = [block.block_id for group in blocks.blocks for block in group if not block.is_null]
             note_given_blocks(self.connector_scheduler, ids)
+        for group in self._attention_groups:
+            self._begun_blocks.update([block.block_id for block in blocks.blocks[group]])
         self._load_room.note(request, loads=num_external_tokens > 0)
         self._manager.scheduled(request, num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -273,6 +292,8 @@ class KvoffdConnector(OffloadingConnector):
             forget_session_blocks(scheduler, [one.req_id for one in new])
         meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))
         self._has_unsent_stores = bool(meta.store_jobs)
+        self._new_blocks.clear()
+        self._begun_blocks.clear()
         generation, joined = namespace.begin_step()
         if generation is None:
             return meta
