@@ -19,6 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvoffd_client import Lookup, NamespaceSpec
+from kvoffd_client.vllm.compat import HAS_DEFECTS_OF_0_32
 from kvoffd_client.vllm.connector_metadata import WorkerReport
 from kvoffd_proto.messages import GroupKeys
 from tests.kit.clock import Clock
@@ -34,6 +35,8 @@ BLOCKS = {"full": 42, "window": 38, "state": 40}
 SHARE_THAT_ENDS = 0.05
 """Of the running stores, in a step: most still run when their blocks are wanted."""
 SHARE_OF_LOADS_THAT_ENDS = 0.5
+COPIES = ["copies"] if HAS_DEFECTS_OF_0_32 else []
+"""0.33 keeps no state inside a block of such prompts, so that none is copied."""
 
 
 @dataclass
@@ -191,7 +194,7 @@ def make(model: Path, tmp_path: Path) -> Iterator[Callable[[str], Engine]]:
         engine.scheduler.shutdown()
 
 
-@pytest.mark.parametrize(("kind", "seen"), [("full", ["preempted"]), ("window", []), ("state", ["copies", "states"])])
+@pytest.mark.parametrize(("kind", "seen"), [("full", ["preempted"]), ("window", []), ("state", ["states", *COPIES])])
 def test_a_step_waits_for_stores_of_what_it_writes_and_for_no_others(
     make: Callable[[str], Engine], kind: str, seen: list[str]
 ) -> None:
@@ -236,7 +239,7 @@ def copies_are_not_fenced(engine: Engine) -> None:
         ("full", new_blocks_are_not_fenced, TO_READ),
         ("window", new_blocks_are_not_fenced, TO_READ),
         ("state", states_are_not_fenced, TO_READ),
-        ("state", copies_are_not_fenced, TO_READ),
+        pytest.param("state", copies_are_not_fenced, TO_READ, marks=pytest.mark.skipif(not COPIES, reason="no copies")),
     ],
 )
 def test_a_planted_fault_is_found(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,7 +27,7 @@ from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import FENCE_PATIENCE_S, Job, WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import CudaIpcHandle, GroupKeys, JobResult, PageRef, Role, TensorLayout, Unregister
+from kvoffd_proto.messages import Cancel, CudaIpcHandle, GroupKeys, JobResult, PageRef, Role, TensorLayout, Unregister
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.ordered_sender import wait_sent
 from tests.kit.stub_cuda import StubCuda, fresh_stub
@@ -397,6 +398,39 @@ def test_nothing_that_was_sent_is_cancelled_while_kernels_run(gpu: Gpu) -> None:
     with patch.object(gpu.clients[0], "fence", fence):
         gpu.worker.wait({1})
     assert busy == [True]
+
+
+def test_a_daemon_that_hangs_costs_a_store_and_not_the_engine() -> None:
+    """It is waited for while kernels run, and a while longer."""
+    kernels: list[GpuEvent] = []
+
+    def record() -> GpuEvent:
+        kernels.append(GpuEvent())
+        return kernels[-1]
+
+    sender = OrderedSender(record)
+    with FakeDaemon() as fake, SharedMemory(4096) as memory:
+        fake.hold_jobs = True
+        registration = Registration(0, 1, (memory,), (TensorLayout(0, 0, 64, 8),), ((PageRef(0, 64),),))
+        client = WorkerClient(fake.directory, ONE, registration)
+        worker = KvoffdWorker(
+            lambda _: client, blocks_per_chunk=1, key_bytes=KEY_BYTES, fence_timeout_s=0.2, sender=sender
+        )
+        worker.join(ONE)
+        wait_until(lambda: worker.registered is not None)
+        worker.submit_store(1, BLOCKS, KEYED)
+        worker.flush()
+        kernels[0].happened.set()
+        wait_until(lambda: fake.seen_jobs(loads=False))
+        began, step_s = time.monotonic(), 4 * FENCE_PATIENCE_S
+        step = threading.Timer(step_s, lambda: kernels[1].happened.set())
+        step.start()
+        worker.wait({1})
+        assert step_s < time.monotonic() - began < WAIT_S / 2
+        assert fake.seen(Cancel)
+        assert codes(worker) == {1: ErrorCode.SESSION_ENDED}
+        worker.shutdown()
+        step.join()
 
 
 def test_a_gpu_that_failed_costs_jobs_and_not_the_engine(gpu: Gpu) -> None:
