@@ -418,13 +418,21 @@ def test_the_end_of_a_prompt_inside_a_chunk_is_neither_looked_up_nor_stored(harn
 
 def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off_until_it_can(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
-    harness.report("weights", usable=False)
+    harness.report("weights", problem="No GPU.")
     harness.scan()
     assert harness.results(context) == [MISS] * 3
     assert harness.offer(context) == []
     harness.report("weights")
     harness.scan()
     assert harness.results(context) == [HIT] * 3
+
+
+def test_why_a_worker_is_refused_is_told_until_it_is_not(harness: ManagerHarness) -> None:
+    for problem in ("No GPU.", "", ""):
+        harness.report("weights", problem=problem)
+        harness.clock.now += 100.0
+        harness.manager.step_begins([])
+    assert harness.client.problems == ["worker 0: No GPU.", ""]
 
 
 def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:

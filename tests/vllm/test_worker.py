@@ -13,7 +13,7 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
-from kvoffd_client import NamespaceSpec, Registration, SharedMemory
+from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SharedMemory
 from kvoffd_client.cuda_export import export_segments
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm import kv_memory
@@ -26,7 +26,17 @@ from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import Job, WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import CudaIpcHandle, GroupKeys, JobResult, PageRef, Role, TensorLayout, Unregister
+from kvoffd_proto.messages import (
+    CudaIpcHandle,
+    Error,
+    GroupKeys,
+    JobResult,
+    PageRef,
+    Register,
+    Role,
+    TensorLayout,
+    Unregister,
+)
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.ordered_sender import wait_sent
 from tests.kit.stub_cuda import StubCuda, fresh_stub
@@ -174,7 +184,9 @@ def test_blocks_go_to_their_groups_and_places_in_keys() -> None:
     ) -> list[Any]:
         """Group, block ids, first block and keys of each transfer of a job; none where it was not made."""
         blocks = GPULoadStoreSpec(ids, group_sizes=sizes, block_indices=first)
-        worker = KvoffdWorker(lambda _: None, blocks_per_chunk=per_chunk, key_bytes=KEY_BYTES, fence_timeout_s=1.0)
+        worker = KvoffdWorker(
+            lambda _: FakeWorkerClient(), blocks_per_chunk=per_chunk, key_bytes=KEY_BYTES, fence_timeout_s=1.0
+        )
         if is_store:
             worker.submit_store(1, blocks, KeyedSpec(groups))
         else:
@@ -253,16 +265,37 @@ def test_jobs_that_fail_say_why_and_with_which_keys() -> None:
 
 
 def test_a_worker_without_shareable_memory_fails_every_job() -> None:
-    worker = make_worker(lambda _: None)
-    assert worker.usable
+    connect = Mock(side_effect=NotShareable("The driver gives no handle."))
+    worker = make_worker(connect)
+    assert worker.problem == ""
     worker.join(ONE)
     assert worker.submit_store(1, BLOCKS, KEYED)
     assert worker.submit_load(2, LEASED, BLOCKS)
     worker.wait({1, 2})
     assert codes(worker) == {1: ErrorCode.UNSUPPORTED, 2: ErrorCode.UNSUPPORTED}
     assert worker.failed_requests == {"r"}
-    assert (worker.usable, worker.credit_bytes) == (False, None)
+    assert (worker.problem, worker.credit_bytes) == ("The driver gives no handle.", None)
+    worker.leave()
+    assert worker.problem == "", "another namespace may be joined with other memory"
+    connect.side_effect, connect.return_value = None, FakeWorkerClient()
+    worker.join(ONE)
+    assert worker.problem == ""
     worker.shutdown()
+
+
+def test_a_worker_that_the_daemon_refuses_says_why() -> None:
+    with FakeDaemon() as fake, SharedMemory(4096) as memory:
+        fake.answers[Register] = lambda request, _: Error(request.request_id, ErrorCode.UNSUPPORTED, "No CUDA here.")
+        registration = Registration(0, 1, (memory,), (TensorLayout(0, 0, 64, 8),), ((PageRef(0, 64),),))
+        options = ClientOptions(backoff_max_s=0.05)
+        worker = make_worker(lambda namespace: WorkerClient(fake.directory, namespace, registration, options=options))
+        worker.join(ONE)
+        wait_until(lambda: worker.problem)
+        assert worker.problem.endswith("No CUDA here.")
+        del fake.answers[Register]
+        wait_until(lambda: worker.registered is not None)
+        assert worker.problem == ""
+        worker.shutdown()
 
 
 def test_a_worker_is_registered_in_one_namespace_at_a_time() -> None:
@@ -276,7 +309,7 @@ def test_a_worker_is_registered_in_one_namespace_at_a_time() -> None:
     assert (first.unregistered, first.closed, second.closed) == (1, True, False)
     assert worker.registered == OTHER.fingerprint
     worker.leave()
-    assert (second.unregistered, worker.registered, worker.usable) == (1, None, True)
+    assert (second.unregistered, worker.registered, worker.problem) == (1, None, "")
 
 
 def test_a_load_of_a_left_namespace_fails_once_memory_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +412,7 @@ def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(gpu: Gpu) ->
         gpu.worker.sleep()
     assert (first.unregistered, first.closed) == (1, True)
     assert codes(gpu.worker) == {1: ErrorCode.CANCELLED, 8: ErrorCode.CANCELLED, 7: ErrorCode.SESSION_ENDED}
-    assert gpu.worker.usable, "the scheduler must not give the daemon up for a nap"
+    assert gpu.worker.problem == "", "the scheduler must not give the daemon up for a nap"
     assert gpu.worker.credit_bytes is None
     gpu.worker.submit_store(2, BLOCKS, KEYED)
     assert codes(gpu.worker) == {2: ErrorCode.UNSUPPORTED}

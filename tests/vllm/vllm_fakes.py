@@ -28,6 +28,7 @@ class FakeSchedulerClient:
     unused: list[str] = field(default_factory=list)
     invalidated: list[GroupKeys] = field(default_factory=list)
     reports: list[tuple[float, ...]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
     noted: list[RequestReport] = field(default_factory=list)
     closed: bool = False
@@ -85,8 +86,9 @@ class FakeSchedulerClient:
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:
         self.invalidated.extend(groups)
 
-    def report(self, *figures: float) -> None:
+    def report(self, *figures: float, problem: str = "") -> None:
         self.reports.append(figures)
+        self.problems.append(problem)
 
     def take_events(self) -> list[KvEvent]:
         taken, self.events = self.events, []
@@ -101,6 +103,7 @@ class FakeWorkerClient:
     """Collects jobs; the test sets their results."""
 
     ready: bool = True
+    refusal: None = None
     credit_bytes: int = 1 << 20
     stores: dict[int, list[GroupTransfer]] = field(default_factory=dict)
     loads: dict[int, tuple[int, list[GroupTransfer]]] = field(default_factory=dict)

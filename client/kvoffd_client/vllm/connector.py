@@ -200,7 +200,7 @@ class KvoffdConnector(OffloadingConnector):
             machine_id(),
             self._weights.changed,
             worker.registered,
-            worker.usable,
+            worker.problem,
         )
         if memory != self._last_memory:
             report.memory[spec.config.parallel.rank] = self._last_memory = memory

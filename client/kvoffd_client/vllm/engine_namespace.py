@@ -37,7 +37,7 @@ class MemoryReport:
         machine: what tells the worker's machine from others.
         changed: the weights may have changed since the digest was taken.
         registered: fingerprint of the namespace in which the daemon has this worker's memory; None for none.
-        usable: its memory can be shared with the daemon, as far as is known.
+        problem: why the daemon does not get its memory; empty where it has it, or may still get it.
     """
 
     namespace: NamespaceSpec
@@ -46,7 +46,7 @@ class MemoryReport:
     machine: str = ""
     changed: bool = False
     registered: bytes | None = None
-    usable: bool = True
+    problem: str = ""
 
 
 class Unconnected:
@@ -102,9 +102,10 @@ class EngineNamespace:
         self._engine_cache_kept = False
 
     @property
-    def usable(self) -> bool:
-        """Whether the daemon can have the memory of all workers, as far as they have said."""
-        return all(report.usable for report in self._reports.values())
+    def problem(self) -> str:
+        """Why the daemon does not get the memory of a worker, as far as they have said; empty for none."""
+        problems = (f"worker {rank}: {one.problem}" for rank, one in sorted(self._reports.items()) if one.problem)
+        return next(problems, "")
 
     @property
     def registered(self) -> bool:
@@ -115,7 +116,7 @@ class EngineNamespace:
     @property
     def serves(self) -> bool:
         """Whether the daemon may be asked, and given blocks."""
-        return self.current is not None and self.client.ready and self.usable
+        return self.current is not None and self.client.ready and not self.problem
 
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
         """Where the namespace is not known, or the workers are not registered: whether steps, empty ones too, will make

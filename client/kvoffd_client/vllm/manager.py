@@ -207,6 +207,7 @@ class KvoffdManager(OffloadingManager):
         self._counters = metrics.Counters()
         self._report_at = clock() + REPORT_EVERY_S
         self._reported = Counter[str]()
+        self._reported_problem = ""
         """Counters at the last report to the daemon."""
         self.namespace = namespace
         namespace.on_leave = self._disable_adapters
@@ -281,7 +282,7 @@ class KvoffdManager(OffloadingManager):
         """
         state, namespace = self._requests[request.request_id], self.namespace
         state.found, state.otherwise = {}, _MISS
-        if has_all or not self._may_load(state) or not namespace.usable:
+        if has_all or not self._may_load(state) or namespace.problem:
             return
         if not (namespace.registered and namespace.client.ready):
             if namespace.pending() if namespace.current is None else namespace.pending(self._deadline_s):
@@ -468,9 +469,10 @@ class KvoffdManager(OffloadingManager):
             self._reported = Counter(self._counters)
             counts = [min(news[name], MAX_REPORTED) for name in metrics.REPORTED]
             # What is not new is reported too: the daemon may have been restarted.
-            prefill_rate = self.harm.prefill.tokens_per_second
-            if any((prefill_rate, *counts)):
-                self.namespace.client.report(prefill_rate, *counts)
+            prefill_rate, problem = self.harm.prefill.tokens_per_second, self.namespace.problem
+            if any((prefill_rate, *counts, problem, self._reported_problem)):
+                self.namespace.client.report(prefill_rate, *counts, problem=problem)
+                self._reported_problem = problem
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """The daemon's blocks, for the engine's own stream. The output of the first of the steps that run has come."""

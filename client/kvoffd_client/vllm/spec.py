@@ -26,7 +26,6 @@ from kvoffd_client.vllm.config import parse_options
 from kvoffd_client.vllm.connector_metadata import ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
-from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.manager import KvoffdManager
 from kvoffd_client.vllm.metrics import DEFINITIONS
 from kvoffd_client.vllm.worker import KvoffdWorker
@@ -114,16 +113,11 @@ class KvoffdSpec(OffloadingSpec):
             sender=OrderedSender(RecordedEvent) if on_gpu else None,
         )
 
-    def _connect_worker(self, kv_caches: CanonicalKVCaches, namespace: NamespaceSpec) -> WorkerClient | None:
-        """Return a client with the memory registered, or None, with one warning, when it cannot be shared."""
-        rank, directory = self.config.parallel.rank, self.options.socket_directory
-        try:
-            registration = self._registration(kv_caches)
-        except NotShareable as reason:
-            logger.warning("kvoffd: worker %d stores and loads nothing. %s", rank, reason)
-            return None
-        name = self._name(namespace, f"worker {rank}")
-        return WorkerClient(directory, namespace, registration, name=name, software=SOFTWARE)
+    def _connect_worker(self, kv_caches: CanonicalKVCaches, namespace: NamespaceSpec) -> WorkerClient:
+        """Return a client with the memory registered. Raises NotShareable."""
+        name = self._name(namespace, f"worker {self.config.parallel.rank}")
+        registration = self._registration(kv_caches)
+        return WorkerClient(self.options.socket_directory, namespace, registration, name=name, software=SOFTWARE)
 
     def _registration(self, kv_caches: CanonicalKVCaches) -> Registration:
         shard = 0 if self.replicated_layout else self.config.parallel.rank

@@ -16,6 +16,7 @@ from kvoffd_client.vllm.connector_metadata import (
     KeyedSpec,
     WorkerReport,
 )
+from kvoffd_client.vllm.kv_memory import NotShareable
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.worker_client import FENCE_PATIENCE_S, GroupTransfer, Job, WorkerClient
 from kvoffd_proto.errors import ErrorCode
@@ -32,7 +33,7 @@ class KvoffdWorker(OffloadingWorker):
     Without a namespace (see ``join``) every job fails at once.
 
     Args:
-        connect: makes a client with the KV memory registered in a namespace; None when the memory cannot be shared.
+        connect: makes a client with the KV memory registered in a namespace; raises NotShareable.
         blocks_per_chunk: engine blocks under one key.
         key_bytes: length of a block hash.
         fence_timeout_s: how long wait() waits for running stores.
@@ -42,7 +43,7 @@ class KvoffdWorker(OffloadingWorker):
 
     def __init__(
         self,
-        connect: Callable[[NamespaceSpec], WorkerClient | None],
+        connect: Callable[[NamespaceSpec], WorkerClient],
         *,
         blocks_per_chunk: int,
         key_bytes: int,
@@ -52,6 +53,7 @@ class KvoffdWorker(OffloadingWorker):
     ) -> None:
         self._connect = connect
         self._client: WorkerClient | None = None
+        self._not_shareable = ""
         self._left: list[WorkerClient] = []
         """Clients of namespaces that were left, with loads that the daemon may still copy, or results."""
         self._namespace: NamespaceSpec | None = None
@@ -73,9 +75,10 @@ class KvoffdWorker(OffloadingWorker):
         self._failed: deque[tuple[int, ErrorCode]] = deque()
 
     @property
-    def usable(self) -> bool:
-        """Whether this worker's memory can be shared with the daemon, as far as is known."""
-        return self._client is not None or self._namespace is None or self._asleep
+    def problem(self) -> str:
+        """Why the daemon does not get this worker's memory; empty where it has it, or may still get it."""
+        refusal = self._client.refusal if self._client is not None else None
+        return self._not_shareable if refusal is None else str(refusal)
 
     @property
     def registered(self) -> bytes | None:
@@ -214,14 +217,21 @@ class KvoffdWorker(OffloadingWorker):
         self.leave()
         self._namespace = namespace
         if not self._asleep:
+            self._register(namespace)
+
+    def _register(self, namespace: NamespaceSpec) -> None:
+        try:
             self._client = self._connect(namespace)
+        except NotShareable as reason:
+            self._not_shareable = str(reason)
+            logger.warning("kvoffd: this worker stores and loads nothing. %s", reason)
 
     def leave(self) -> None:
         """Have the daemon release the KV memory. Jobs fail from now on, until another ``join``.
 
         A load that the daemon does not end fails when nothing of the daemon can touch its blocks any more.
         """
-        client, self._client, self._namespace = self._client, None, None
+        client, self._client, self._namespace, self._not_shareable = self._client, None, None, ""
         if client is None:
             return
         unsent, self._unsent = self._unsent, {}
@@ -253,7 +263,8 @@ class KvoffdWorker(OffloadingWorker):
         """There is KV memory again, other memory at the same addresses."""
         if self._asleep:
             self._asleep = False
-            self._client = self._connect(self._namespace) if self._namespace is not None else None
+            if self._namespace is not None:
+                self._register(self._namespace)
 
     def shutdown(self) -> None:
         if self._sender is not None:
