@@ -39,8 +39,8 @@ lint: $(VENV)/.tools ## ruff and mypy; needs neither torch nor vLLM
 bench: $(VENV)/.tools ## measure lookups and copies, each beside a floor (1 minute)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
-gpu: ## measure and try what only an NVIDIA GPU can tell (10 minutes, no internet); ARGS="--part copy", or --double
-	@$(or $(PYTHON),$(error There is no Python 3.11 to 3.14 here)) tests/bench/gpu/carry.py run $(ARGS)
+gpu: ## measure and try what only an NVIDIA GPU can tell (10 minutes, no internet); ARGS="--part vllm", or --double
+	@$(or $(PYTHON),$(error There is no Python 3.11 to 3.14 here)) -m tests.bench.gpu.carry run $(ARGS)
 
 # The rest: what tests ask of the machine, what takes longer, and what is delivered.
 
@@ -53,6 +53,7 @@ servers: ## install the servers and tools that tests start, from Debian (as root
 
 nightly: $(VENV)/.engine .cuda/.fetched ## run what is too long for every change: longer tests, planted faults, chaos, seeds (hours)
 	$(BIN)/pytest -m 'nightly and not gpu' $(ARGS)
+	TESTS_MODEL_RUNNER=v2 $(BIN)/pytest -m 'engine and not gpu' $(ARGS)
 	$(BIN)/python -m tests.sim.planted_at_the_door
 	$(BIN)/python -m tests.chaos
 	$(BIN)/python -m tests.sim.soak --seconds 1800
@@ -73,7 +74,7 @@ bench-peers: $(VENV)/.tools .venv-lmcache/.built ## measure kvoffd beside LMCach
 	@$(BIN)/python -m tests.bench.peers $(ARGS)
 
 gpu-files: ## fetch and build what `make gpu` takes to a machine without internet; ARGS="--python 3.12"
-	@$(PYTHON) tests/bench/gpu/carry.py fetch $(ARGS)
+	@$(PYTHON) -m tests.bench.gpu.carry fetch $(ARGS)
 
 dist: $(VENV)/.dist ## build the sdist and a wheel for all Pythons of x86_64 and aarch64, as far as their gcc is here
 	@rm -rf dist
@@ -95,7 +96,7 @@ delivery: $(VENV)/.dist ## install wheels and package, boot the unit, run the im
 	$(BIN)/pytest -m delivery $(ARGS)
 
 clean: ## remove all environments, caches and what was built
-	rm -rf .venv* .demo .fuzz .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv* .demo .fuzz .gpu-cache .gpu-site .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Editable: Python is taken from here as it is, but C must be compiled again, and the version be written down.

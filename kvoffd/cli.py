@@ -68,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -> int:
     """Run ``kvoffd`` with ``arguments`` (the process's own where None); return the exit status. ``limits``: a test's.
 
-    0 is success, 2 a refusal with one sentence on stderr, 130 Ctrl-C; ``serve`` returns what the daemon returns.
+    0 is success, 2 a refusal with one sentence on stderr; ``serve`` returns what the daemon returns.
     """
     open_standard_streams()
     parser = make_parser()
@@ -173,7 +173,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of ``kvoffd``. Values stay text here: ``load_config`` judges them, whatever their source."""
     parser = _Parser(
         prog="kvoffd",
-        description="Keeps the KV cache blocks of this node's LLM engines in host memory.",
+        description="Keeps the KV cache blocks of this node's LLM engines: in host memory, on local disks, and in "
+        "stores that nodes share.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvoffd {__version__}")

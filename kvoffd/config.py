@@ -159,10 +159,11 @@ def _absolute(name: str, value: object) -> Path:
 
 
 def _disks(value: object) -> tuple[DiskSize, ...]:
-    parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list):
         raise ValueError(f"{quoted(value)} is not a list of directories and sizes, such as /mnt/nvme0/kvoffd=500GiB")
-    found = tuple(map(_disk, parts))
+    every = [one for part in parts for one in (part.split(",") if isinstance(part, str) else [part])]
+    found = tuple(_disk(one) for one in every if not isinstance(one, str) or one.strip())
     names = [disk.directory for disk in found]
     for name in names:
         if names.count(name) > 1:
@@ -357,10 +358,10 @@ class Config:
         TieringSettings.mode.value,
         "Which blocks are written to each shared store, as of disk_write. Choose never on nodes that only read.",
     )
-    shared_ask_deadline_s: float = duration(0.0).setting(
-        0.0,
-        "Time for a shared store to say whether it has a block; later it is a miss. 0 is 500 ms. Engines wait less for "
-        "short prompts.",
+    shared_ask_deadline_s: float = duration(0.001).setting(
+        0.5,
+        "Time for a shared store to say whether it has a block; later it is a miss. Engines wait less for short "
+        "prompts. Raise it for a store behind a very slow network.",
     )
     shared_deadline_s: float = duration(0.1).setting(
         2.0,

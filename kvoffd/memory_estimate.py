@@ -6,6 +6,8 @@ from kvoffd.cache.policy import GHOST_PART
 from kvoffd.config import Config
 from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.system.limits import MemoryLimit
+from kvoffd.tiering.level import FILL_BYTES, MOST_QUEUED
+from kvoffd.tiering.writer import MAX_WAITING, WAITING_BYTES
 from kvoffd.tiers.disk import index_bytes
 from kvoffd_proto.units import format_size
 
@@ -18,6 +20,8 @@ IDLE_BYTES = 34 << 20
 """Of the process without clients, as README.md and ``stats`` have it: what it shares with nobody."""
 SHARED_BYTES = 96 << 20
 """Answers of a shared store, and what is being asked and moved."""
+QUEUES_BYTES = MOST_QUEUED * FILL_BYTES + MAX_WAITING * WAITING_BYTES
+"""Blocks that wait to be read from or written to the disks, or to one store."""
 IN_USE_AT_START = ("pool", "slot table and page tables", "process and clients")
 """What a daemon whose pool is touched has already: what its cgroup has left is without it."""
 
@@ -31,6 +35,7 @@ def memory_estimate(config: Config) -> dict[str, int]:
         "keys without blocks": 0 if config.eviction_policy == "lru" else config.pool_bytes // GHOST_PART,
         "indices of disks": sum(index_bytes(one.size_bytes) for one in config.disk),
         "shared stores": SHARED_BYTES * len(config.shared),
+        "queues of disks and stores": QUEUES_BYTES * (bool(config.disk) + len(config.shared)),
         "process and clients": PROCESS_BYTES,
     }
 

@@ -32,7 +32,7 @@ PACKAGES = {
     "tiering": "cache tiers pool system errors",
     "simulate": "tiering tiers cache pool system errors",
     "config": "tiering tiers cache errors",
-    "memory_estimate": "config tiers cache pool system errors",
+    "memory_estimate": "config tiering tiers cache pool system errors",
     "transfer": "pool system errors",
     "server": "tiering tiers cache transfer pool system observe config memory_estimate errors",
     "cli": "server simulate cache observe config memory_estimate errors",

@@ -7,7 +7,9 @@ before. No event is shared with another process, and no stream of the engine eve
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -35,6 +37,8 @@ class _Step:
     """Those that are not withdrawn, by id."""
     send: Callable[[list[Job]], None]
     fail: Callable[[Job, ErrorCode], None]
+    done_at: float = math.inf
+    """When the event had happened, or failed."""
 
 
 class OrderedSender:
@@ -61,7 +65,18 @@ class OrderedSender:
         ``fail`` is called with each job that will not be sent, as ``send`` is in the sender's thread, or in the caller
         of ``withdraw``; neither may wait. An error of ``record`` is raised here.
         """
-        step = _Step(self._record(), {job.job_id: job for job in jobs}, send, fail)
+        self._append(_Step(self._record(), {job.job_id: job for job in jobs}, send, fail))
+
+    def mark(self) -> Callable[[], float]:
+        """Return what says when all was done that the caller's stream holds now; infinity until then.
+
+        An error of ``record`` is raised here.
+        """
+        step = _Step(self._record(), {}, lambda _: None, lambda *_: None)
+        self._append(step)
+        return lambda: step.done_at
+
+    def _append(self, step: _Step) -> None:
         with self._changed:
             self._steps.append(step)
             self._step_of.update(dict.fromkeys(step.jobs, step))
@@ -108,6 +123,7 @@ class OrderedSender:
                 if self._closed:
                     return
                 self._steps.popleft()
+                step.done_at = time.monotonic()
                 self._finish(step, error)
                 for job_id in step.jobs:
                     del self._step_of[job_id]

@@ -176,12 +176,14 @@ class SchedulerClient(Session):
                 for _, keys in self._split(groups):
                     self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, list(keys)))
 
-    def report(self, prefill_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0) -> None:
+    def report(
+        self, prefill_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0, *, problem: str = ""
+    ) -> None:
         """Tell operators what the engine learned: prompt tokens a second, and what it counted since the last call.
 
-        ``late_lookups``: those whose answers came too late to be used.
+        ``late_lookups``: those whose answers came too late to be used. ``problem``: why it stores and loads nothing.
         """
-        fields = prefill_rate, skipped_loads, paused_stores, late_lookups
+        fields = prefill_rate, skipped_loads, paused_stores, late_lookups, problem[: m.MAX_PROBLEM]
         with self._transport.lock:
             if self.ready:
                 self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))

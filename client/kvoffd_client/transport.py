@@ -106,7 +106,12 @@ class SocketTransport:
         self._session = session
         if self._threaded:
             self._thread = threading.Thread(target=self._run, name=f"kvoffd-{session.role.value}", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # there are too many
+                self._closed, self._threaded = True, False
+                self._shut()
+                raise
 
     # --- for any thread --------------------------------------------------------------------------
 

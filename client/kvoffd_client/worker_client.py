@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -35,6 +35,8 @@ log = logging.getLogger("kvoffd_client")
 
 FENCE_PATIENCE_S = 0.05
 """How long a fence waits for jobs to end by themselves before it cancels those that have not started."""
+BUSY_CHECK_S = 0.005
+"""How often a fence asks then whether its caller still has something else to wait for."""
 LOAD_WAIT_S = 10.0
 """How often a fence says that it still waits for loads."""
 JOB_PATIENCE_S = 1.0
@@ -340,17 +342,23 @@ class WorkerClient(Session):
         self._transport.wait(lambda: bool(self._results), timeout_s)
         return self.take_results()
 
-    def fence(self, job_ids: Iterable[int], timeout_s: float) -> None:
+    def fence(self, job_ids: Iterable[int], timeout_s: float, busy: Callable[[], bool] = lambda: False) -> None:
         """Wait until the daemon touches the blocks of these jobs no more; then each of them has a result.
 
         What has not started after FENCE_PATIENCE_S is cancelled. Stores that still run after ``timeout_s`` seconds are
         abandoned: the lifeline is closed, so that the daemon will not commit them, they fail here, and the client
         connects again. Loads are waited for however long it takes, since a copy may still land: a completion or the
         daemon's death ends that. Unknown ids are ignored. Results stay for take_results().
+
+        ``busy`` tells whether the caller could do nothing yet if this returned; nothing is cancelled while it could
+        not. That must end some time.
         """
         wanted = set(job_ids)
         if self._transport.wait(lambda: not self._has_any(wanted), min(FENCE_PATIENCE_S, timeout_s)):
             return
+        while busy():
+            if self._transport.wait(lambda: not self._has_any(wanted), BUSY_CHECK_S):
+                return
         with self._transport.lock:
             self._cancel(wanted)
         if self._transport.wait(lambda: not self._has_any(wanted), timeout_s):

@@ -22,7 +22,7 @@ next=$(/usr/bin/python3 -c 'import sys; print("%d.%d" % (sys.version_info[0], sy
 
 install -d "$root/usr/bin" "$root/usr/share/bash-completion/completions" \
     "$root/usr/share/doc/kvoffd" "$root/DEBIAN"
-for program in kvoffd:kvoffd.cli kvoffd-cli:kvoffd_client.cli; do
+for program in kvoffd:kvoffd.__main__ kvoffd-cli:kvoffd_client.cli; do
     printf '#!/usr/bin/python3\nimport sys\n\nsys.path.insert(0, "%s")\n\nfrom %s import main\n\nsys.exit(main())\n' \
         "$library" "${program#*:}" >"$root/usr/bin/${program%:*}"
     chmod 755 "$root/usr/bin/${program%:*}"

@@ -268,8 +268,9 @@ class Cache:
         self._give_number(namespace, self._next_number)
         if generation is not None:
             namespace.generation = generation
-        for group in dead:
+        for group, now in zip(dead, self._current[namespace], strict=True):
             self._retire(group)
+            now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
         self._partial = {block: since for block, since in self._partial.items() if not self._of_block(block).dead}
         self._victims.forget(namespace)
         self._end([lease for lease in self.leases.values() if lease.namespace is namespace])
@@ -391,6 +392,8 @@ class Cache:
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
         lease.asking = 0
+        for index, keys in groups if self._dead else ():
+            self._note_reset(current[index], keys)
         found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]
         ready = found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
         states = [one.states for one in found]
@@ -506,8 +509,9 @@ class Cache:
     def count_misses(self, namespace: Namespace, group: int, keys: bytes) -> None:
         """Count keys as missed, of which a lookup could not tell whether they would come."""
         states = bytes(len(keys) // namespace.key_bytes)
-        number = self.group(namespace, group).number
-        self._count_missing(namespace, self.blocks.count_misses(number, keys, namespace.key_bytes, states))
+        known = self.group(namespace, group)
+        self._note_reset(known, keys)
+        self._count_missing(namespace, self.blocks.count_misses(known.number, keys, namespace.key_bytes, states))
 
     def note_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
         """These keys are not there from now on, for this reason."""
@@ -515,8 +519,18 @@ class Cache:
 
     def reason_of(self, namespace: Namespace, group: int, key: bytes) -> MissReason:
         """Why a key was not there when it was asked for, as far as is known; it may have been stored since."""
-        counts = self.blocks.count_misses(self.group(namespace, group).number, key, namespace.key_bytes, bytes(1))
+        known = self.group(namespace, group)
+        self._note_reset(known, key)
+        counts = self.blocks.count_misses(known.number, key, namespace.key_bytes, bytes(1))
         return _REASONS[counts.index(1)]
+
+    def _note_reset(self, group: Group, keys: bytes) -> None:
+        """Note which of these keys were reset, as ``background`` does when it comes to their blocks."""
+        for number in self._dead.intersection(group.unswept):
+            states, _ = self.blocks.find(number, keys, group.key_bytes)
+            gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
+            names = _some(keys, gone, group.key_bytes)
+            self.blocks.note_misses(group.number, names, group.key_bytes, MissReason.INVALIDATED)
 
     def note_requests(self) -> None:
         """Tell the policy and the watchers what was asked for, but by a bench. For when the replies are out."""

@@ -253,6 +253,8 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
     uint64_t per = tokens > 1 && tokens < PIECE_TOKENS ? PIECE_TOKENS / tokens : 1; /* keys of a piece, at most */
     uint64_t used = 0, n = 1, pieces = MOST_SMALL + 2 * count / per, mask;
 
+    if (!count) /* there may be no memory yet */
+        return;
     counts->found += run * tokens;
     if (pieces > count)
         pieces = count;

@@ -123,9 +123,9 @@ struct learned {
 /* Memory for the call at hand. What was got before is lost. */
 static void *scratch(struct learned *l, uint64_t nbytes)
 {
-    if (nbytes > l->scratch_bytes) {
+    if (nbytes > l->scratch_bytes || !l->scratch) {
         free(l->scratch);
-        l->scratch = or_end(malloc(nbytes));
+        l->scratch = or_end(malloc(nbytes + 1)); /* also for nothing */
         l->scratch_bytes = nbytes;
     }
     return l->scratch;

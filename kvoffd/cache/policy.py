@@ -37,6 +37,8 @@ class Group:
         """Of a block; 0 where its group does not say."""
         self.dead = False
         """The namespace was reset: its blocks are swept out."""
+        self.unswept: list[int] = []
+        """Numbers that this group of its namespace had before resets, as long as some of those blocks may be there."""
         self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
         """By state, the number of blocks that have slots."""
         self.set_sizes([], [])

@@ -29,8 +29,6 @@ class PoolMemory:
     def __init__(self, fd: int, segment: MappedSegment) -> None:
         self.fd = fd
         self.size_bytes = segment.size_bytes
-        self.touched_bytes = 0
-        """Bytes whose pages this process has in memory and in its page tables."""
         self.segment = segment
 
     @classmethod
@@ -116,7 +114,7 @@ class PoolMemory:
             self.segment.address, self.size_bytes, mmap.MADV_HUGEPAGE
         )  # a kernel without huge pages refuses; that is fine
         threads = threads or min(16, len(usable_cpus()))
-        self.touched_bytes, failed = 0, False
+        touched_bytes, failed = 0, False
 
         def touch_chunk(offset: int, length: int) -> int:
             if failed or should_stop():
@@ -134,12 +132,12 @@ class PoolMemory:
                 chunks.append(executor.map(touch_chunk, offsets, [min(chunk_bytes, end - at) for at in offsets]))
             try:
                 for length in chain(*chunks):
-                    self.touched_bytes += length
-                    on_progress(self.touched_bytes)
+                    touched_bytes += length
+                    on_progress(touched_bytes)
             except BaseException:
                 failed = True
                 raise
-        return self.touched_bytes
+        return touched_bytes
 
     def close(self) -> None:
         """Unmaps and closes; a second call does nothing. No copy may be using the memory."""

@@ -106,11 +106,6 @@ class Pool:
         except PoolTooLarge as error:
             logger.warning("%s", error.message)
 
-    @property
-    def touched_bytes(self) -> int:
-        """See PoolMemory; set by the threads that touch it."""
-        return self._memory.touched_bytes
-
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The checksums of places, given by offset and length in bytes: never 0. For any thread, until ``close``."""
         return digests(self._bytes, places)

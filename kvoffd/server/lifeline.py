@@ -266,8 +266,8 @@ class LifelineServer:
         session = connection.session
         if why is Ending.CLOSED and session.last_request_at == session.opened_at:
             self._ended.warn(
-                "A client (pid %d, %s) left without a request, as one of another release does: this daemon speaks "
-                "protocol %d. Install the same kvoffd release on both ends.",
+                "A client (pid %d, %s) disconnected before its first request. If it is of another kvoffd release, "
+                "install the same on both ends: this daemon speaks protocol %d.",
                 *(session.peer.pid, session.peer, PROTOCOL_VERSION),
             )
         self._service.sessions.end(session, lambda: connection.close_with(lifeline.MemoryReleased()), why)

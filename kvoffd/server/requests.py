@@ -240,6 +240,7 @@ def report_engine(service: Service, session: Session, message: m.ReportEngine) -
     counters.skipped_loads += message.skipped_loads
     counters.paused_stores += message.paused_stores
     counters.late_lookups += message.late_lookups
+    session.problem = message.problem
     return m.Done(message.request_id)
 
 

@@ -145,6 +145,8 @@ class Session:
     loaded_bytes: int = 0
     requests: deque[LoggedRequest] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_REQUESTS))
     """What became of its engine's latest requests."""
+    problem: str = ""
+    """Why its engine stores and loads nothing, as that says."""
     on_released: Callable[[], None] | None = None
     """What to call once its last copy has ended, where it is over."""
 

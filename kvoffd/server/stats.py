@@ -192,7 +192,7 @@ def _pool_stats(service: Service) -> s.PoolStats:
             "evicting": usage.dropped,
             "quarantined": usage.quarantined,
         },
-        usable_bytes=max(0, pool.touched_bytes - usage.quarantined),
+        usable_bytes=pool.pool_bytes - usage.quarantined,
         pinned_bytes=usage.pinned,
         pinned_for_gpu_bytes=pinning.pinned_bytes,
         unpinnable_bytes=pinning.refused_bytes,
@@ -266,6 +266,8 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
             promotions_failed=dict(level.failures),
             promotions_unused=level.unused_blocks,
             not_written=dict(level.writer.not_written),
+            full=tier.lifetime_bytes > 0,
+            write_mode=level.writer.mode.value,
             servers=[s.SharedServer(*server) for server in tier.servers],
             unshared_namespaces=unshared,
         )

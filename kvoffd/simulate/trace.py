@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 
-from msgspec import DecodeError, Meta, Struct
+from msgspec import UNSET, DecodeError, Meta, Struct, UnsetType, ValidationError, field
 from msgspec.json import Decoder
 
 KEY_BYTES = 8
@@ -20,6 +20,11 @@ POWERS = [1 << bits for bits in range(4, 13)]
 """Other tokens of a block that lengths of requests may tell of."""
 MOST_LINE_BYTES = 64 << 20
 """Of a request of three million blocks: no memory is taken for a file that has no lines, or unpacks to none."""
+MOST_VALUE_BYTES = 256 << 20
+"""Of a value that is not in one line."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MOST_KEY, OWN_KEY = (1 << 8 * KEY_BYTES) - 1, 1 << 63
+"""The highest key, signed numbers being those of the same bits; and the first for blocks of one session alone."""
 MOST_ACCESSES = 1 << 26
 """Requests and their blocks, together: a replay takes about 190 bytes for each, and a small file may unpack to any
 number."""
@@ -32,17 +37,27 @@ class BadTrace(ValueError):
 
 
 class _Line(Struct):
-    """What is read of a line."""
+    """What is read of a request, or of a session of several: kv-cache-tester and AIPerf write those."""
 
-    hash_ids: list[int]
+    hash_ids: list[int] | UnsetType | None = UNSET
+    requests: list[_Line] | UnsetType = UNSET
+    """Those of a session, or of an agent in one."""
     input_length: Any = None
+    tokens: Any = field(default=None, name="in")
+    """The same, in a session."""
     block_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    block_size: Any = None
+    """Tokens of a session's blocks."""
+    hash_id_scope: Any = "local"
+    """Whether equal numbers in several sessions are the same block: then it is global."""
     block_bytes: Annotated[int, Meta(ge=0, lt=1 << 53)] = 0
     dropped: Annotated[int, Meta(ge=0)] = 0
     timestamp: Any = None
+    t: Any = None
+    """Seconds since the session began."""
 
 
-_DECODER = Decoder(_Line)
+_DECODER = Decoder(_Line | list[_Line])
 
 
 class Trace(NamedTuple):
@@ -70,19 +85,22 @@ class Trace(NamedTuple):
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace in Mooncake's format: a line is a JSON object whose ``hash_ids`` are the blocks of a request.
+    """Read a trace of requests or sessions: one JSON object a line, or a list of them, or one session.
 
-    ``kvoffd-cli trace record`` writes that, with more fields, compressed by gzip: client/README.md. Where no line says
-    how many tokens a block has, and the lengths of requests fit a power of two and not 512, it is that. A file that was
-    cut off is read as far as it goes.
+    A request is an object whose ``hash_ids`` are its blocks, as in Mooncake's format. ``kvoffd-cli trace record``
+    writes that, with more fields, compressed by gzip: client/README.md. A session has a list of ``requests``, as those
+    of kv-cache-tester and AIPerf. Where no line says how many tokens a block has, and the lengths of requests fit a
+    power of two and not 512, it is that. A file that was cut off is read as far as it goes.
 
-    Source: https://github.com/kvcache-ai/Mooncake, FAST25-release. Raises BadTrace, OSError.
+    Sources: https://github.com/kvcache-ai/Mooncake, FAST25-release; https://github.com/callanjfox/kv-cache-tester,
+    docs/trace_replay_tester.md. Raises BadTrace, OSError.
     """
     kinds: Counter[tuple[int, int]] = Counter()
     """Blocks by their tokens and bytes, where a line says them."""
     requests: list[bytes] = []
     seconds: list[float] = []
-    missing = accesses = 0
+    missing = accesses = own_keys = 0
+    has_sessions = False
     least, most = 1, 1 << 31
     """Tokens that a block may have, by the lengths of all requests: the last block of one need not be full."""
     least_whole, most_whole = 1, 1 << 31
@@ -90,20 +108,34 @@ def read_trace(path: Path) -> Trace:
     cut_off = False
     try:
         for line in _read(_lines(path), path):
-            count, length = len(line.hash_ids), line.input_length
-            if (accesses := accesses + 1 + count) > MOST_ACCESSES:
-                why = f"has more than {MOST_ACCESSES:,} requests and blocks of requests, together"
-                raise BadTrace(f"{path} {why}, which are too many to replay; give a part of its lines.")
             missing += line.dropped
-            if line.block_tokens is not None or line.block_bytes:
-                tokens = MOONCAKE_TOKENS if line.block_tokens is None else line.block_tokens
-                kinds[tokens, line.block_bytes] += count
-            if count > 1 and type(length) is int:
-                least, most = max(least, -(-length // count)), min(most, (length - 1) // (count - 1))
-                least_whole, most_whole = max(least_whole, length // (count + 1) + 1), min(most_whole, length // count)
-            if isinstance(line.timestamp, (int, float)):
-                seconds.append(max(line.timestamp / 1000, *seconds[-1:]) if seconds else line.timestamp / 1000)
-            requests.append(b"".join([block.to_bytes(KEY_BYTES, "big") for block in line.hash_ids]))
+            is_session = line.requests is not UNSET
+            has_sessions |= is_session
+            own: dict[int, int] = {}
+            for one in _requests_of(line):
+                ids = one.hash_ids or []
+                count, length = len(ids), one.tokens if is_session else one.input_length
+                if (accesses := accesses + 1 + count) > MOST_ACCESSES:
+                    why = f"has more than {MOST_ACCESSES:,} requests and blocks of requests, together"
+                    raise BadTrace(f"{path} {why}, which are too many to replay; give a part of its lines.")
+                if is_session and line.hash_id_scope == "local":
+                    ids = [own.setdefault(block, OWN_KEY + own_keys + len(own)) for block in ids]
+                if is_session and line.block_size is not None:
+                    kinds[line.block_size, 0] += count
+                elif one.block_tokens is not None or one.block_bytes:
+                    tokens = MOONCAKE_TOKENS if one.block_tokens is None else one.block_tokens
+                    kinds[tokens, one.block_bytes] += count
+                if count > 1 and type(length) is int:
+                    least, most = max(least, -(-length // count)), min(most, (length - 1) // (count - 1))
+                    least_whole = max(least_whole, length // (count + 1) + 1)
+                    most_whole = min(most_whole, length // count)
+                if is_session and type(one.t) in (int, float):
+                    seconds.append(one.t)
+                elif isinstance(one.timestamp, (int, float)):
+                    at = one.timestamp / 1000
+                    seconds.append(max(at, *seconds[-1:]) if seconds else at)
+                requests.append(b"".join([(block & MOST_KEY).to_bytes(KEY_BYTES, "big") for block in ids]))
+            own_keys += len(own)
     except EOFError:
         cut_off = True
     usual = (MOONCAKE_TOKENS, *POWERS)
@@ -115,7 +147,19 @@ def read_trace(path: Path) -> Trace:
     block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, every)
     others = [(*kind, count / every) for kind, count in sorted(sized.items())] if len(sized) > 1 else []
     timed = seconds if len(seconds) == len(requests) else []
+    if has_sessions and timed:  # they begin together
+        order = sorted(range(len(timed)), key=timed.__getitem__)
+        requests, timed = [requests[at] for at in order], [timed[at] for at in order]
     return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, missing, timed)
+
+
+def _requests_of(line: _Line) -> Iterator[_Line]:
+    """The request, or those of a session, of its agents too."""
+    if line.requests is UNSET:
+        yield line
+    else:
+        for one in line.requests:
+            yield from _requests_of(one)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -143,18 +187,57 @@ def _split(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 def _read(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
     """What the lines have. Raises BadTrace, EOFError where the last one is not whole."""
+    begun = False
     for number, line in enumerate(lines, 1):
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
         if not line.strip():
             continue
         try:
-            found = _DECODER.decode(line)
-            if found.hash_ids and not 0 <= min(found.hash_ids) <= max(found.hash_ids) < 1 << 8 * KEY_BYTES:
-                raise ValueError
-        except (DecodeError, ValueError, RecursionError):
-            if number > 1 and not line.endswith(b"\n"):
+            try:
+                found = _DECODER.decode(line)
+            except DecodeError as error:
+                if begun or isinstance(error, ValidationError) or "truncated" not in str(error):
+                    raise
+                found = _DECODER.decode(_joined(line, lines, path))  # one value over several lines
+            begun = True
+            every = found if isinstance(found, list) else [found]
+            for one in every:
+                _check(one)
+        except BadTrace:
+            raise
+        except (DecodeError, ValueError, RecursionError) as error:
+            is_malformed = isinstance(error, DecodeError) and not isinstance(error, ValidationError)
+            if number > 1 and is_malformed and not line.endswith(b"\n"):
                 raise EOFError from None
             raise BadTrace(
-                f"{path}:{number} is not a line of Mooncake's format, a JSON object whose hash_ids are a list of whole "
-                "numbers from 0 up, like all other fields."
+                f"{path}:{number} is no request, a JSON object whose hash_ids are whole numbers of 64 bits, and no "
+                "session, one with a list of requests."
             ) from None
-        yield found
+        yield from every
+
+
+def _joined(begin: bytes, lines: Iterator[bytes], path: Path) -> bytes:
+    """The rest of the file behind its first line."""
+    parts, nbytes = [begin], len(begin)
+    for line in lines:
+        parts.append(line)
+        if (nbytes := nbytes + len(line)) > MOST_VALUE_BYTES:
+            raise BadTrace(
+                f"{path} is one JSON value of more than {MOST_VALUE_BYTES >> 20} MiB; give an object a line."
+            )
+    return b"".join(parts)
+
+
+def _check(line: _Line) -> None:
+    """Raise ValueError unless it is a request or a session, whose requests may lack blocks and times."""
+    is_session = line.requests is not UNSET
+    if is_session and line.hash_id_scope not in ("local", "global"):
+        raise ValueError
+    if is_session and not (line.block_size is None or (type(line.block_size) is int and line.block_size > 0)):
+        raise ValueError
+    for one in _requests_of(line):
+        if one.hash_ids is UNSET and not is_session:
+            raise ValueError
+        if one.hash_ids and not -(1 << 63) <= min(one.hash_ids) <= max(one.hash_ids) <= MOST_KEY:
+            raise ValueError

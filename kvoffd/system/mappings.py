@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -79,6 +80,10 @@ def close_segments(segments: Sequence[MappedSegment], on_closed: Callable[[], No
     on_closed()
 
 
+_NOT_WRITABLE = "send a descriptor opened for both, without a seal against writing."
+_NO_ADDRESSES = "raise the daemon's limits of address space (ulimit -v) and of mappings (vm.max_map_count)."
+
+
 def map_memfd(fd: int, size_bytes: int, *, whole: bool = False) -> MappedSegment:
     """Maps the first ``size_bytes`` of a memfd, shared, for reading and writing.
 
@@ -96,7 +101,7 @@ def map_memfd(fd: int, size_bytes: int, *, whole: bool = False) -> MappedSegment
     except OSError as error:
         raise UnsafeSegment(
             f"The memory segment of {size_bytes} bytes cannot be mapped for reading and writing ({error.strerror}); "
-            "send a descriptor opened for both, without a seal against writing."
+            + (_NO_ADDRESSES if error.errno == errno.ENOMEM else _NOT_WRITABLE)
         ) from error
 
 

@@ -28,8 +28,9 @@ MISSES: dict[str, MissReason] = {
 }
 """What a failure is to those that asked; any other is the tier's failure."""
 MOST_QUEUED = 2**16
-"""Blocks of one level that may wait to be read, each about 400 bytes of memory. Who computes them sooner gives them up
-before that."""
+"""Blocks of one level that may wait to be read. Who computes them sooner gives them up before that."""
+FILL_BYTES = 480
+"""Memory of a block that waits to be read, measured."""
 MAX_FILLING_BYTES = 2**30
 """Bound on the pool bytes that fills hold, besides an eighth of the pool."""
 UNMEASURED_BYTES = 64 * 2**20

@@ -29,7 +29,9 @@ the day's bytes are spent; the tier is full, and little of its kind comes back."
 MAX_WRITING_BYTES = 16 * 2**20
 """Bound on the bytes that are being written, besides a sixteenth of the pool."""
 MAX_WAITING = 1 << 17
-"""Blocks that wait to be written, of those that were stored; later ones wait once they are next to be evicted."""
+"""Blocks that may wait to be written; later ones wait once others have left."""
+WAITING_BYTES = 100
+"""Memory of such a block, measured."""
 MAX_LOOKED_AT = 512
 """Blocks that wait, or that a lookup found, that are looked at in one go."""
 MAX_BEGUN = 64
@@ -39,12 +41,11 @@ COLD_PART = 8
 MAX_COLD_BLOCKS = 1024
 """Bound on these blocks in one tick."""
 DAY_S = 86_400.0
-STAYS = 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0
-"""How long what is written may stay on a full tier, in times of how long it would if all were written."""
+STAYS = 2.0, 3.0, 4.0, 6.0, 8.0
+"""How long what is written may stay on a full tier, in times of how long it would if all were written: about half of it
+is, or less."""
 WORTH = 0.99
 """The fewest writes are chosen with at least this part of the most hits."""
-OF_MEAN = 0.9
-"""A block must also have this part of their mean chance: a write that brings less is not worth the wear."""
 SAMPLE = 2048
 """Blocks by which that is chosen, the latest ones."""
 WATCHED = 4
@@ -187,6 +188,10 @@ class Selection:
         if self._accessed > WATCHED * tier_bytes:
             self._accessed, self._offered = self._accessed / 2, self._offered / 2
 
+    def note_present(self, nbytes: int) -> None:
+        """Note a block of these that another node had written."""
+        self._offered = max(0.0, self._offered - nbytes)
+
     def lifetimes(self, tier_bytes: int) -> list[int]:
         """For each of ``STAYS``, the bytes that are asked for while a block stays."""
         each = tier_bytes * max(1.0, self._accessed / max(1.0, self._offered))
@@ -208,7 +213,9 @@ class Selection:
         hits = [float(ordered[:part, at].sum()) for at, part in enumerate(parts)]
         self._stay = max(at for at, some in enumerate(hits) if some >= WORTH * max(hits))
         chances = ordered[:, self._stay]
-        self._least = max(float(chances[parts[self._stay] - 1]), OF_MEAN * float(chances.mean()))
+        # Of those that are alike and would be too many none is taken, unless all are.
+        fitting = chances[chances > chances[min(parts[self._stay], len(chances) - 1)]]
+        self._least = float(fitting[-1] if len(fitting) else chances[0])
 
     def deciding(self, chances: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], float]:
         """The chances of blocks that decide, and the least one that is enough."""
@@ -291,7 +298,7 @@ class Writer:
 
     def stored(self, blocks: BlockIds) -> None:
         wanted = bool(self._tiers) and self.mode is not WriteMode.NEVER and not self._judges
-        if wanted and len(self.waiting) < MAX_WAITING:
+        if wanted:
             self._wait(blocks)
 
     def used(self, group: Group, blocks: BlockIds) -> None:
@@ -444,6 +451,7 @@ class Writer:
         return True
 
     def _wait(self, blocks: BlockIds) -> None:
+        blocks = blocks[: MAX_WAITING - len(self.waiting)]
         self.waiting.update(zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True))
 
     def _still_ready(self, noted: _Noted) -> BlockIds:
@@ -499,6 +507,8 @@ class Writer:
         elif result is Result.PRESENT:
             self.budget.give_back(nbytes)
             self._trickle_left += nbytes
+            if self._judges:
+                self._selection.note_present(nbytes)
         del self.under_way[write.number]
         self.under_way_bytes -= nbytes
         self._cache.unpin(write.block)

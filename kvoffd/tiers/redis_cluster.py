@@ -16,8 +16,8 @@ from itertools import count
 from math import ceil, inf
 from urllib.parse import parse_qs, urlsplit
 
-from kvoffd.tiers.redis_store import CONNECT_S, Redis
-from kvoffd.tiers.store import Credentials, GetRequest, Received, Servers, Store, StoreError, name_of
+from kvoffd.tiers.redis_store import CONNECT_S, Redis, SlotRange
+from kvoffd.tiers.store import Credentials, Filling, GetRequest, Received, Servers, Store, StoreError, name_of
 from kvoffd_proto.units import is_host, parse_duration, quoted
 
 SLOTS = 16_384
@@ -60,30 +60,17 @@ def _part_of(key: bytes) -> int:
     return slot_of(key) * COPIES // SLOTS
 
 
-def masters_of(nodes: str, asked: Address) -> list[tuple[Address, list[range]]]:
-    """Addresses and slots of the masters, by what the server at ``asked`` says to CLUSTER NODES. Raises ValueError."""
-    found = []
-    places = 0
-    for line in nodes.splitlines():
-        fields = line.split(" ", 8 + SLOTS)  # what would be more is no slot
-        if len(fields) < 8 or "master" not in fields[2].split(",") or "noaddr" in fields[2]:
-            continue
-        # IP:PORT@BUS-PORT, and where one is announced ,HOSTNAME, which a certificate is for.
-        address, _, more = fields[1].partition("@")
-        host, _, port = address.rpartition(":")
-        host = next(iter(more.split(",")[1:]), "") or host
-        bounds = [field.partition("-") for field in fields[8:] if not field.startswith("[")]
-        slots = [range(int(first), int(last or first) + 1) for first, _, last in bounds]
-        if not slots:
-            continue
-        if host and not is_host(host):
-            raise ValueError(f"a master has no name of a host: {quoted(line)}")
-        if not all(0 <= part.start < part.stop <= SLOTS for part in slots) or not 0 < int(port) < 65536:
-            raise ValueError(f"a master has slots or a port that there are not: {quoted(line)}")
-        places += sum(map(len, slots))
-        found.append(((host or asked[0], int(port)), slots))
-        if places > SLOTS or len(found) > MOST_MASTERS:
-            raise ValueError(f"its masters are more than {MOST_MASTERS}, or have a slot twice")
+def masters_of(ranges: Sequence[SlotRange], asked: Address) -> dict[Address, list[range]]:
+    """The slots of each master, by what the server at ``asked`` says. Raises ValueError."""
+    found: dict[Address, list[range]] = {}
+    for first, last, endpoint, port in ranges:
+        if endpoint and not is_host(endpoint):
+            raise ValueError(f"a master has an endpoint that is no host: {quoted(endpoint)}")
+        if not 0 <= first <= last < SLOTS or not 0 < port < 65536:
+            raise ValueError(f"a master has slots {first} to {last} at port {port}, which there are not")
+        found.setdefault((endpoint or asked[0], port), []).append(range(first, last + 1))
+    if sum(len(part) for slots in found.values() for part in slots) > SLOTS or len(found) > MOST_MASTERS:
+        raise ValueError(f"its masters are more than {MOST_MASTERS}, or have a slot twice")
     return found
 
 
@@ -93,7 +80,7 @@ class RedisCluster(Store):
     What lies at a master that is down is not there; without two of those that have a generation nothing is known.
     """
 
-    ask_deadline_s, poll_s, most_window_keys = Redis.ask_deadline_s, Redis.poll_s, Redis.most_window_keys
+    poll_s, most_window_keys = Redis.poll_s, Redis.most_window_keys
     keys_at_once, writers = Redis.keys_at_once, Redis.writers
     blocks_at_once, bytes_at_once = COPIES * Redis.blocks_at_once, COPIES * Redis.bytes_at_once
 
@@ -157,8 +144,7 @@ class RedisCluster(Store):
             node = self._nodes.get(address) or self._open(*address)
             try:
                 node.connect()
-                text = node.text([b"CLUSTER", b"NODES"], time.monotonic() + CONNECT_S)
-                masters = masters_of(text, address)
+                masters = masters_of(node.cluster_slots(time.monotonic() + CONNECT_S), address)
                 if not masters:
                     raise StoreError(
                         "cluster", f"{name_of(address)} knows no master with slots: {NO_SLOTS}", final=True
@@ -168,14 +154,14 @@ class RedisCluster(Store):
                 failure = error if isinstance(error, StoreError) else StoreError("protocol", f"{self._name}: {error}.")
                 continue
             owners: list[Address | None] = [None] * SLOTS
-            for master, slots in masters:
+            for master, slots in masters.items():
                 for part in slots:
                     owners[part.start : part.stop] = [master] * len(part)
-            if address not in dict(masters):
+            if address not in masters:
                 node.close()
             kept = {
                 master: self._nodes.get(master) or (node if master == address else self._open(*master))
-                for master, _ in masters
+                for master in masters
             }
             for gone in set(self._nodes) - set(kept):
                 self._nodes[gone].close()
@@ -207,6 +193,18 @@ class RedisCluster(Store):
         up = {address for address in self._nodes if self._up(address)}
         if len({at * COPIES // SLOTS for at, owner in enumerate(self._owners) if owner in up}) < NEEDED_COPIES:
             raise self._too_few()
+
+    def filling(self, deadline: float) -> Filling | None:
+        """Of all masters that are up; without a bound where one has none."""
+        found: list[Filling] = []
+        for address in [one for one in self._nodes if self._up(one)]:
+            with self._exchange(address) as node:
+                if (one := node.filling(deadline)) is None:
+                    return None
+                found.append(one)
+        if not all(one.size_bytes for one in found):
+            found = [one._replace(size_bytes=0) for one in found]
+        return Filling(*map(sum, zip(*found, strict=True))) if found else None
 
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool

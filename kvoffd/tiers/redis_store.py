@@ -16,12 +16,13 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvoffd.system.files import address_of
 from kvoffd.system.native import native
 from kvoffd.tiers.store import (
     Credentials,
+    Filling,
     GetRequest,
     Received,
     Servers,
@@ -34,7 +35,6 @@ from kvoffd.tiers.store import (
 from kvoffd.tiers.tier import HEADER_BYTES
 from kvoffd_proto.units import printable
 
-ASK_DEADLINE_S = 0.5
 CONNECT_S = 1.0
 """For TCP, TLS and the password together, once the name is looked up."""
 STALL_S = 1.0
@@ -49,12 +49,15 @@ the speed (measured). One larger value comes alone."""
 REPLIES_BYTES = 65536
 MOST_PARTS = 256
 """Parts of one ``sendmsg``; the kernel takes 1024."""
-MOST_TEXT_BYTES = 1 << 20
+MOST_INFO_BYTES = 1 << 20
+MOST_SLOT_RANGES, MOST_FIELDS, MOST_NAME_BYTES = 16_384, 1024, 1024
+"""Of a cluster, elements in a list of what it says of one, and bytes of a name in it."""
 MOST_QUOTED_CHARACTERS = 200
 NEEDED_COMMANDS = (
-    "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, of a cluster +cluster|nodes, "
+    "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, of a cluster +cluster|slots, "
     "and where the URL names a database +select"
 )
+_FIGURE = re.compile(r"^(maxmemory|used_memory|evicted_keys):([0-9]{1,18})\r?$", re.MULTILINE)
 ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
 """What a server of a cluster answers for a key whose slot, or whose part of it, it does not have or serve."""
 KEEPALIVE_S = 60  # what is between us and a server may forget a connection that is quiet for some minutes
@@ -62,10 +65,19 @@ WANTS_NO_TLS = " Where it has no TLS, name it redis://; a cluster with TLS needs
 WANTS_TLS = " If it wants TLS, name it rediss://."
 
 
+class SlotRange(NamedTuple):
+    """What a cluster says of some of its slots."""
+
+    first: int
+    last: int
+    endpoint: str
+    """Host name or address of the master; empty for that of the server that was asked."""
+    port: int
+
+
 class Redis(Store):
     """See ``Store``."""
 
-    ask_deadline_s = ASK_DEADLINE_S
     poll_s = 5.0
     most_window_keys = 8192
     keys_at_once = 1024
@@ -173,6 +185,13 @@ class Redis(Store):
     def ping(self, deadline: float) -> None:
         self._command([b"PING"], deadline)
 
+    def filling(self, deadline: float) -> Filling | None:
+        self._send_words([b"INFO"], deadline)
+        found = dict(_FIGURE.findall(self._text(self._line(deadline), deadline, MOST_INFO_BYTES)))
+        if not {"maxmemory", "used_memory", "evicted_keys"} <= found.keys():
+            return None
+        return Filling(*(int(found[name]) for name in ("maxmemory", "used_memory", "evicted_keys")))
+
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
     ) -> tuple[int, list[bool]]:
@@ -276,13 +295,50 @@ class Redis(Store):
         self._send([_repeated(b"UNLINK", keys)], deadline)
         self.answers(len(keys), deadline)
 
-    def text(self, words: Sequence[bytes], deadline: float) -> str:
-        """What a command answers that answers with a text of up to 1 MiB."""
-        self._send_words(words, deadline)
-        length = self._value_length(deadline)
-        if length is None or not 0 <= length <= MOST_TEXT_BYTES:
-            raise self._broken("A text is missing or too long")
+    def cluster_slots(self, deadline: float) -> list[SlotRange]:
+        """Which master has which slots, by CLUSTER SLOTS, at the endpoint that the cluster prefers clients to use."""
+        self._send_words([b"CLUSTER", b"SLOTS"], deadline)
+        found = []
+        for _ in range(self._length(self._line(deadline, REPLIES_BYTES), b"*", MOST_SLOT_RANGES)):
+            # First and last slot, then nodes: the master, and replicas. Of each: endpoint, port, id and more.
+            fields = self._length(self._line(deadline, REPLIES_BYTES), b"*", MOST_FIELDS)
+            first, last = self._integer(deadline), self._integer(deadline)
+            more = self._length(self._line(deadline, REPLIES_BYTES), b"*", MOST_FIELDS)
+            endpoint, port = self._text(self._line(deadline), deadline), self._integer(deadline)
+            if fields < 3 or more < 2:
+                raise self._broken("A range of slots has no master")
+            found.append(SlotRange(first, last, endpoint, port))
+            self._skip_replies(fields - 3 + more - 2, deadline)
+        return found
+
+    def _integer(self, deadline: float) -> int:
+        text = self._check(self._line(deadline), b":")
+        if not re.fullmatch(rb"-?[0-9]{1,18}", text):
+            raise self._broken(f"{self._quoted(text)} is no number")
+        return int(text)
+
+    def _length(self, line: bytes, kind: bytes, most: int) -> int:
+        """The length in the first line of a reply of this kind."""
+        text = self._check(line, kind)
+        if not re.fullmatch(rb"[0-9]{1,9}", text) or int(text) > most:
+            raise self._broken(f"{self._quoted(text)} is no length")
+        return int(text)
+
+    def _text(self, line: bytes, deadline: float, most: int = MOST_NAME_BYTES) -> str:
+        """A text of which this is the first line; empty for none."""
+        if line == b"$-1":
+            return ""
+        length = self._length(line, b"$", most)
         return self._take(length + 2, deadline)[:-2].decode(errors="replace")
+
+    def _skip_replies(self, count: int, deadline: float) -> None:
+        while count:
+            line = self._line(deadline, REPLIES_BYTES)
+            count -= 1
+            if line[:1] == b"*":
+                count += self._length(line, b"*", MOST_FIELDS)
+            elif line[:1] != b":":
+                self._text(line, deadline)
 
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
         if not seen:  # of several nodes that find it missing, after a server forgot it, only one may write it

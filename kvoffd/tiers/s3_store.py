@@ -32,7 +32,6 @@ from kvoffd.tiers.store import (
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import printable
 
-ASK_DEADLINE_S = 0.5
 CONNECT_S = 1.0
 """For TCP and TLS."""
 REQUEST_S = 30.0
@@ -126,7 +125,6 @@ def open_bucket(url: str, credentials: Credentials) -> Bucket:
 class S3(Store):
     """Requests run on a loop of the thread's own, which waits for them and for nothing else."""
 
-    ask_deadline_s = ASK_DEADLINE_S
     poll_s, believed_s = 15.0, 600.0  # each is a request that is paid for
     most_window_keys = 256
     keys_at_once = 4096

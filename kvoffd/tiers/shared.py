@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from math import inf
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvoffd.pool.checksums import digest
 from kvoffd.system.newest import put_newest
 from kvoffd.tiers.store import (
+    Filling,
     GetRequest,
     Received,
     Server,
@@ -84,6 +85,13 @@ RAISE_S = 5.0
 PROBE_S = 1.0
 QUIET_S = 10.0
 """A store that nobody asks for so long is probed, so that operators hear of one that is gone."""
+LOOK_S, NOT_SAID_S = 10.0, 600.0
+"""How often it is asked how full it is; the latter of a store that does not say."""
+LOOK_DEADLINE_S = 0.5
+FULL_PART = 15 / 16
+"""Of what a store may hold, from which on it is full."""
+OWN_WEIGHT = 0.9
+"""Weight of earlier looks in this node's part of what is written."""
 FULL_PAUSE_S = 5.0
 """How long nothing is written after the store refused it: it is full, a replica, or gives us no right to."""
 SHOWN_S = 60.0
@@ -151,6 +159,10 @@ class Probe:
     """Asks whether the store serves at all."""
 
 
+class Look:
+    """Asks how full the store is."""
+
+
 @dataclass(slots=True, eq=False)
 class Raise:
     """Raises a generation, so that the blocks of a namespace are void for all nodes."""
@@ -203,6 +215,9 @@ class Removal:
     names: Sequence[bytes]
 
 
+Question: TypeAlias = Probe | Look | Raise | Ask
+
+
 class SharedTier(Tier):
     """See ``Tier``. What the store has is only known by asking: others write to it as well, and it may forget.
 
@@ -214,7 +229,7 @@ class SharedTier(Tier):
         pool: the pool's memory.
         clock: ``time.monotonic``, by which the threads measure deadlines too.
         post: has a call made in the daemon's thread.
-        ask_deadline_s: 0 for what is usual for the store.
+        ask_deadline_s: time for the store to say what it has.
         generations: of namespaces, those that this node has followed; of others it has followed none.
         make_workers: tests do without threads.
     """
@@ -228,14 +243,14 @@ class SharedTier(Tier):
         clock: Callable[[], float],
         post: Callable[[Callable[[], None]], None],
         listener: TierListener,
-        ask_deadline_s: float = 0.0,
+        ask_deadline_s: float,
         generations: Mapping[bytes, int] | None = None,
         make_workers: Callable[..., Workers[Any, Any]] = Workers,
     ) -> None:
         super().__init__(name, listener)
         self._store = first = open_store()
         self._stores = [first, *(open_store() for _ in range(READERS + first.writers))]
-        self.ask_deadline_s = ask_deadline_s or first.ask_deadline_s
+        self.ask_deadline_s = ask_deadline_s
         self.problem = ""
         """Why it failed last as a whole, a sentence."""
         self._refusal = ""
@@ -255,6 +270,15 @@ class SharedTier(Tier):
         self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], Write] = {}
         self._write_at = self._steady_at = self._shown_until = 0.0
+        self._filling: Filling | None = None
+        """As the store said last."""
+        self._look_at, self._full_until = clock(), -inf
+        self._looking = self._evicts = False
+        """``_evicts``: whether it did between the last two looks."""
+        self._written_before = 0, 0
+        """Blocks and bytes written up to the last look."""
+        self._own = self._all = 1.0
+        """Blocks of late that this node wrote, and that were evicted for those of all nodes."""
         self._heard_at, self._unexpected_at = clock(), -LOGGED_S
         self._logged_reachable = self._probing = self.closed = False
         connections = [StoreConnection(self, store, clock) for store in self._stores]
@@ -274,7 +298,7 @@ class SharedTier(Tier):
         )
         self._probe()
 
-    def _next_question(self, waiting: deque[Probe | Raise | Ask]) -> list[Probe | Raise | Ask]:
+    def _next_question(self, waiting: deque[Question]) -> list[Question]:
         """Very many namespaces that are polled keep no lookup waiting, nor the other way round: they take turns."""
         polls = (isinstance(one, Ask) and not one.keys for one in waiting)
         at = next((at for at, is_poll in enumerate(polls) if is_poll is self._poll_next), 0)
@@ -432,6 +456,36 @@ class SharedTier(Tier):
         return not self.breaker.open and not self.closed
 
     @property
+    def lifetime_bytes(self) -> int:
+        """Bytes of this node's writes that a block survives; 0 while there is space, as far as the store says.
+
+        Others write too: of what goes for new blocks this node has a part.
+        """
+        size = self._filling.size_bytes if self._filling is not None else 0
+        says_full = self._filling is not None and self._filling.used_bytes >= FULL_PART * size > 0
+        if not (says_full or self._evicts or self._clock() < self._full_until):
+            return 0
+        size = size or max(len(self._pool), self.counters.written_bytes)
+        return max(1, int(size * min(1.0, self._own / self._all)))
+
+    def _wrote_much(self) -> bool:
+        """Whether so much was written since the last look that the store may be full by now."""
+        size = self._filling.size_bytes if self._filling is not None else 0
+        return 0 < (1 - FULL_PART) * size <= self.counters.written_bytes - self._written_before[1]
+
+    def _looked(self, found: Filling | None) -> None:
+        before, self._filling = self._filling, found
+        if found is None:
+            return
+        written = self.counters.written_blocks - self._written_before[0]
+        self._written_before = self.counters.written_blocks, self.counters.written_bytes
+        evicted = max(0, found.evicted - before.evicted) if before is not None else 0
+        self._evicts = evicted > 0
+        if evicted:
+            self._own = OWN_WEIGHT * self._own + written
+            self._all = OWN_WEIGHT * self._all + max(evicted, written)
+
+    @property
     def refusal(self) -> str:
         """Why it takes no writes, a sentence; empty where it does."""
         return self._refusal if self._clock() < self._shown_until else ""
@@ -451,9 +505,13 @@ class SharedTier(Tier):
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
             self._logged_reachable, self._steady_at = False, now + (STEADY_S if self.breaker.opened else 0.0)
+            self._look_at = now
         elif not self._logged_reachable and now >= self._steady_at:
             self._logged_reachable = True
             logger.info("%s is reachable.", self.name)
+        if not (self._looking or self.breaker.open) and (now >= self._look_at or self._wrote_much()):
+            self._looking = True
+            self._asking.put(Look())
         if not self._probing and now >= (self.breaker.probe_at if self.breaker.open else self._heard_at + QUIET_S):
             self._probe()
         for name, error in self._store.servers.take_unraised().items() if self._store.servers is not None else ():
@@ -471,8 +529,11 @@ class SharedTier(Tier):
 
     def stats(self) -> TierStats:
         reads = self._reading.waiting + self._reading.running
+        filling = self._filling or Filling(0, 0, 0)
         return replace(
             self.counters,
+            size_bytes=filling.size_bytes,
+            used_bytes=filling.used_bytes,
             queued_reads=reads,
             queued_writes=len(self._writes),
             errors=self.counters.errors.copy(),
@@ -528,10 +589,14 @@ class SharedTier(Tier):
 
     # --- what has ended, in the daemon's thread --------------------------------------------------
 
-    def _question_ended(self, question: Probe | Raise | Ask, result: Any) -> None:
+    def _question_ended(self, question: Question, result: Any) -> None:
         self._heard_at = self._clock()
         if isinstance(question, Probe):
             self._probing = False
+        elif isinstance(question, Look):
+            self._looking, self._look_at = False, self._clock() + (NOT_SAID_S if result is None else LOOK_S)
+            if not isinstance(result, Exception):
+                self._looked(result)
         elif isinstance(question, Ask):
             self._asked(question, result if isinstance(result, Answer) else None)
         elif isinstance(result, int):
@@ -610,6 +675,8 @@ class SharedTier(Tier):
         if refused:
             self._write_at, self._shown_until = self._clock() + FULL_PAUSE_S, self._clock() + SHOWN_S
             self._refusal = error.sentence
+        if error.kind == "full":
+            self._full_until = self._clock() + SHOWN_S
         if self._clock() >= self._unexpected_at + LOGGED_S and error.kind == "internal":
             self._unexpected_at = self._clock()
             logger.error("A shared store failed unexpectedly.", exc_info=error.__cause__)
@@ -656,10 +723,12 @@ class StoreConnection:
 
     # --- asking ----------------------------------------------------------------------------------
 
-    def asks(self, questions: list[Probe | Raise | Ask]) -> list[object]:
+    def asks(self, questions: list[Question]) -> list[object]:
         return list(map(self._answer, questions))
 
-    def _answer(self, question: Probe | Raise | Ask) -> object:
+    def _answer(self, question: Question) -> object:
+        if isinstance(question, Look):
+            return self._look()
         if isinstance(question, Ask):
             return self._ask(question)
         if isinstance(question, Raise):
@@ -679,6 +748,17 @@ class StoreConnection:
             self._breaker.probed(answers)
         elif not answers:
             self._breaker.failed("ask", at_once=True)
+
+    def _look(self) -> Filling | Exception | None:
+        """What the store says; None where it does not, as to a user who may not ask, or why there is no answer."""
+        try:
+            self._store.connect()
+            return self._store.filling(self._clock() + LOOK_DEADLINE_S)
+        except StoreError as error:
+            if error.kind not in LOST:
+                return None
+            self._fail(error, "")
+            return error
 
     def _ask(self, ask: Ask) -> Answer | None:
         """None where it is not answered."""

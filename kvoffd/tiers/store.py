@@ -145,6 +145,19 @@ class Received(NamedTuple):
     checksums: Sequence[int] = ()
 
 
+class Filling(NamedTuple):
+    """What a store says of its memory.
+
+    Attributes:
+        size_bytes: what it may hold; 0 for no bound.
+        evicted: objects that it evicted so far, whoever wrote them.
+    """
+
+    size_bytes: int
+    used_bytes: int
+    evicted: int
+
+
 class Store(ABC):
     """One connection to a store, for one thread, which waits. Every method raises StoreError, and closes it then.
 
@@ -152,9 +165,8 @@ class Store(ABC):
     nor into those of an object that ``get`` has yielded.
 
     Attributes:
-        ask_deadline_s: how long ``ask`` may take, where the configuration does not say.
         poll_s: how often it is looked whether generations were raised.
-        most_window_keys: keys that ``ask`` manages in that time without ``prefix``.
+        most_window_keys: keys that ``ask`` manages in its time without ``prefix``.
         keys_at_once: most keys of one ``ask``: another client may have its turn then.
         blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes where there are several.
         believed_s: how long a block that was there is not offered again. The store may lose it, and an offer is a use.
@@ -162,7 +174,6 @@ class Store(ABC):
         servers: those that the store has, the same object for all connections; None where it cannot tell.
     """
 
-    ask_deadline_s: float
     poll_s: float
     most_window_keys: int
     keys_at_once: int
@@ -179,6 +190,10 @@ class Store(ABC):
     @abstractmethod
     def ping(self, deadline: float) -> None:
         """Find out whether it serves."""
+
+    def filling(self, deadline: float) -> Filling | None:
+        """How full it is; None where it does not say."""
+        return None
 
     @abstractmethod
     def ask(

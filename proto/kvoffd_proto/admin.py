@@ -100,6 +100,7 @@ class SessionInfo(Wire, frozen=True):
     pinned_bytes: Annotated[ByteCount, doc("Pool bytes that the session's leases were the first to pin.")] = 0
     stored_bytes: Annotated[ByteCount, doc("Bytes copied from the session's memory to the pool.")] = 0
     loaded_bytes: Annotated[ByteCount, doc("Bytes copied from the pool to the session's memory.")] = 0
+    problem: Annotated[str, doc("Why its engine stores and loads nothing, as that says; empty if it does.")] = ""
 
 
 class SessionsReply(Reply, frozen=True):

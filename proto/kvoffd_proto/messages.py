@@ -271,6 +271,8 @@ class PageRef(Wire, frozen=True):
 
 MAX_REPORTED = 1_000_000
 """In one message: sums of what anybody may claim must stay numbers."""
+MAX_PROBLEM = 512
+"""Characters of a sentence that says why an engine is not served."""
 MOST_PER_SECOND = 1e12
 """Infinity is no speed."""
 Speed = Annotated[float, doc(ge=0, le=MOST_PER_SECOND)]
@@ -465,7 +467,11 @@ class Invalidate(Request[Done], frozen=True):
 
 @exchange(SCHEDULER)
 class Reset(Request[Done], frozen=True):
-    """Drops every block of a namespace, as after a change of the model's weights."""
+    """Drops every block of a namespace, as after a change of the model's weights.
+
+    Wait for the results of all stores first: requests of two sessions have no order, and a store that the daemon reads
+    after the reset stays.
+    """
 
     namespace: Fingerprint
 
@@ -479,6 +485,7 @@ class ReportEngine(Request[Done], frozen=True):
     skipped_loads: Annotated[int, doc("Loads left out, as computing is faster.", ge=0, le=MAX_REPORTED)] = 0
     paused_stores: Annotated[int, doc("Stores left out, as it had waited too often.", ge=0, le=MAX_REPORTED)] = 0
     late_lookups: Annotated[int, doc("Lookups that it did not wait for.", ge=0, le=MAX_REPORTED)] = 0
+    problem: Annotated[str, doc("Why it stores and loads nothing; empty if it does.", max_length=MAX_PROBLEM)] = ""
 
 
 MAX_REQUEST_REPORTS = 256
@@ -513,6 +520,8 @@ class Outcome(StrEnum):
     """The prompt is shorter than a block."""
     SKIPPED = "skipped"
     """Blocks were there, and computing was faster than loading."""
+    NO_SPACE = "no_space"
+    """Blocks were there, and the engine's KV cache had no space to load them."""
     LATE = "late"
     """It did not wait for the answer any longer."""
     FAILED = "failed"

@@ -229,7 +229,7 @@ class PoolStats(Part, frozen=True):
             "state",
         ),
     ] = {}
-    usable_bytes: Annotated[ByteCount, doc("Bytes of the pool whose memory is touched and ready for use.")] = 0
+    usable_bytes: Annotated[ByteCount, doc("Bytes of the pool without what is quarantined.")] = 0
     pinned_bytes: Annotated[ByteCount, gauge("Bytes of the pool under a lease or a copy: they cannot be evicted.")] = 0
     pinned_for_gpu_bytes: Annotated[ByteCount, gauge("Bytes page-locked for GPUs, which then copy at full speed.")] = 0
     unpinnable_bytes: Annotated[ByteCount, gauge("Bytes that CUDA refused to page-lock: GPUs copy them slowly.")] = 0
@@ -432,6 +432,10 @@ class SharedStats(Part, frozen=True):
     read_blocks: Annotated[Count, doc("Blocks read into the pool.")] = 0
     read_bytes: Annotated[ByteCount, counter("Bytes read from the shared store.")] = 0
     queued_reads: Annotated[Count, doc("Reads that wait or run.")] = 0
+    size_bytes: Annotated[ByteCount, gauge("Bytes that the shared store may hold; 0 where it does not say.")] = 0
+    used_bytes: Annotated[ByteCount, gauge("Bytes that the shared store uses; 0 where it does not say.")] = 0
+    full: Annotated[bool, gauge("1 while the shared store is full, and gets what is likely to come back.")] = False
+    write_mode: Annotated[str, doc("Which blocks are written: the setting ``shared_write``.")] = ""
     written_blocks: Annotated[Count, doc("Blocks written.")] = 0
     written_bytes: Annotated[ByteCount, counter("Bytes written to the shared store.")] = 0
     already_stored: Annotated[Count, doc("Blocks that were to be written and were there already.")] = 0

@@ -179,6 +179,28 @@ def test_many_resets_are_written_down_once_and_all_of_them(monkeypatch: pytest.M
 # --- why keys are not there ---------------------------------------------------------------------
 
 
+def test_what_was_reset_is_missed_for_that_before_it_is_swept_out() -> None:
+    rig = full_rig(8)
+    space, other = rig.open("a", sizes=(UNIT, UNIT)), rig.open("b", sizes=(UNIT, UNIT))
+    for number in (1, 2):
+        rig.store(space, keys_of(number))
+        rig.cache.reset(space)
+    for number in (1, 2):
+        assert rig.cache.reason_of(space, 0, keys_of(number)) is MissReason.INVALIDATED
+    rig.cache.lookup(space, 8, 1, [(0, keys_of(1, 2, 3))])
+    rig.cache.lookup(other, 8, 2, [(0, keys_of(1))])
+    rig.cache.lookup(space, 8, 3, [(1, keys_of(1))])
+    assert misses(space) == {"INVALIDATED": 2, "UNKNOWN": 2}
+    assert misses(other) == {"UNKNOWN": 1}
+    rig.cache.count_misses(space, 0, keys_of(1))
+    assert misses(space)["INVALIDATED"] == 3
+    while rig.cache.background():
+        pass
+    assert rig.cache.reason_of(space, 0, keys_of(2)) is MissReason.INVALIDATED
+    rig.cache.reset(space)
+    assert not rig.cache.group(space, 0).unswept
+
+
 def test_every_way_out_has_its_reason() -> None:
     rig = full_rig(4)
     namespace = rig.open("a")

@@ -15,6 +15,7 @@ from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from tests.kit.command import BLOCK_BYTES, KEYS, LABEL, LIST_BLOCKS, READING, Cli, Done
 from tests.kit.daemon import DaemonProcess
+from tests.kit.redis_server import RedisServer
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books
 
@@ -125,6 +126,14 @@ def test_clear_drops_what_is_named(engine: FakeEngine, cli: Cli, shared_daemon: 
     for wrong in (("nobody", "--yes"), ("--all",)):
         assert cli("clear", *wrong).sentence
     assert books(shared_daemon.directory).ready_blocks == 8
+
+
+def test_clear_of_all_on_all_nodes_names_what_other_nodes_drop(cli: Cli) -> None:
+    with RedisServer() as server, DaemonProcess("8MiB", shared=server.url) as daemon:
+        wait_until(lambda: books(daemon.directory).shared[0].up)
+        with FakeEngine(daemon.directory, "one"), FakeEngine(daemon.directory, "two"):
+            done = cli("clear", "--all", "--all-nodes", "--yes", on=daemon)
+            assert done.out == "Dropped 0 blocks from all namespaces, and the 2 that this daemon has from all nodes.\n"
 
 
 def test_scrub_compares_every_block(engine: FakeEngine, cli: Cli) -> None:

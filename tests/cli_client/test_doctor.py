@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import AdminClient
+from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
 from kvoffd_client.cli import main
 from kvoffd_client.cli.doctor import read_engine, swapped_bytes
 from kvoffd_client.testing import EngineResult, FakeEngine
@@ -203,6 +203,20 @@ def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not answer" in read_engine(url).problem
     monkeypatch.setattr("kvoffd_client.cli.doctor.open_admin", None)
     assert main(["doctor", "--engine", "file:///etc/passwd"]) == 2
+
+
+def test_an_engine_that_the_daemon_refuses_says_why_until_it_is_served(doctor: Doctor) -> None:
+    problem = "worker 0: The engine's GPU memory cannot be shared. No CUDA here."
+    with DaemonProcess(POOL) as daemon, SchedulerClient(daemon.directory, NamespaceSpec.named("llama")) as engine:
+        assert engine.wait_ready(30.0)
+        engine.report(0.0, 0, 0, problem=problem * 20)
+        wait_until(lambda: "engine_refused" in doctor(daemon))
+        evidence = doctor(daemon)["engine_refused"]
+        assert problem in evidence
+        assert len(evidence) < 700, "one line"
+        assert doctor.status == 2
+        engine.report(1000.0, 0, 0)
+        wait_until(lambda: "engine_refused" not in doctor(daemon))
 
 
 def test_what_is_swapped_is_looked_at_where_anything_is(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ CASES: dict[str, Facts] = {
     "loop_blocked": facts({"loop_blocked_seconds": Histogram({"0.01": 900, "0.1": 1000, "+Inf": 1000}, 9.0)}),
     "no_engine": facts(sessions=[], namespaces=[], engines={}),
     "partial_blocks": space(partial_blocks=4000),
+    "engine_refused": facts(sessions=[structs.replace(session(1, Role.SCHEDULER), problem="worker 0: No CUDA here.")]),
     "workers_missing": facts(sessions=[session(1, Role.SCHEDULER)]),
     "lookups_late": space(late_lookups=200),
     "swapped": facts(swapped_bytes=GIB),

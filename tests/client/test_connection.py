@@ -52,6 +52,20 @@ def test_without_a_daemon_everything_is_a_miss_until_one_comes(registration: Reg
             assert scheduler.lookup(KEYS).wait(5)
 
 
+def test_a_client_that_gets_no_thread_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    gc.collect()
+    before = open_descriptors()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            SchedulerClient("/nowhere", NamespaceSpec.named("model"))
+    gc.collect()
+    assert open_descriptors() == before
+
+
 def test_eof_fails_requests_and_jobs(fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient) -> None:
     fake.hold_jobs = True
     fake.answers[m.Lookup] = lambda *_: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.worker_client import Job
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.ordered_sender import wait_sent
+from tests.kit.waiting import wait_until
 
 WAIT_S = 10.0
 
@@ -109,6 +111,22 @@ def test_a_caller_that_takes_jobs_back_may_give_them_time(gpu: Gpu) -> None:
     assert gpu.sent == [1, 2]
     gpu.submit(3)
     assert gpu.sender.withdraw([3], 0.02) == [3]
+
+
+def test_a_mark_says_when_all_before_it_was_done(gpu: Gpu) -> None:
+    first = gpu.submit(1)
+    done_at = gpu.sender.mark()
+    gpu.submit(2)
+    first.happened.set()
+    assert wait_sent(gpu.sender, [1], WAIT_S)
+    assert done_at() == math.inf
+    before = time.monotonic()
+    gpu.events[1].happened.set()
+    wait_until(lambda: done_at() != math.inf)
+    assert before <= done_at() <= time.monotonic()
+    gpu.events[2].happened.set()
+    assert wait_sent(gpu.sender, [2], WAIT_S)
+    assert gpu.sent == [1, 2]
 
 
 def test_what_is_taken_back_while_it_is_sent_is_sent(gpu: Gpu) -> None:

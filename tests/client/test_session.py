@@ -500,6 +500,26 @@ def test_a_fence_waits_cancels_drops_the_session_waits_for_loads(
     assert sum("Still waiting for loads" in line for line in caplog.messages) == 2
 
 
+def test_a_fence_cancels_nothing_while_its_caller_is_busy(
+    worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(worker, link, 0.0, Job(1, TRANSFER), Job(2, TRANSFER))
+    waits: list[tuple[float, int]] = []
+
+    def wait(ready: Callable[[], bool], timeout_s: float) -> bool:
+        waits.append((timeout_s, link.count(m.Cancel)))
+        if len(waits) in (3, 6):
+            publish(worker, completions(1 + len(waits) // 6, len(waits) // 3), 0.0)
+        return ready()
+
+    monkeypatch.setattr(link, "wait", wait)
+    worker.fence([1], 2.0, lambda: True)
+    assert waits == [(0.05, 0), (0.005, 0), (0.005, 0)], "it ends with the store"
+    busy = iter([True, False])
+    worker.fence([2], 2.0, lambda: next(busy))
+    assert waits[3:] == [(0.05, 0), (0.005, 0), (2.0, 1)]
+
+
 def test_garbage_on_the_events_socket_is_asked_for_again(worker: WorkerClient, link: PaperLink) -> None:
     worker.on_publication(session_topic(EPOCH, SESSION_ID), bytes(8), b"\xc1", 0.1)
     assert link.count(m.Results) == 1

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.config import Config, ConfigError, Limits, load_config, parse_address
+from kvoffd.config import Config, ConfigError, DiskSize, Limits, load_config, parse_address
 from kvoffd.memory_estimate import memory_estimate, memory_shortage, memory_summary
 from kvoffd.system.limits import MemoryLimit
+from kvoffd.tiering.level import FILL_BYTES, MOST_QUEUED
+from kvoffd.tiering.writer import MAX_WAITING, WAITING_BYTES
 
 
 def refusal(flags: dict[str, str | None], environ: dict[str, str] | None = None, path: Path | None = None) -> str:
@@ -64,6 +66,9 @@ def test_the_memory_that_is_needed_and_a_shortage_of_it_are_told_with_numbers() 
         "896 MiB, keys without blocks 1.28 GiB, process and clients 256 MiB."
     )
     assert "keys without blocks" not in memory_summary(Config(eviction_policy="lru"))
+    tiers = memory_estimate(Config(disk=(DiskSize("/mnt", 1 << 30),), shared=("redis://one", "redis://two")))
+    each = MOST_QUEUED * FILL_BYTES + MAX_WAITING * WAITING_BYTES
+    assert tiers["queues of disks and stores"] == 3 * each, "one of the disks, one of each store"
     parts = memory_estimate(config)
     taken = ("pool", "slot table and page tables", "process and clients")
     to_come = sum(parts.values()) - sum(parts[part] for part in taken)

@@ -382,4 +382,4 @@ def test_the_log_says_whose_request_was_refused_and_why() -> None:
         daemon.wait_log(f"speaks protocol {VERSION - 1}")
         with WireClient(daemon.directory, None) as engine:  # it does not speak the greeting's, and says that it leaves
             engine.leave()
-        daemon.wait_log(f"(pid {os.getpid()}, uid {os.getuid()}) left without a request")
+        daemon.wait_log(f"(pid {os.getpid()}, uid {os.getuid()}) disconnected before its first request")

@@ -26,6 +26,7 @@ from tests.kit.wire import (
     Store,
     Tensor,
     WireClient,
+    answer,
     books,
     keys,
     load_of,
@@ -61,6 +62,29 @@ def engine(daemon: DaemonProcess, namespace: bytes = NAMESPACE) -> Iterator[tupl
         worker.open_namespace(namespace)
         scheduler.open_namespace(namespace)
         yield worker, scheduler
+
+
+# --- nothing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["learned", "arc"])
+def test_requests_of_no_keys_are_answered_by_a_daemon_that_has_seen_no_others(
+    policy: str, pool_file: Path, memory: SharedMemory
+) -> None:
+    """Nothing that it allocates with the first key is there yet; after a restart with blocks either."""
+    with DaemonProcess("32MiB", pool_file=str(pool_file), eviction_policy=policy) as daemon:
+        for state in "-R":
+            with engine(daemon) as (worker, scheduler):
+                cache = worker.register(memory)
+                assert scheduler.lookup(1, []).states == ""
+                assert books(daemon.directory).namespaces[NAMESPACE].lookups == 1
+                assert (scheduler.invalidate([]), scheduler.release()) == (0, 0)
+                for step in ([store_of(7, [], [])], []), ([], [load_of(8, 1, [], [])]), ([], []):
+                    answer(worker.step, cache, *step)
+                assert scheduler.lookup(2, keys(1)).states == state
+                worker.store(cache, keys(1), [0])
+            daemon.kill()
+            daemon.start()
 
 
 # --- bytes -----------------------------------------------------------------------------------------
@@ -279,6 +303,7 @@ def test_leases_end_with_their_time(impatient: DaemonProcess, memory: SharedMemo
         cache = worker.register(memory)
         worker.store(cache, keys(1, 2), [0, 1])
         assert scheduler.lookup(1, keys(1)).ttl_s == 3.0
+        wait_until(lambda: scheduler.lookup(1, keys(1)).ttl_s < 2.9)  # what is left
         wait_until(lambda: not books(impatient.directory).leases, interval_s=0.05)
         assert worker.load(cache, scheduler.lease(1), keys(1), [9]).error == "unknown_lease"
         assert scheduler.release(1) == 0

@@ -14,6 +14,7 @@ import pytest
 from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
+from tests.kit.made_up_loads import chat_among_single_requests
 from tests.kit.redis_server import RedisCluster, RedisServer
 from tests.kit.s3_server import S3Server
 from tests.kit.waiting import wait_until
@@ -257,6 +258,27 @@ def test_a_server_that_takes_no_writes_is_a_problem(own_server: RedisServer) -> 
             return not node.problems
 
         wait_until(over, interval_s=0.5, explain=lambda: node.problems)
+
+
+def test_a_full_store_gets_what_is_likely_to_come_back() -> None:
+    spec = NamespaceSpec.named("chats", groups=[GroupSpec("full_attention", 16)], page_bytes=4096)
+    with (
+        RedisServer("--maxmemory", "6mb", "--maxmemory-policy", "allkeys-lru") as server,
+        DaemonProcess("1MiB", shared=server.url) as daemon,
+        FakeEngine(daemon.directory, spec, page_bytes=4096, blocks=64) as engine,
+    ):
+
+        def now() -> SharedStats:
+            return books(daemon.directory).shared[0]
+
+        wait_until(lambda: now().up)
+        for number, chain in enumerate(chat_among_single_requests(1, 2000)):
+            wanted = keys(*chain)[:64]
+            there = engine.lookup(wanted)
+            assert engine.store(wanted[there:], range(len(wanted) - there)).ok
+            if number % 20 == 0 and now().not_written.get("unlikely"):
+                break
+        assert (now().full, now().size_bytes, now().written_blocks > 200) == (True, 6 << 20, True)
 
 
 def test_a_lost_server_of_a_cluster_is_named() -> None:

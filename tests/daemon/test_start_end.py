@@ -105,6 +105,19 @@ def test_start_makes_a_private_directory_and_sockets() -> None:
                 running.wait(STOP_DEADLINE_S)
 
 
+@pytest.mark.parametrize("imported", ["argparse", "msgspec", "numpy"])
+def test_ctrl_c_while_it_is_loaded_prints_nothing(imported: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "kvoffd", "serve", "--pool-size", "1MiB"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if line.split("|")[-1].strip() == imported:
+                running.send_signal(signal.SIGINT)
+                break
+        said = [line for line in running.stderr if not line.startswith("import time:")]
+        assert (running.wait(STOP_DEADLINE_S), said) == (-signal.SIGINT, [])
+
+
 def test_start_with_closed_standard_streams_serves_and_ends() -> None:
     closed = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh"]
     with DaemonProcess("1MiB", before=closed) as daemon:

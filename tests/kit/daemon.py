@@ -166,6 +166,7 @@ class DaemonProcess(Starting):
     def fault(self, words: str) -> Iterator[None]:
         """Every copy that starts within fails, lies or is slow: ``load fails``, ``load lies``, ``store slow 0.5``.
 
+        ``store waits``: it begins when this ends, if it was not stopped before.
         ``commit fails``: a store that has copied everything meets a bug of the daemon.
         """
         assert self._fault_file is not None, "a daemon whose copies obey is made with faults=True"

@@ -12,13 +12,13 @@ from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
-from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
 from kvoffd_client import AdminClient, KvoffdClientError
 
+from . import fork_servers, runner_v2
 from .closing import Starting
 from .engine_main import run
 from .waiting import wait_until
@@ -38,9 +38,6 @@ ENGINE_ENVIRON = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-# One process imports torch and vLLM, which is most of the CPU time of a start, and engines are forked from it.
-_FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload([f"{__package__}.engine_imports"])
 _NEW = multiprocessing.get_context("spawn")
 
 
@@ -78,6 +75,9 @@ class Completion:
 class EngineProcess(Starting):
     """One engine. ``directory`` is the daemon's, None for an engine without a connector.
 
+    With ``v2`` it has vLLM's second model runner and async scheduling, over an emulated GPU stream (``runner_v2``); by
+    default the environment says whether it has.
+
     With ``fork`` it is forked from a process that has imported vLLM, as its core and workers are from it, and is there
     in seconds; without, it is a new process and vLLM starts them as it does for users, by spawning them on CPU. A
     forked worker computes with as many threads as there are CPUs, a spawned one with as many as vLLM says.
@@ -96,6 +96,7 @@ class EngineProcess(Starting):
         model: Path,
         directory: Path | None,
         *,
+        v2: bool | None = None,
         num_blocks: int = 400,
         tensor_parallel: int = 1,
         extra_config: dict[str, Any] | None = None,
@@ -132,6 +133,10 @@ class EngineProcess(Starting):
             **({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"} if tensor_parallel > 1 else {}),
             **(environ or {}),
         }
+        self._v2 = runner_v2.wanted() if v2 is None else v2
+        self._environ.pop(runner_v2.VARIABLE, None)
+        if self._v2:
+            self._environ.update(runner_v2.ENVIRON)
         self._fork = fork
         self._process: BaseProcess | None = None
         self._connection: Connection[Any, Any] | None = None
@@ -159,7 +164,9 @@ class EngineProcess(Starting):
         address.unlink(missing_ok=True)
         self._listener = Listener(str(address), family="AF_UNIX")
         arguments = (str(address), str(self.log_path), self._environ, self._fork)
-        self._process = (_FORKED if self._fork else _NEW).Process(target=run, args=arguments)
+        self._process = (
+            fork_servers.forked(run, arguments, v2=self._v2) if self._fork else _NEW.Process(target=run, args=arguments)
+        )
         self._process.start()
         return self
 
@@ -199,6 +206,11 @@ class EngineProcess(Starting):
         """Clear the engine's own prefix cache, so that only the daemon has the blocks; and the connector's if asked."""
         # It refuses while blocks are in use, as by stores under way.
         wait_until(lambda: self.call("reset", connector=connector), interval_s=0.05)
+
+    def control_stream(self, *, lag_s: float = 0.0, events_at_once: bool = False) -> dict[str, Any]:
+        """Set how the emulated stream behaves from now on, see ``emulated_stream.control``. Only with ``v2``."""
+        counted: dict[str, Any] = self.call("control_stream", lag_s=lag_s, events_at_once=events_at_once)
+        return counted
 
     def metrics(self) -> dict[str, float]:
         value: dict[str, float] = self.call("metrics")
@@ -249,11 +261,6 @@ def session_pids(leader: int) -> list[int]:
                 if os.getsid(int(entry.name)) == leader:
                     found.append(int(entry.name))
     return found
-
-
-def import_vllm() -> None:
-    """Have the process begin to import vLLM that forked engines are forked from, beside what else is done."""
-    ensure_running()
 
 
 def wait_connected(

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import Any
 
 
@@ -166,6 +167,13 @@ def embed(llm: Any, prompts: list[list[int]]) -> list[tuple[list[float], int]]:
     return [(list(output.outputs.embedding), output.num_cached_tokens) for output in outputs]
 
 
+def load_adapter(llm: Any, adapter: tuple[str, int, str]) -> None:
+    """Load a LoRA adapter in place, as a server does. Its requests say nothing of that."""
+    from vllm.lora.request import LoRARequest
+
+    llm.llm_engine.add_lora(LoRARequest(*adapter, load_inplace=True))
+
+
 def nap(llm: Any, level: int) -> None:
     llm.sleep(level)
     llm.wake_up()
@@ -195,6 +203,12 @@ def metrics(llm: Any) -> dict[str, float]:
     return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
 
 
+def control_stream(llm: Any, **settings: Any) -> dict[str, Any]:
+    """Set how the workers' emulated streams behave. What is returned is the first worker's."""
+    answers: list[dict[str, Any]] = llm.collective_rpc("control_stream", kwargs=settings)
+    return answers[0]
+
+
 def cached_by_source(llm: Any) -> dict[str, float]:
     """Prompt tokens that were not computed, by where they came from."""
     name = "vllm:prompt_tokens_cached_by_source"
@@ -204,14 +218,24 @@ def cached_by_source(llm: Any) -> dict[str, float]:
 COMMANDS = {
     "abort": abort,
     "cached_by_source": cached_by_source,
+    "control_stream": control_stream,
     "embed": embed,
     "flip_weights": flip_weights,
     "generate": generate,
+    "load_adapter": load_adapter,
     "metrics": metrics,
     "nap": nap,
     "reload_weights": reload_weights,
     "reset": reset,
 }
+
+if __name__ in ("__main__", "__mp_main__"):  # a new process of an engine, as vLLM spawns them for its core and workers
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from tests.kit import runner_v2
+
+    if runner_v2.wanted():
+        runner_v2.prepare()
+        runner_v2.install()
 
 if __name__ == "__main__":
     main(sys.argv[1])

@@ -18,12 +18,14 @@ from typing import Any
 
 STEP_BYTES = 8 << 20
 """Of a copy, or one piece, for each time that the file of faults is read."""
+LOOK_S = 0.01
+"""Between two looks of a copy that waits."""
 CLOSING_US = int(os.environ.get("DYING_CLOSING_US", 700_000))
 COPYING_US = 100_000
 
 
 def copies_with_faults(file: Path) -> None:
-    """Have every copy do as ``file`` says while it is there: ``load fails``, ``load lies``, ``store slow 0.5``."""
+    """Have every copy do as ``file`` says while it is there, see ``DaemonProcess.fault``."""
     from kvoffd.transfer.engine import HostEngine, Transfer, host_copy
     from kvoffd.transfer.plan import Plan
 
@@ -35,6 +37,9 @@ def copies_with_faults(file: Path) -> None:
                 words = ["", ""]
             if words[1] == "fails":
                 raise OSError("a deliberate failure")
+            if words[1] == "waits":
+                time.sleep(LOOK_S)
+                continue
             if words[1] == "slow":
                 time.sleep(float(words[2]))
             if begin == 0 and words[1] != "slow":

@@ -9,7 +9,7 @@ There is no tokenizer; prompts are token ids (``skip_tokenizer_init``).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -47,7 +47,7 @@ DEMO_LLAMA = Shape(hidden=512, intermediate=1536, layers=8, heads=8, kv_heads=4,
 
 def make_tiny_llama(path: Path, seed: int = 0) -> Path:
     """Write a Llama of 4 layers, all of full attention, into the directory ``path``; at once when it is there."""
-    return _write(path, _llama_config(TINY_LLAMA), lambda: _llama_weights(TINY_LLAMA, seed))
+    return _write(path, llama_config(TINY_LLAMA), lambda: _llama_weights(TINY_LLAMA, seed))
 
 
 def make_draft(path: Path, eagle: bool) -> Path:
@@ -56,7 +56,7 @@ def make_draft(path: Path, eagle: bool) -> Path:
     With ``eagle`` it is one layer of the Llama, over the next token's embedding and half of the Llama's hidden state.
     """
     random, shape = np.random.default_rng(5), TINY_LLAMA
-    weights, config = _llama_weights(shape, 0), _llama_config(shape)
+    weights, config = _llama_weights(shape, 0), llama_config(shape)
     if eagle:
         first = {name.removeprefix("model."): each for name, each in weights.items() if ".layers.0." in name}
         weights = {name: each for name, each in first.items() if "input_layernorm" not in name}
@@ -89,10 +89,11 @@ def write_lora_adapter(path: Path, seed: int) -> Path:
 
 def make_demo_llama(path: Path) -> Path:
     """Write the demo's Llama, 8 layers of full attention, into the directory ``path``; at once when it is there."""
-    return _write(path, _llama_config(DEMO_LLAMA), lambda: _llama_weights(DEMO_LLAMA, seed=2))
+    return _write(path, llama_config(DEMO_LLAMA), lambda: _llama_weights(DEMO_LLAMA, seed=2))
 
 
-def _llama_config(shape: Shape) -> ModelConfig:
+def llama_config(shape: Shape) -> ModelConfig:
+    """The configuration of a Llama in float32."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -114,28 +115,37 @@ def _llama_config(shape: Shape) -> ModelConfig:
     }
 
 
-def _llama_weights(shape: Shape, seed: int) -> Weights:
-    random = np.random.default_rng(seed)
+def llama_parameters(shape: Shape, vocabulary: int = VOCABULARY) -> Iterator[tuple[str, tuple[int, ...], float]]:
+    """Yield each parameter's name, its shape and its standard deviation; 0 for those that are ones."""
 
-    def matrix(rows: int, columns: int, gain: float) -> npt.NDArray[np.float32]:
-        return random.standard_normal((rows, columns), np.float32) * np.float32(gain / columns**0.5)
+    def matrix(name: str, rows: int, columns: int, gain: float) -> tuple[str, tuple[int, ...], float]:
+        return f"{name}.weight", (rows, columns), gain / columns**0.5
 
     query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    weights = {"model.embed_tokens.weight": random.standard_normal((VOCABULARY, shape.hidden), np.float32)}
+    yield "model.embed_tokens.weight", (vocabulary, shape.hidden), 1.0
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
-        weights[f"{prefix}.self_attn.q_proj.weight"] = matrix(query, shape.hidden, ATTENTION_GAIN)
-        weights[f"{prefix}.self_attn.k_proj.weight"] = matrix(key_value, shape.hidden, ATTENTION_GAIN)
-        weights[f"{prefix}.self_attn.v_proj.weight"] = matrix(key_value, shape.hidden, ATTENTION_GAIN)
-        weights[f"{prefix}.self_attn.o_proj.weight"] = matrix(shape.hidden, query, ATTENTION_GAIN)
-        weights[f"{prefix}.mlp.gate_proj.weight"] = matrix(shape.intermediate, shape.hidden, MLP_GAIN)
-        weights[f"{prefix}.mlp.up_proj.weight"] = matrix(shape.intermediate, shape.hidden, MLP_GAIN)
-        weights[f"{prefix}.mlp.down_proj.weight"] = matrix(shape.hidden, shape.intermediate, MLP_GAIN)
+        yield matrix(f"{prefix}.self_attn.q_proj", query, shape.hidden, ATTENTION_GAIN)
+        yield matrix(f"{prefix}.self_attn.k_proj", key_value, shape.hidden, ATTENTION_GAIN)
+        yield matrix(f"{prefix}.self_attn.v_proj", key_value, shape.hidden, ATTENTION_GAIN)
+        yield matrix(f"{prefix}.self_attn.o_proj", shape.hidden, query, ATTENTION_GAIN)
+        yield matrix(f"{prefix}.mlp.gate_proj", shape.intermediate, shape.hidden, MLP_GAIN)
+        yield matrix(f"{prefix}.mlp.up_proj", shape.intermediate, shape.hidden, MLP_GAIN)
+        yield matrix(f"{prefix}.mlp.down_proj", shape.hidden, shape.intermediate, MLP_GAIN)
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{prefix}.{norm}.weight"] = np.ones(shape.hidden, np.float32)
-    weights["lm_head.weight"] = matrix(VOCABULARY, shape.hidden, HEAD_GAIN)
-    weights["model.norm.weight"] = np.ones(shape.hidden, np.float32)
-    return weights
+            yield f"{prefix}.{norm}.weight", (shape.hidden,), 0.0
+    yield matrix("lm_head", vocabulary, shape.hidden, HEAD_GAIN)
+    yield "model.norm.weight", (shape.hidden,), 0.0
+
+
+def _llama_weights(shape: Shape, seed: int) -> Weights:
+    random = np.random.default_rng(seed)
+    return {
+        name: random.standard_normal(sizes, np.float32) * np.float32(deviation)
+        if deviation
+        else np.ones(sizes, np.float32)
+        for name, sizes, deviation in llama_parameters(shape)
+    }
 
 
 def _write(path: Path, config: ModelConfig, weights: Callable[[], Weights]) -> Path:

@@ -90,6 +90,7 @@ class RedisServer(StartingProcess):
                 command += ["--cluster-port", str(self.bus_port)]
                 if self.certificate is not None:
                     command += ["--tls-cluster", "yes", "--cluster-announce-hostname", "localhost"]
+                    command += ["--cluster-preferred-endpoint-type", "hostname"]
             with (self._directory / "log").open("ab") as log:
                 self._process = subprocess.Popen(
                     [*command, "--dir", str(self._directory), *self._tls_options, *self.options], stdout=log, stderr=log

@@ -200,6 +200,23 @@ def make_tiny_gemma3(path: Path) -> Path:
     )
 
 
+def make_tiny_qwen3_next(path: Path) -> Path:
+    """Write a small Qwen3-Next, linear attention with full attention in between, into ``path``."""
+    return make_transformers_model(
+        path,
+        "Qwen3NextConfig",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_key_value_heads=4,
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    )
+
+
 def make_tiny_deepseek(path: Path) -> Path:
     """Write a DeepSeek V2 of four layers (multi-head latent attention) into the directory ``path``."""
     return make_transformers_model(path, "DeepseekV2Config", **MLA)

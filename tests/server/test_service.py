@@ -28,12 +28,13 @@ from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
 from kvoffd.system.mappings import MappedSegment
-from kvoffd.transfer.engine import CopyEngine, Transfer
+from kvoffd.transfer.engine import CopyEngine, CopyStats, Transfer
 from kvoffd.transfer.plan import Direction, Outcome, build_layouts
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.stats import Stats, StatsReply
 from tests.kit.cases import case
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.sim.parts import NoStateFile, make_pool, make_service
@@ -48,7 +49,7 @@ class Bench(CopyEngine):
 
     def __init__(self) -> None:
         self.copies: list[Transfer] = []
-        queue: Any = SimpleNamespace(submit=self.copies.append)
+        queue: Any = SimpleNamespace(submit=self.copies.append, stats=lambda: CopyStats())
         super().__init__(dict.fromkeys(Direction, queue))
         self.posted = deque[Callable[[], None]]()
         host: Any = SimpleNamespace(
@@ -99,6 +100,13 @@ def bench() -> Iterator[Bench]:
     made = Bench()
     yield made
     made.pool.close()
+
+
+def test_the_whole_pool_is_usable_whoever_touched_it(bench: Bench) -> None:
+    """One that was taken over is in memory already."""
+    (reply,) = bench.ask(bench.session(m.Role.ADMIN), Stats(1))
+    assert isinstance(reply, StatsReply)
+    assert reply.stats.pool.usable_bytes == POOL_BYTES
 
 
 # --- jobs ------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def test_what_a_recording_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "other"
-    for content in (b"\x1f\x8b\x08gzip", b"\x28\xb5\x2f\xfd\0\0", b"\x8f\x7f" * 5000, b"", b'{"hash_ids":[1,-2]}'):
+    for content in (b"\x1f\x8b\x08gzip", b"\x28\xb5\x2f\xfd\0\0", b"\x8f\x7f" * 5000, b"", b'{"hash_ids":[1,0.5]}'):
         file.write_bytes(content)
         with case(content[:20]):
             assert main(["--blocks=10", str(file)]) == 2
@@ -235,14 +235,73 @@ def test_tokens_of_a_block_are_computed_from_lengths(tmp_path: Path) -> None:
 def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     for line in (
-        *("nonsense", "[]", "{}", '{"hash_ids": "12"}', '{"hash_ids": {}}', '{"hash_ids": [1.5]}'),
-        *('{"hash_ids": [true]}', '{"hash_ids": [-1]}', '{"hash_ids": [18446744073709551616]}'),
+        *("nonsense", "5", "[{}]", "{}", '{"hash_ids": "12"}', '{"hash_ids": {}}', '{"hash_ids": [1.5]}'),
+        *('{"hash_ids": [true]}', '{"hash_ids": [-9223372036854775809]}', '{"hash_ids": [18446744073709551616]}'),
         *('{"hash_ids": [], "block_bytes": -1}', '{"hash_ids": [1], "block_tokens": 2147483648}'),
+        *('{"requests": [{"hash_ids": [0.5]}]}', '{"requests": [], "hash_id_scope": "node"}', '{"requests": {}}'),
+        *('{"requests": [], "block_size": 0}', '{"requests": [[]]}'),
         '{"hash_ids": [1], "x": ' + 9999 * "[" + 9999 * "]" + "}",
     ):
         file.write_text('{"hash_ids": [1]}\n' + line + "\n")
-        with case(line[:40]), pytest.raises(BadTrace, match=r"bad\.jsonl:2 is not a line"):
+        with case(line[:40]), pytest.raises(BadTrace, match=r"bad\.jsonl:2 is no request"):
             read_trace(file)
+
+
+SESSION = {
+    "id": "f64a",
+    "models": ["m"],
+    "block_size": 64,
+    "hash_id_scope": "local",
+    "requests": [
+        {"t": 0.0, "type": "s", "model": "m", "in": 130, "out": 86, "hash_ids": [1, 2, 3]},
+        {"t": 9.5, "type": "n", "model": "m", "in": 190, "out": 8, "hash_ids": [1, 2, 4]},
+        {
+            "t": 2.0,
+            "type": "subagent",
+            "requests": [{"t": 3.5, "type": "n", "in": 64, "hash_ids": [1]}, {"t": 4, "type": "n", "hash_ids": None}],
+        },
+    ],
+}
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_session_is_read_in_its_own_order(tmp_path: Path, indent: int | None) -> None:
+    file = tmp_path / "session.json"
+    file.write_text("\ufeff" + json.dumps(SESSION, indent=indent))
+    trace = read_trace(file)
+    assert (trace.name, trace.tokens_per_block, trace.seconds) == ("session", 64, [0.0, 3.5, 4, 9.5])
+    assert [len(keys) // KEY_BYTES for keys in trace.requests] == [3, 1, 0, 3]
+    first, inner, _, last = trace.requests
+    assert first[: 2 * KEY_BYTES] == last[: 2 * KEY_BYTES] != first[KEY_BYTES:]
+    assert inner == first[:KEY_BYTES]
+
+
+@pytest.mark.parametrize(("scope", "blocks"), [("local", 8), ("global", 4)])
+@pytest.mark.parametrize("is_list", [False, True])
+def test_sessions_share_numbers_only_if_they_say_so(tmp_path: Path, scope: str, blocks: int, is_list: bool) -> None:
+    file = tmp_path / "sessions.jsonl"
+    sessions = [{**SESSION, "hash_id_scope": scope}] * 2
+    file.write_text(json.dumps(sessions, indent=1) if is_list else "".join(json.dumps(one) + "\n" for one in sessions))
+    trace = read_trace(file)
+    keys = {keys[at : at + KEY_BYTES] for keys in trace.requests for at in range(0, len(keys), KEY_BYTES)}
+    assert (len(trace.requests), len(keys)) == (8, blocks)
+    assert list(trace.seconds) == sorted(trace.seconds), "sessions begin together"
+
+
+def test_requests_may_be_a_list_and_hashes_signed_or_missing(tmp_path: Path) -> None:
+    file = tmp_path / "list.json"
+    file.write_text(
+        "\ufeff" + json.dumps([{"hash_ids": [-1, 5]}, {"hash_ids": None}, {"hash_ids": [2**64 - 1]}], indent=2)
+    )
+    signed, nothing, unsigned = read_trace(file).requests
+    assert (signed[:KEY_BYTES], nothing) == (unsigned, b"")
+
+
+def test_a_whole_last_line_that_is_no_request_is_not_taken_for_a_cut_off_one(tmp_path: Path) -> None:
+    file = tmp_path / "end.jsonl"
+    file.write_text('{"hash_ids": [1]}\n{"summary": 1}')
+    with pytest.raises(BadTrace, match=r"end\.jsonl:2 is no request"):
+        read_trace(file)
 
 
 def test_a_file_cut_off_is_replayed_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,12 @@ def memfd(size: int = SIZE, written: int = 0, *, seals: int = fcntl.F_SEAL_SHRIN
         os.close(fd)
 
 
+def test_memory_for_which_there_are_no_addresses_is_refused_with_what_to_do() -> None:
+    size = 1 << 47  # as large as the address space
+    with memfd(size) as fd, pytest.raises(UnsafeSegment, match=r"Cannot allocate memory.*ulimit -v"):
+        map_memfd(fd, size)
+
+
 def test_memory_is_unmapped_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call for all of it would keep other threads from mapping anything for tenths of a second."""
     calls: list[tuple[int, int]] = []

@@ -98,6 +98,22 @@ def test_a_store_that_went_away_is_waited_for_by_its_silence(rig: TieringHarness
     assert rig.cache.leases[1].wait_s == pytest.approx(1.0), "one block a second, as of now"
 
 
+def test_a_block_that_waited_until_its_answer_was_old_is_asked_for_again(rig: TieringHarness, shared: FakeTier) -> None:
+    space, keys = rig.open(), keys_of(1)
+    give(rig, shared, space, 1)
+    rig.states(space, keys)
+    shared.answer()
+    rig.cache.lookup(space, 1, 1, [(0, keys)])
+    shared.known.clear()
+    for _ in range(2):
+        rig.tiering.pump()
+    assert not space.counters.misses, "it was not evicted"
+    shared.answer()
+    rig.tiering.pump()
+    shared.end_all()
+    assert rig.states(space, keys) == [READY]
+
+
 # --- what is counted -------------------------------------------------------------------------------
 
 

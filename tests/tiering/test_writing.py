@@ -7,16 +7,34 @@ import pytest
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
-from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering import TieringSettings, WriteMode, writer
 from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, STAYS, UNLIKELY, Selection, WriteBudget
+from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import BENCH_LABEL, READY
 from tests.kit.clock import Clock
+from tests.kit.fake_tier import FakeTier
 from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
 
 def rig_of(mode: WriteMode, **settings: int) -> TieringHarness:
     return TieringHarness(settings=TieringSettings(mode=mode, **settings), regions=8)
+
+
+def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MAX_WAITING", 3)
+    rig = rig_of(WriteMode.ALWAYS)
+    rig.tier.hangs = True
+    space = rig.open()
+    rig.put(space, keys_of(*range(15)))
+    rig.use(space, keys_of(*range(15)))
+    rig.tiering.tick()
+    assert rig.writer.waiting_blocks == 3
+    rig.tier.hangs = False
+    for _ in range(8):
+        go_on(rig)
+        rig.use(space, keys_of(*range(15)))
+    assert rig.in_tier(space, keys_of(*range(15))) == 15
 
 
 def go_on(rig: TieringHarness) -> None:
@@ -172,23 +190,60 @@ def choose(*kinds: tuple[int, float, float], believed: int = len(STAYS)) -> tupl
 
 def test_the_likeliest_are_chosen_as_far_as_others_do_not_pay() -> None:
     assert choose((90, 0.01, 0.0), (10, 0.2, 0.1))[1] == [False, True], "it comes back if it stays long"
-    assert choose((50, 0.3, 0.0), (50, 0.2, 0.0))[1] == [True, False], "the mean is more"
-    assert choose((50, 0.3, 0.0), (50, 0.28, 0.0))[1] == [True, True]
+    assert choose((50, 0.3, 0.0), (50, 0.29, 0.0))[1] == [True, False], "all are more than half"
+    assert choose((40, 0.3, 0.0), (10, 0.2, 0.0), (50, 0.1, 0.0))[1] == [True, True, False]
     assert choose((100, 0.08, 0.08))[1] == choose((100, 1.0, 0.0))[1] == [True], "alike"
 
 
 def test_what_was_not_watched_for_long_is_not_believed() -> None:
-    assert choose((50, 0.3, 0.0), (50, 0.29, 0.3))[1] == [False, True]
-    assert choose((50, 0.3, 0.0), (50, 0.29, 0.3), believed=1)[1] == [True, True]
+    assert choose((20, 0.3, 0.0), (80, 0.1, 0.19))[1] == [False, True]
+    assert choose((20, 0.3, 0.0), (80, 0.1, 0.19), believed=1)[1] == [True, False]
 
 
 def test_a_block_stays_longer_the_less_is_offered() -> None:
     chosen, tier_bytes = Selection(), 64 * UNIT
     chosen.note(np.zeros((64, len(STAYS))), UNIT, 1)
     chosen.note_traffic(tier_bytes, tier_bytes)
-    assert chosen.lifetimes(tier_bytes)[0] == tier_bytes
+    assert chosen.lifetimes(tier_bytes)[0] == STAYS[0] * tier_bytes
     chosen.note_traffic(tier_bytes, tier_bytes)
-    assert chosen.lifetimes(tier_bytes)[:2] == [2 * tier_bytes, 3 * tier_bytes]
+    assert chosen.lifetimes(tier_bytes)[:2] == [2 * stay * tier_bytes for stay in STAYS[:2]]
+
+
+def test_a_block_that_another_node_wrote_is_no_write() -> None:
+    chosen, tier_bytes = Selection(), 64 * UNIT
+    chosen.note(np.zeros((128, len(STAYS))), UNIT, 1)
+    chosen.note_traffic(2 * tier_bytes, tier_bytes)
+    for _ in range(64):
+        chosen.note_present(UNIT)
+    assert chosen.lifetimes(tier_bytes)[0] == 2 * STAYS[0] * tier_bytes
+
+
+def test_a_shared_store_that_is_full_gets_what_is_likely_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = TieringHarness(settings=TieringSettings(WriteMode.NEVER), regions=8)
+    store = rig.share(TieringSettings())
+    writer, space = rig.tiering.stores[0].writer, rig.open()
+    rig.put(space, keys_of(*range(8)))
+    go_on(rig)
+    store.end_all()
+    assert len(store.blocks) == 8, "all while it is not full"
+    monkeypatch.setattr(FakeTier, "lifetime_bytes", 64 * UNIT)
+    rig.tiering.tick()
+    monkeypatch.setattr(Selection, "deciding", lambda _, chances: (chances[:, 0], 0.5))
+    unlikely = {keys_of(50), keys_of(51)}
+
+    def chance(group: Group, keys: bytes, within_bytes: int) -> np.ndarray:
+        return np.array([key not in unlikely for key in group.namespace.split(group.index, keys)], np.float64)
+
+    monkeypatch.setattr(rig.cache.policy, "chance", chance)
+    rig.put(space, keys_of(*range(20, 52)))
+    rig.tiering.tick()
+    assert {job.key for job in store.jobs} == {keys_of(48), keys_of(49)}, "the tail is next to be evicted"
+    store.end(next(iter(store.jobs)), fault=Result.PRESENT)
+    assert writer._selection._offered == 3 * UNIT, "what another node had written is none of them"
+    store.end_all()
+    rig.evict(space, keys_of(50, 51))
+    rig.tiering.tick()
+    assert writer.not_written[UNLIKELY] == 2
 
 
 def test_blocks_without_a_checksum_are_not_written() -> None:

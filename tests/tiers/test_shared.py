@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
 from tests.tiers.faulty_store import FaultyStore
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
-from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, Answer, SharedRig, name_of
+from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SLOTS, Answer, SharedRig, name_of
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = Result.DONE
@@ -417,11 +418,11 @@ def test_what_nobody_uses_expires_and_a_use_begins_its_time_anew(of: str, reques
 RIGHTS = re.findall(r"\+([a-z|]+)", NEEDED_COMMANDS)
 
 
-@pytest.mark.parametrize("lacking", ["", *(right for right in RIGHTS if right != "cluster|nodes")])
+@pytest.mark.parametrize("lacking", ["", *(right for right in RIGHTS if right != "cluster|slots")])
 def test_each_right_that_is_named_is_needed_and_they_suffice(lacking: str) -> None:
     assert all(f"+{right}" in PAGE.read_text() for right in RIGHTS)
     with RedisServer() as server:
-        rights = [f"+{right}" for right in RIGHTS if right not in (lacking, "cluster|nodes")]
+        rights = [f"+{right}" for right in RIGHTS if right not in (lacking, "cluster|slots")]
         assert server.command("ACL", "SETUSER", "node", "on", ">s3cret", "~kvoffd/*", *rights) == b"+OK\r\n"
         url = f"{server.url}/1?ttl=1h" if lacking in ("expire", "select") else server.url
         owner = SharedRig(server.url).reachable()
@@ -449,6 +450,74 @@ def test_each_right_that_is_named_is_needed_and_they_suffice(lacking: str) -> No
             assert rig.tier.breaker.opened == 0, "it is read all the same"
         if lacking:
             assert f"+{lacking}" in rig.tier.problem
+
+
+# --- a real server that is full --------------------------------------------------------------------
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.tiers.shared.LOOK_S", 0.02)
+
+
+def look(rig: SharedRig) -> None:
+    """Wait until the store has been asked how full it is, twice: one question may be on its way."""
+    for _ in range(2):
+        before = rig.tier._look_at
+        rig.until(lambda before=before: rig.tier._look_at > before)
+
+
+MIB = 1 << 20
+BIG = (200_000,)
+
+
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize("policy", ["allkeys-lru", "noeviction"])
+def test_a_real_server_says_that_it_is_full(policy: str) -> None:
+    with RedisServer("--maxmemory", "12mb", "--maxmemory-policy", policy) as server:
+        rig = SharedRig(server.url).reachable()
+        look(rig)
+        stats = rig.tier.stats()
+        assert (stats.size_bytes, rig.tier.lifetime_bytes) == (12 * MIB, 0)
+        assert 0 < stats.used_bytes < 6 * MIB
+        results = [rig.write(rig.block(number, BIG)) for number in range(80)]
+        look(rig)
+        assert rig.tier.stats().used_bytes > 11 * MIB
+        assert results.count(None) > 0 if policy == "noeviction" else set(results) == {DONE}
+        assert 11 * MIB < rig.tier.lifetime_bytes <= 12 * MIB, "nobody else writes"
+        assert rig.tier.breaker.opened == 0
+        assert "full" in rig.kinds if policy == "noeviction" else not rig.kinds
+        server.command("FLUSHALL")
+        rig.tier._full_until = 0.0  # a minute after the refusal
+        look(rig)
+        assert rig.tier.lifetime_bytes == 0
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_what_other_nodes_write_shortens_the_lives_of_blocks() -> None:
+    with RedisServer("--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru") as server:
+        rig, other = SharedRig(server.url).reachable(), SharedRig(server.url).reachable()
+        rig.store(*(rig.block(number, BIG) for number in range(60)))
+        look(rig)
+        assert rig.tier.lifetime_bytes > 11 * MIB
+        for first in range(100, 500, 40):  # three of four are another node's
+            other.store(*(other.block(number, BIG) for number in range(first, first + 30)))
+            rig.store(*(rig.block(number, BIG) for number in range(first + 30, first + 40)))
+            look(rig)
+        assert 2 * MIB < rig.tier.lifetime_bytes < 6 * MIB
+
+
+def test_a_server_that_refuses_is_full_although_it_may_not_say_so() -> None:
+    with RedisServer("--maxmemory", "6mb", "--maxmemory-policy", "noeviction") as server:
+        rights = [f"+{right}" for right in RIGHTS if right != "cluster|nodes"]
+        assert server.command("ACL", "SETUSER", "node", "on", ">s3cret", "~kvoffd/*", *rights) == b"+OK\r\n"
+        rig = SharedRig(server.url, "s3cret", user="node").reachable()
+        rig.until(lambda: not rig.tier._looking)
+        numbers = count()
+        rig.until(lambda: rig.write(rig.block(next(numbers), BIG)) is None)
+        assert rig.tier.stats().size_bytes == 0
+        assert list(rig.kinds) == ["full"], "that it may not ask is no error"
+        assert rig.tier.lifetime_bytes == SLOTS * SLOT_BYTES, "as much as the pool"
 
 
 # --- a real server that goes away -------------------------------------------------------------------

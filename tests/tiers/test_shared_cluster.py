@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from kvoffd.tiers.redis_cluster import copies_of, masters_of, slot_of
-from kvoffd.tiers.redis_store import NEEDED_COMMANDS
+from kvoffd.tiers.redis_store import NEEDED_COMMANDS, SlotRange
 from kvoffd.tiers.store import generation_key
 from kvoffd.tiers.tier import Block, Result
 from tests.kit.redis_server import Certificate, RedisCluster, RedisServer
@@ -72,54 +72,116 @@ def test_the_slot_of_a_key_is_that_of_the_specification() -> None:
     assert slot_of(b"123456789") == 0x31C3
 
 
-def test_masters_are_read_with_their_slots_and_announced_names() -> None:
-    nodes = (
-        "a 10.0.0.1:7000@17000 myself,master - 0 0 1 connected 0-5460 9000\n"
-        "b 10.0.0.2:7000@17000,valkey-1.example master - 0 0 2 connected 5461-8999 [77->-a]\n"
-        "c 10.0.0.3:7000@17000 slave a 0 0 1 connected\n"
-        "d :7003@17003,,shard-id=9 master - 0 0 3 connected 9001-16383\n"
-        "e :0@0 master,noaddr - 0 0 3 disconnected 1\n"
-    )
-    assert masters_of(nodes, ("seed", 1)) == [
-        (("10.0.0.1", 7000), [range(5461), range(9000, 9001)]),
-        (("valkey-1.example", 7000), [range(5461, 9000)]),
-        (("seed", 7003), [range(9001, 16384)]),
+Node = tuple[str | None, int]
+
+
+def slots_reply(*ranges: tuple[int, int, Node]) -> bytes:
+    """What CLUSTER SLOTS answers: each range has a master, and a replica."""
+    said = [b"*%d\r\n" % len(ranges)]
+    for first, last, (host, port) in ranges:
+        endpoint = b"$-1" if host is None else b"$%d\r\n%s" % (len(host), host.encode())
+        more = b"*2\r\n$2\r\nip\r\n$8\r\n10.9.9.9"  # of Redis 7
+        node = b"*4\r\n%s\r\n:%d\r\n$2\r\nid\r\n%s\r\n" % (endpoint, port, more)
+        replica = b"*3\r\n$8\r\n10.0.0.3\r\n:7000\r\n$2\r\nid\r\n"
+        said.append(b"*4\r\n:%d\r\n:%d\r\n%s%s" % (first, last, node, replica))
+    return b"".join(said)
+
+
+def test_masters_are_where_the_cluster_wants_clients_to_go() -> None:
+    name = "valkey-1.example"
+    ranges = [
+        (0, 5460, "10.0.0.1", 7000),
+        (5461, 8999, name, 7000),
+        (9000, 9000, "10.0.0.1", 7000),
+        (9001, 16383, "", 7003),
     ]
+    assert masters_of([SlotRange(*one) for one in ranges], ("seed", 1)) == {
+        ("10.0.0.1", 7000): [range(5461), range(9000, 9001)],
+        (name, 7000): [range(5461, 9000)],
+        ("seed", 7003): [range(9001, 16384)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "host"), [("ip", "label.invalid", "127.0.0.1"), ("hostname", "localhost", "localhost")]
+)
+def test_an_announced_name_is_used_where_the_cluster_prefers_it(
+    cluster: RedisCluster, kind: str, label: str, host: str
+) -> None:
+    """Elsewhere it is a label for people, and need not resolve."""
+
+    def configure(label: str, kind: str) -> None:
+        for server in cluster.servers:
+            settings = "cluster-announce-hostname", label, "cluster-preferred-endpoint-type", kind
+            assert server.command("CONFIG", "SET", *settings) == b"+OK\r\n"
+
+    cluster.flush()
+    configure(label, kind)
+    try:
+        said = [partial(server.command, "CLUSTER", "NODES") for server in cluster.servers]
+        wait_until(lambda: all(say().count(label.encode()) == 3 for say in said))
+        rig = SharedRig(cluster.url).reachable()
+        for block in rig.store_some(6):
+            assert rig.load(block) is DONE
+        assert {server.name.partition(":")[0] for server in rig.tier.servers} == {host}
+    finally:
+        configure("", "ip")
 
 
 @pytest.mark.parametrize(
     "odd",
     [
-        "a h:1@2 master - 0 0 1 connected 0-999999999999",
-        "a h:1@2 master - 0 0 1 connected 7-3",
-        "a h:1@2 master - 0 0 1 connected -5",
-        "a h:99999@2 master - 0 0 1 connected 0-16383",
-        "a h:0@2 master - 0 0 1 connected 0-16383",
-        "a h@2 master - 0 0 1 connected 0-16383",
-        "a h\x1b[2J:1@2 master - 0 0 1 connected 0-16383",
-        "a h..h:1@2 master - 0 0 1 connected 0-16383",
-        f"a 10.0.0.1:1@2,{'h' * 64} master - 0 0 1 connected 0-16383",
-        "a h:1@2 master - 0 0 1 connected 0-16383\nb h:2@3 master - 0 0 1 connected 5",
-        "\n".join(f"a h:{port}@1 master - 0 0 1 connected {port}" for port in range(1, 400)),
-        "a h:1@2 master - 0 0 1 connected" + " 55" * 300_000,
+        [(0, 999999999999, "h", 1)],
+        [(7, 3, "h", 1)],
+        [(-5, 5, "h", 1)],
+        [(0, 16383, "h", 99999)],
+        [(0, 16383, "h", 0)],
+        [(0, 16383, "h\x1b[2J", 1)],
+        [(0, 16383, "h..h", 1)],
+        [(0, 16383, "h" * 64, 1)],
+        [(0, 16383, "?", 1), (5, 5, "h", 2)],
+        [(port, port, "h", port) for port in range(1, 400)],
+        [(55, 55, "h", 1)] * 16385,
     ],
-    ids=lambda odd: odd[:60],
+    ids=lambda odd: str(odd)[:60],
 )
-def test_impossible_masters_are_refused(odd: str) -> None:
+def test_impossible_masters_are_refused(odd: Sequence[tuple[int, int, str, int]]) -> None:
     tracemalloc.start()
-    with pytest.raises(ValueError, match=r"master|invalid literal"):
-        masters_of(odd, ("seed", 1))
+    with pytest.raises(ValueError, match="master"):
+        masters_of([SlotRange(*one) for one in odd], ("seed", 1))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 8 << 20
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"*1000000\r\n",
+        b"*1\r\n*3\r\n:0\r\n:1\r\n*1\r\n$1\r\nh\r\n:1\r\n",
+        b"*1\r\n*2\r\n:0\r\n:1\r\n*3\r\n$1\r\nh\r\n:1\r\n:1\r\n",
+        b"*1\r\n*3\r\n:0\r\n:1\r\n*3\r\n$70000\r\n" + b"h" * 70000,
+        b"*1\r\n*3\r\n:0\r\n:x\r\n*3\r\n$1\r\nh\r\n:1\r\n",
+        b"*1\r\n*3\r\n:0\r\n:1\r\n*3\r\n$1\r\nh\r\n:1\r\n*5000\r\n",
+        b"$3\r\nabc\r\n",
+    ],
+)
+def test_slots_that_are_no_such_list_are_refused(store: FaultyStore, said: bytes) -> None:
+    store.forced[b"CLUSTER"] = said
+    rig = node_of_cluster(store)
+    rig.until(lambda: rig.kinds["protocol"] > 0)
+    assert not rig.tier.available()
+
+
 def show_nodes(asked: Sequence[FaultyStore], *owned: tuple[FaultyStore, str]) -> None:
     """Have servers tell which slots each has."""
-    nodes = [f"{at} 127.0.0.1:{one.port}@1 master - 0 0 1 connected{slots}" for at, (one, slots) in enumerate(owned)]
-    lines = "\n".join(nodes).encode()
-    for one in asked:
-        one.forced[b"CLUSTER"] = b"$%d\r\n%s\r\n" % (len(lines), lines)
+    ranges = []
+    for one, slots in owned:
+        for bounds in slots.split():
+            first, _, last = bounds.partition("-")
+            ranges.append((int(first), int(last), ("127.0.0.1", one.port)))
+    for server in asked:
+        server.forced[b"CLUSTER"] = slots_reply(*ranges)
 
 
 def node_of_cluster(store: FaultyStore) -> SharedRig:
@@ -334,10 +396,27 @@ def test_a_replica_that_becomes_master_serves_all(fault: str) -> None:
                 assert each.tier.breaker.opened == 0
 
 
+# --- how full it is ---------------------------------------------------------------------------------
+
+
+def test_a_cluster_is_as_large_as_its_masters(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.tiers.shared.LOOK_S", 0.02)
+    rig = SharedRig(cluster.url).reachable()
+    rig.until(lambda: rig.tier.stats().used_bytes > 0)
+    assert rig.tier.stats().size_bytes == 0, "without a bound"
+    try:
+        for server, size in zip(cluster.servers, (32, 64, 128), strict=True):
+            server.command("CONFIG", "SET", "maxmemory", f"{size}mb")
+        rig.until(lambda: rig.tier.stats().size_bytes == 224 << 20)
+    finally:
+        for server in cluster.servers:
+            server.command("CONFIG", "SET", "maxmemory", "0")
+
+
 # --- rights -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lacking", ["", "cluster|nodes"])
+@pytest.mark.parametrize("lacking", ["", "cluster|slots"])
 def test_the_rights_that_are_named_suffice(cluster: RedisCluster, lacking: str) -> None:
     rights = re.findall(r"\+[a-z|]+", NEEDED_COMMANDS)
     cluster.flush()
@@ -347,7 +426,7 @@ def test_the_rights_that_are_named_suffice(cluster: RedisCluster, lacking: str) 
     rig = SharedRig(cluster.url, "s3cret", user="node")
     if lacking:
         rig.until(lambda: rig.kinds["forbidden"] > 0)
-        assert "'cluster|nodes' command" in rig.tier.problem
+        assert "'cluster|slots' command" in rig.tier.problem
         assert not rig.tier.available()
     else:
         rig.reachable()

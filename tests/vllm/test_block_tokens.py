@@ -208,6 +208,38 @@ def test_a_step_publishes_a_part_of_very_much(rig: Rig, monkeypatch: pytest.Monk
         assert rig.published[CPU] == set(range(known))
 
 
+def test_a_clear_of_very_much_is_published_in_parts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_tokens, "MAX_BLOCKS_PER_STEP", 2)
+    chunks = set(range(5))
+    for chunk in chunks:
+        rig.stored(chunk)
+    for medium in (STORAGE, CPU):
+        rig.stored(0, medium=medium)
+    while rig.host._waiting or rig.pending:
+        rig.take()
+    assert rig.published == {CPU: chunks, STORAGE: {0}}
+    rig.cleared()
+    left = []
+    for _ in range(4):
+        rig.take()
+        left.append(len(rig.published[CPU]) + len(rig.published[STORAGE]))
+    assert left == [5, 3, 1, 0]
+
+
+def test_a_block_that_is_back_before_its_clear_was_published_stays(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_tokens, "MAX_BLOCKS_PER_STEP", 2)
+    for chunk in range(5):
+        rig.stored(chunk)
+    for _ in range(3):
+        rig.take()
+    rig.cleared()
+    rig.take()  # which notes it
+    rig.host.found(rig.request, 0, rig.host.groups[0].keys(rig.hashes), 3)
+    for _ in range(4):
+        rig.take()
+    assert rig.published[CPU] == {0, 1, 2}
+
+
 def test_events_that_do_not_fit_the_model_are_left_out(rig: Rig) -> None:
     name = [self_made := b"k" * KEY_BYTES]
     rig.pending += [
@@ -219,3 +251,27 @@ def test_events_that_do_not_fit_the_model_are_left_out(rig: Rig) -> None:
         events.BlockRemoved([self_made], CPU, 7),
     ]
     assert rig.take() == []
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_blocks_of_several_are_published_in_the_engine_s_block_size(algorithm: str) -> None:
+    """vLLM's own events of the same prompt name the same blocks."""
+    function = get_hash_fn_by_name(algorithm)
+    init_none_hash(function)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, function)
+    request = Request("r", list(TOKEN_IDS), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    hashes = [maybe_convert_block_hash(one) for one in request.block_hashes]
+    group = ChunkGroup(0, 2, 2 * BLOCK_TOKENS)
+    made = HostBlockEvents({0: group}, {0: "full_attention"}, 2, function)
+    made.found(request, 0, group.keys(request.block_hashes), 2)
+    keys = request.block_hashes[1::2]
+    parents, tokens = [bytes(len(keys[0])), *keys], [tokens_of(0, 1), tokens_of(2, 3), tokens_of(4, 5)]
+    stored = events.BlockStored(keys[2:], 2 * BLOCK_TOKENS, CPU, 0, parents[2:3], b"".join(tokens[2:]))
+    removed = events.BlockRemoved(keys[1:2], CPU, 0)
+    namespace: Any = SimpleNamespace(client=SimpleNamespace(take_events=lambda: [stored, removed]))
+    first, second, gone = made.take(namespace)
+    for event, places in ((first, range(4)), (second, range(4, 6))):
+        assert event.block_hashes == [hashes[place] for place in places]
+        assert (event.block_size, len(event.token_ids)) == (BLOCK_TOKENS, len(places) * BLOCK_TOKENS)
+        assert event.parent_block_hash == (hashes[places[0] - 1] if places[0] else None)
+    assert gone.block_hashes == hashes[2:4]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import vllm
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_offload import base
 
 from kvoffd_client.vllm import compat
@@ -53,7 +55,9 @@ class Other(Enum):
 CHANGES: dict[str, Patch] = {
     "OffloadingSpec's constructor": replaced(base.OffloadingSpec, "__init__", other),
     "OffloadingConnector's constructor": replaced(OffloadingConnector, "__init__", other),
-    "the scheduler half's manager": replaced(OffloadingConnectorScheduler, "__init__", other),
+    "the scheduler half's manager and blocks of a step": replaced(OffloadingConnectorScheduler, "__init__", other),
+    "the scheduler half's _update_req_states": replaced(OffloadingConnectorScheduler, "_update_req_states", other),
+    "BlockPool's get_new_blocks": replaced(BlockPool, "get_new_blocks", other),
     "the worker half's worker and spec": replaced(OffloadingConnectorWorker, "__init__", other),
     "the worker half's prepare_store_kv": replaced(OffloadingConnectorWorker, "prepare_store_kv", other),
     "the worker half's start_kv_transfers": replaced(OffloadingConnectorWorker, "start_kv_transfers", other),
@@ -67,6 +71,55 @@ CHANGES: dict[str, Patch] = {
     "LookupResult": replaced(base, "LookupResult", Other),
     "ReqContext": gone(base.ReqContext, "get_offload_key_position"),
 }
+
+
+CONVENTIONS = {
+    "request": "Request",
+    "state.request": "Request",
+    "self._pool": "BlockPool",
+    "connector_output": "KVConnectorOutput",
+}
+"""Names of objects that no annotation of the function tells."""
+CHECKED = "ReqContext", "GPULoadStoreSpec"
+"""Classes of which ``_checks`` tries more than the names."""
+OF_ONE_KIND = {("KVCacheSpec", "attention_chunk_size"), ("KVCacheSpec", "mamba_cache_mode")}
+"""Read of those specs alone that have them."""
+
+
+def test_what_the_connector_reads_of_vllms_objects_is_in_the_list() -> None:
+    listed = {place.partition(":")[2]: {*names.split()} for place, names in compat.USED.items()}
+    read: set[tuple[str, str]] = set()
+    for path in Path(compat.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        imported = {
+            name.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
+            for name in node.names
+        }
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef):
+                given = [one for one in (*function.args.args, *function.args.kwonlyargs) if one.annotation is not None]
+                annotated = {one.arg: ast.unparse(cast(ast.expr, one.annotation)).split(" | ")[0] for one in given}
+                classes = CONVENTIONS | {name: cls for name, cls in annotated.items() if cls != "Any"}
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Attribute):
+                        cls = classes.get(ast.unparse(node.value), "")
+                        if cls in imported | {*CONVENTIONS.values()}:
+                            read.add((cls, node.attr))
+    assert len(read) > 50
+    unlisted = {(cls, name) for cls, name in read - OF_ONE_KIND if name not in listed.get(cls, ())}
+    assert {one for one in unlisted if one[0] not in CHECKED} == set()
+
+
+def test_a_name_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.request import Request
+
+    monkeypatch.delattr(BlockPool, "get_usage")
+    monkeypatch.delattr(Request, "num_tokens")
+    with pytest.raises(ImportError, match=r"which has changed: BlockPool\.get_usage; Request\.num_tokens\. This"):
+        compat.require_vllm()
 
 
 def test_a_change_of_what_is_needed_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,16 +139,34 @@ def test_a_change_of_what_is_needed_is_refused_by_its_name(monkeypatch: pytest.M
 
 def test_an_old_vllm_is_refused_and_a_tested_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     why = r"needs vLLM 0\.32 or newer, and this is vLLM .*tested with vLLM 0\.32 and"
-    for version in ("0.31.9", "0.1.dev1+g0123456", "dev"):
+    for version in ("0.31.9", "0.1.dev1+g0123456"):
         monkeypatch.setattr(vllm, "__version__", version)
         with case(version), pytest.raises(ImportError, match=why):
             compat.require_vllm()
-    for version in ("0.32.0", "0.32.1.dev3+cpu", "0.33.2"):
+    monkeypatch.setattr(vllm, "__version__", "dev")
+    with pytest.raises(ImportError, match="vLLM does not know its version"):
+        compat.require_vllm()
+    for version in ("0.32.0", "0.32.1+cpu", "0.33.2", "0.33.0+cu130"):
         monkeypatch.setattr(vllm, "__version__", version)
         with case(version):
             compat.require_vllm()
             compat.check_version(strict=True)
             assert not compat.untested()
+            assert compat.version_factor() in ("0.32", "0.33")
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["0.33.1.dev900+g0123456", "0.33.0rc2", "0.33.0.post1", "0.33.0+acme.1", "0.33.0+g0123456.cu130", "0.34.0"],
+)
+def test_what_is_no_tested_release_shares_with_its_like_alone(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build between two releases, or of somebody's own, may compute and lay out pages as neither does."""
+    monkeypatch.setattr(vllm, "__version__", version)
+    compat.require_vllm()
+    assert f"this is vLLM {version}, whose" in compat.untested()
+    assert compat.version_factor() == version
+    with pytest.raises(ValueError, match="strict_version"):
+        compat.check_version(strict=True)
 
 
 def test_an_untested_release_starts_with_one_warning_or_is_refused(
@@ -113,7 +184,7 @@ def test_an_untested_release_starts_with_one_warning_or_is_refused(
     start(strict=False)
     start(strict=False, role=KVConnectorRole.WORKER)
     [line] = [line for line in said if "0.99.0" in line]
-    assert "tested with vLLM 0.32 and 0.33" in line
+    assert "tested with the releases 0.32 and 0.33 of vLLM" in line
     with pytest.raises(ValueError, match=r"since strict_version is set\. .* this is vLLM 0\.99\.0"):
         start(strict=True)
     with pytest.raises(ValueError, match="strict_version"):  # before vLLM loads the model
@@ -126,8 +197,9 @@ class SecondRunner:
     def __init__(self) -> None:
         self.order: list[str] = []
 
-    def update_requests(self, scheduler_output: Any) -> None:
+    def update_requests(self, scheduler_output: Any) -> str:
         self.order.append("blocks are zeroed")
+        return "what it returns"
 
     def fence(self, metadata: OffloadingConnectorMetadata) -> None:
         self.order.append(f"waits for {metadata.jobs_to_flush}")
@@ -141,5 +213,5 @@ def test_stores_are_waited_for_before_blocks_are_zeroed(below_multi_connector: b
         metadata: Any = OffloadingConnectorMetadata({}, {}, jobs)
         if below_multi_connector:
             metadata = MultiKVConnectorMetadata(metadata=(SimpleNamespace(), metadata))
-        runner.update_requests(SimpleNamespace(kv_connector_metadata=metadata))
+        assert runner.update_requests(SimpleNamespace(kv_connector_metadata=metadata)) == "what it returns"
     assert runner.order == ["waits for {7}", "blocks are zeroed", "blocks are zeroed"]

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import AuxOutputConfig, PoolerConfig
+from vllm.config import AuxOutputConfig, HiSparseConfig, PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.pooling_params import PoolingParams
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, RSWASpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request
 
 from kvoffd_client.vllm import config as connector_config
 from kvoffd_client.vllm import connector as connector_module
-from kvoffd_client.vllm.config import OWN_KEYS, ConnectorOptions, check_engine, parse_options
+from kvoffd_client.vllm.config import OWN_KEYS, ConnectorOptions, check_engine, check_groups, parse_options
 from kvoffd_client.vllm.connector import KvoffdConnector
 from tests.vllm.manager_harness import KEYS, ManagerHarness
 from tests.vllm.vllm_config import cache_config, full_attention, make_config
@@ -36,6 +36,7 @@ def copied(served: Any) -> Any:
     config.model_config = copy.copy(served.model_config)
     config.parallel_config = copy.copy(served.parallel_config)
     config.cache_config = copy.copy(served.cache_config)
+    config.attention_config = copy.copy(served.attention_config)
     config.offload_config = copy.deepcopy(served.offload_config)
     return config
 
@@ -97,6 +98,9 @@ def test_engines_that_cannot_be_served_are_refused(served: Any, monkeypatch: pyt
         "encoder-decoder": lambda config: config.model_config.__dict__.update(is_encoder_decoder=True),
         "on 2 nodes": lambda config: setattr(config.parallel_config, "nnodes", 2),
         "--distributed-executor-backend mp": set_external_launcher,
+        "a host pool of vLLM's own": lambda config: setattr(
+            config.attention_config, "hisparse_config", HiSparseConfig()
+        ),
         "--offload-group-size": lambda config: setattr(config.offload_config.prefetch, "offload_group_size", 8),
         "--enable-return-routed-experts": lambda config: setattr(
             config, "aux_output_config", AuxOutputConfig(enable_return_routed_experts=True)
@@ -155,6 +159,17 @@ def test_caches_that_cannot_be_served_are_refused(config: Any) -> None:
             KvoffdConnector(config, role, prefix_lm)
     with pytest.raises(ValueError, match="kvoffd cannot serve this engine: its model keeps nothing"):
         KvoffdConnector(config, KVConnectorRole.WORKER, empty)
+
+
+def test_generated_tokens_of_reference_windows_are_refused() -> None:
+    """They are computed with a window of their kind, and a prompt that has them sees them all."""
+    heads = {name: getattr(full_attention(), name) for name in ("block_size", "num_kv_heads", "head_size", "dtype")}
+    cache = cache_config(KVCacheGroupSpec(["layer.0"], RSWASpec(**heads, rswa_window=64)))
+    check_groups(cache, {})
+    check_groups(cache, {"offload_prompt_only": True})
+    check_groups(cache_config(), {"offload_prompt_only": False})
+    with pytest.raises(ValueError, match="Leave offload_prompt_only out"):
+        check_groups(cache, {"offload_prompt_only": False})
 
 
 # --- kv_connector_extra_config ---------------------------------------------------------------------

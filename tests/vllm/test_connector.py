@@ -6,6 +6,7 @@ import importlib
 import inspect
 import logging
 import pickle
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,10 +20,12 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector import STORE_LOGGER, KvoffdConnector
@@ -31,6 +34,8 @@ from kvoffd_client.vllm.live_weights import LiveWeights
 from kvoffd_client.vllm.log import StoreRefusalFilter
 from kvoffd_client.vllm.metrics import CONNECTED, LOAD_RATE
 from kvoffd_client.vllm.worker import KvoffdWorker
+from tests.kit.models import write_lora_adapter
+from tests.vllm.adapter_worker import AdapterWorker, lora_request
 from tests.vllm.vllm_config import cache_config, make_config
 from tests.vllm.vllm_fakes import FakeWorkerClient, block_hash
 
@@ -123,6 +128,65 @@ def test_weights_are_named_at_start_and_after_a_reset(
     assert step() == (2, first)
 
 
+def test_an_adapter_is_what_the_workers_have_read(
+    model: Path, tmp_path: Path, worker: tuple[KvoffdConnector, FakeWorkerClient]
+) -> None:
+    """No request says that it was loaded in place, and its files may be gone."""
+    config = make_config(model, {"directory": str(tmp_path)}, enable_lora=True)
+    scheduler = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    connector, _ = worker
+    weights = torch.nn.Linear(4, 4)
+    connector._weights = LiveWeights(lambda: [weights])
+    live = AdapterWorker(changed=connector._weights.note_change)
+    connector._adapters = live.adapters
+    connector.connector_worker.worker.leave()
+    connector._digest = connector._weights.digest()
+    path = write_lora_adapter(tmp_path / "adapter", seed=1)
+    manager = scheduler._manager
+    scheduler._pool = Mock(get_usage=lambda: 0.0)  # nothing runs at a reset
+
+    def step(tokens: int = 0) -> None:
+        meta = pickle.loads(pickle.dumps(scheduler.build_connector_meta(empty_step(tokens))))  # noqa: S301
+        connector.handle_preemptions(meta)
+        report = connector.build_connector_worker_meta()
+        scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+
+    def content(name: str) -> bytes:
+        """What is known of the adapter when vLLM may schedule a request."""
+        request = Request(name, [1] * 64, SamplingParams(max_tokens=1), None, lora_request=lora_request(path))
+        request.block_hashes = [block_hash(1), block_hash(2)]
+        scheduler.on_new_request(request)
+        for _ in range(4):
+            tokens, _ = scheduler.get_num_new_matched_tokens(request, 0)
+            state = manager._requests[name]
+            if state.adapter or state.disabled:
+                return state.adapter
+            assert tokens is None, "it waits"
+            step()
+        raise AssertionError(name)
+
+    step()
+    first = content("first")
+    assert first
+    assert live.loaded(path) == live.contents[1]
+    write_lora_adapter(path, seed=2)
+    live.loaded(path, in_place=True)
+    scheduler.reset_cache()
+    second = content("second")
+    assert second not in (b"", first)
+    assert manager._requests["first"].disabled, "it began with the other one"
+    # Without a reset vLLM's own cache may have blocks of both.
+    shutil.rmtree(path)
+    write_lora_adapter(path, seed=1)
+    live.loaded(path, in_place=True)
+    step()
+    assert content("third") == b""
+    scheduler.reset_cache()
+    shutil.rmtree(path)
+    assert content("fourth") == first, "in memory"
+    scheduler.shutdown()
+
+
 def test_loads_and_stores_begin_in_one_message(worker: tuple[KvoffdConnector, FakeWorkerClient]) -> None:
     """Stores are noted by start_load_kv(), which vLLM's first runner calls in every pipeline stage."""
     connector, client = worker
@@ -175,5 +239,19 @@ def test_stores_cause_empty_steps_only_for_routers(config: Any, events: bool, st
         found.append(connector.has_pending_push_work())
     assert found == steps, "a step hands them to the workers"
     scheduler._jobs.clear()
+    assert not connector.has_pending_push_work()
+    connector.shutdown()
+
+
+def test_after_a_reset_steps_are_made_until_workers_have_reported(config: Any) -> None:
+    """0.33 waits for the jobs that a reset ended, and warns after a minute."""
+    connector = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    scheduler: Any = connector.connector_scheduler
+    connector._manager.namespace.join(NamespaceSpec.named("model"))
+    scheduler._jobs[3] = None
+    assert not connector.has_pending_push_work()
+    scheduler._reset_fence = {3: 1}
+    assert connector.has_pending_push_work()
+    scheduler._reset_fence.clear()
     assert not connector.has_pending_push_work()
     connector.shutdown()

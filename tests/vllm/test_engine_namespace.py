@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from kvoffd_client.vllm.engine_namespace import PATIENCE_S, EngineNamespace, MemoryReport
+from kvoffd_client.vllm.engine_namespace import PATIENCE_S, EngineNamespace, MemoryReport, Unconnected
 from tests.kit.clock import Clock
 from tests.vllm.vllm_fakes import FakeSchedulerClient
 
@@ -31,6 +31,18 @@ def test_a_client_is_made_once_for_each_namespace() -> None:
         namespace.leave(engine_cache_kept=False)
         namespace.ask()
     assert [client.closed for client in clients] == [True, False]
+
+
+def test_where_no_client_could_be_made_it_is_tried_after_the_next_reset() -> None:
+    client = cast(SchedulerClient, FakeSchedulerClient(Clock()))
+    made = [cast(SchedulerClient, Unconnected()), client]
+    namespace = EngineNamespace(1, lambda _: made.pop(0), Clock())
+    for _ in range(3):
+        namespace.report({0: MemoryReport(ONE, "a", namespace.generation)})
+        assert not made or not namespace.serves
+        namespace.leave(engine_cache_kept=False)
+        namespace.ask()
+    assert (made, namespace.client) == ([], client)
 
 
 def test_silent_workers_are_asked_again_after_a_reset() -> None:

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kit.engine import BLOCK_TOKENS, Completion, completions, full_blocks, prompt, wait_books, wait_stored
+from tests.kit.engine import (
+    BLOCK_TOKENS,
+    Completion,
+    EngineProcess,
+    completions,
+    full_blocks,
+    prompt,
+    wait_books,
+    wait_stored,
+)
 from tests.kit.models import TINY_LLAMA, write_lora_adapter
 from tests.kit.wire import Books, books
 from tests.vllm.engine_home import EngineHome
@@ -51,25 +60,31 @@ class Answers:
     gone: Books
 
 
+def ask_each_kind(engine: EngineProcess) -> dict[str, Completion]:
+    asked = {}
+    for name, request in REQUESTS.items():
+        if name == "after-an-abort":
+            engine.call("abort", prompt=request["prompts"][0], steps=2)
+        (asked[name],) = completions(engine.call("generate", **{"max_tokens": 16, **request}))
+    return asked
+
+
+def loaded_tokens(name: str) -> int:
+    """How many tokens of a prompt are not computed when the daemon has it."""
+    # vLLM reads no cache where it must say how likely each token of the prompt was.
+    return 0 if name == "prompt-logprobs" else full_blocks(LENGTH)
+
+
 @pytest.fixture(scope="module")
 def answers(home: EngineHome) -> Iterator[Answers]:
     home.ensure_no_daemon()
     home.engine.forget()
     home.ensure_daemon()
     directory = home.directory
-
-    def ask() -> dict[str, Completion]:
-        asked = {}
-        for name, request in REQUESTS.items():
-            if name == "after-an-abort":
-                home.engine.call("abort", prompt=request["prompts"][0], steps=2)
-            (asked[name],) = completions(home.engine.call("generate", **{"max_tokens": 16, **request}))
-        return asked
-
-    cold = ask()
+    cold = ask_each_kind(home.engine)
     stored = wait_stored(directory).ready_blocks
     home.engine.forget()
-    warm = ask()
+    warm = ask_each_kind(home.engine)
     pids = home.engine.pids
     with home.daemon.fault("store slow 1"):
         home.engine.begin("generate", prompts=[prompt(80, 1000)], max_tokens=100)
@@ -79,7 +94,7 @@ def answers(home: EngineHome) -> Iterator[Answers]:
         gone = wait_books(directory, lambda found: found.store.running_jobs + found.writing_bytes == 0)
     assert gone.ready_blocks == stored
     home.ensure_daemon()
-    yield Answers(home, cold, warm, ask(), gone)
+    yield Answers(home, cold, warm, ask_each_kind(home.engine), gone)
     after = books(directory)
     assert (after.load.failed_jobs, after.leases) == (0, 0)
 
@@ -91,9 +106,7 @@ def test_request(name: str, answers: Answers) -> None:
     assert len(cold.tokens) == 16 * (3 if name == "several-samples" else 1)
     # Of several samples the last one finds the first one's blocks, and an aborted request has stored what it computed.
     assert cold.cached == 0 or name in ("several-samples", "after-an-abort")
-    # vLLM reads no cache where it must say how likely each token of the prompt was.
-    expected = 0 if name == "prompt-logprobs" else full_blocks(LENGTH)
-    assert [warm.cached, restarted.cached] == [expected] * 2
+    assert [warm.cached, restarted.cached] == [loaded_tokens(name)] * 2
 
 
 def test_an_engine_killed_while_it_stores_leaves_nothing(answers: Answers) -> None:

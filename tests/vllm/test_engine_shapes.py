@@ -21,6 +21,7 @@ from tests.kit.shapes import (
     make_tiny_deepseek,
     make_tiny_gemma3,
     make_tiny_llava,
+    make_tiny_qwen3_next,
     make_transformers_model,
     with_images,
 )
@@ -33,19 +34,6 @@ TORCHVISION = Path(__file__).parents[2] / ".venv-torchvision"
 def of(config_class: str, **settings: Any) -> Callable[[Path], Path]:
     return lambda path: make_transformers_model(path, config_class, **settings)
 
-
-QWEN3_NEXT = of(
-    "Qwen3NextConfig",
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=64,
-    shared_expert_intermediate_size=64,
-    num_key_value_heads=4,
-    linear_num_value_heads=2,
-    linear_num_key_heads=2,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-)
 
 SHAPES = {
     "gpt-oss": Shape(
@@ -68,9 +56,9 @@ SHAPES = {
     ),
     "mla": Shape(make_tiny_deepseek, varies=True),
     # vLLM's CPU kernel of linear attention takes nothing but bfloat16.
-    "qwen3-next": Shape(QWEN3_NEXT, {"num_blocks": 800, "dtype": "bfloat16"}, varies=True),
+    "qwen3-next": Shape(make_tiny_qwen3_next, {"num_blocks": 800, "dtype": "bfloat16"}, varies=True),
     "prefix-match-unit": Shape(
-        QWEN3_NEXT,
+        make_tiny_qwen3_next,
         {"num_blocks": 800, "dtype": "bfloat16", "prefix_match_unit": 32},
         prompts=[prompt(1, 900), prompt(2, 333)],
         cached=[864, 288],  # what ends inside a block of 288 tokens is computed

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.kit.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_books
-from tests.kit.models import make_tiny_llama
+from tests.kit.models import make_tiny_llama, write_lora_adapter
 from tests.kit.wire import Books
 from tests.vllm.engine_home import EngineHome
 from tests.vllm.engine_server import EngineServer
@@ -123,3 +125,56 @@ def test_weights_that_change_without_a_reset(
         trained.reload_weights(home.model)
         trained.forget(connector=True)
     assert once(trained, OTHER_PROMPT) == (computed, ALL), "and so do these weights' blocks"
+
+
+def test_blocks_follow_an_adapter_that_vllm_reads_anew(home: EngineHome, tmp_path: Path) -> None:
+    """In place, where no request says so, or since it had dropped it for another one: it holds one at a time."""
+    home.ensure_no_daemon()
+    home.ensure_daemon()
+    engine = home.engine
+    engine.forget(connector=True)
+    name, number, stored = "in place", 11, 0
+    adapter, moved = (write_lora_adapter(tmp_path / each, seed=1) for each in ("adapter", "moved"))
+
+    def load(path: Path) -> None:
+        engine.call("load_adapter", adapter=(name, number, str(path)))
+
+    def ask(path: Path, name: str = name, number: int = number) -> tuple[list[int], int]:
+        (completion,) = engine.generate([PROMPT], adapter=(name, number, str(path)))
+        return completion.tokens, completion.cached
+
+    def ask_first(path: Path, *other: Any) -> list[int]:
+        """The tokens where nothing of the prompt is there; waits until its blocks are."""
+        nonlocal stored
+        tokens, cached = ask(path, *other)
+        assert cached == 0
+        stored += BLOCKS
+        wait_books(home.directory, lambda found: found.ready_blocks == stored)
+        return tokens
+
+    load(adapter)
+    first = ask_first(adapter)
+    write_lora_adapter(adapter, seed=2)
+    load(adapter)
+    engine.forget(connector=True)
+    second = ask_first(adapter)
+    assert second != first
+    engine.forget()
+    assert ask(adapter) == (second, ALL)
+    # From a new path, as vLLM advises, nothing needs to be reset.
+    load(moved)
+    assert ask_first(moved) == first
+    engine.forget()
+    assert ask(moved) == (first, ALL)
+
+    # vLLM drops it, and reads what has taken its place.
+    ask_first(write_lora_adapter(tmp_path / "other", seed=3), "other", 12)
+    write_lora_adapter(moved, seed=2)
+    engine.forget()
+    assert ask(moved) == (second, 0)
+    engine.forget(connector=True)
+    assert ask_first(moved) == second
+    # What is in memory needs no files.
+    shutil.rmtree(moved)
+    engine.forget()
+    assert ask(moved) == (second, ALL)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +17,21 @@ import pytest
 import torch
 from vllm import envs
 from vllm.config import MultiModalConfig, VllmConfig
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import CpuArchEnum
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
-from kvoffd_client.vllm import compat
-from kvoffd_client.vllm.fingerprint import ENVIRONMENT, collect_factors, label_of, namespace_of, weights_identity
+from kvoffd_client.vllm import compat, fingerprint
+from kvoffd_client.vllm.fingerprint import (
+    BACKENDS,
+    CPU_INSTRUCTIONS,
+    ENVIRONMENT,
+    collect_factors,
+    label_of,
+    namespace_of,
+    weights_identity,
+)
 from tests.kit.models import make_draft
 from tests.kit.shapes import make_tiny_gemma3
 from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config
@@ -119,6 +132,110 @@ CHANGES: dict[str, tuple[str, object]] = {
     "attention_backend": ("attention_config.backend", "another"),
     "multimodal": ("model_config.multimodal_config", MultiModalConfig()),
 }
+
+
+@pytest.mark.parametrize("name", CPU_INSTRUCTIONS)
+def test_the_instructions_that_vllm_finds_on_a_cpu_count(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It lays pages out by them."""
+    found = []
+    for supported in (False, True):
+        monkeypatch.setattr(torch.cpu, name, lambda supported=supported: supported)
+        found.append(factors_of(engine_config)["device_name"])
+    assert found[0] != found[1]
+    assert all(found)
+
+
+@pytest.mark.skipif(CpuPlatform.get_cpu_architecture() != CpuArchEnum.X86, reason="its instructions are x86's")
+def test_where_vllm_lays_pages_out_otherwise_the_device_has_another_name(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: dict[str, set[str]] = {}
+    for tiles in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
+        layout = _get_attn_isa(torch.bfloat16, 32, 64)
+        names.setdefault(layout, set()).add(factors_of(engine_config)["device_name"])
+    assert len(names) == 2
+    assert not set.intersection(*names.values())
+
+
+def test_machines_of_other_kinds_differ(engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for machine, capabilities in (("x86_64", {}), ("aarch64", {}), ("aarch64", {"bf16": True})):
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
+        found.add(factors_of(engine_config)["device_name"])
+    assert len(found) == 3
+
+
+def test_kernels_count_where_weights_are_quantized(engine_config: Any) -> None:
+    """Under data parallelism the digest of live weights leaves the experts out, by which it would see them."""
+    for name in BACKENDS:
+        found = []
+        for quantization in (None, "fp8"):
+            for backend in ("auto", "another"):
+                config = copy.deepcopy(engine_config)
+                config.model_config.quantization = quantization
+                setattr(config.kernel_config, name, backend)
+                found.append(factors_of(config)["computation"])
+        assert found[0] == found[1], "of others they only round differently"
+        assert found[2] != found[3], name
+
+
+def test_plugins_of_others_count(engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(wanted: list[str] | None, *plugins: tuple[str, str, str]) -> str:
+        points = [
+            SimpleNamespace(name=name, value=f"{module}:register", module=module, dist=SimpleNamespace(version=version))
+            for name, module, version in plugins
+        ]
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if "general" in group else [])
+        monkeypatch.setattr(envs, "VLLM_PLUGINS", wanted, raising=False)
+        return str(factors_of(engine_config)["computation"])
+
+    one, newer = ("one", "acme.models", "1.0"), ("one", "acme.models", "1.1")
+    none = found(None)
+    assert found(None, ("lora", "vllm.plugins.lora", "1"), ("kvoffd", "kvoffd_client.vllm", "2")) == none
+    assert len({none, found(None, one), found(None, newer)}) == 3
+    assert found([], one) == none
+
+
+def test_code_from_a_hub_counts_by_its_commit(
+    engine_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(commit: str, *, trusted: bool = True) -> str:
+        def look(repository: str, file: str, revision: str | None = None) -> str | None:
+            assert (repository, file) == ("acme/code", "modeling.py")
+            return str(tmp_path / commit / file)
+
+        monkeypatch.setattr(fingerprint, "try_to_load_from_cache", look)
+        config = copy.deepcopy(engine_config)
+        config.model_config.trust_remote_code = trusted
+        config.model_config.hf_config.auto_map = {"AutoModel": "acme/code--modeling.Model"}
+        return str(factors_of(config)["model_config"])
+
+    assert found("a") == found("a") != found("b")
+    assert found("a", trusted=False) == found("b", trusted=False)
+
+
+def test_transformers_counts_where_its_code_computes_or_preprocesses(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(package: str, version: str) -> list[str]:
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == package else "1")
+        return [str(factors_of(each)[name]) for each, name in configs]
+
+    plain, layers, media = (copy.deepcopy(engine_config) for _ in range(3))
+    layers.model_config.using_transformers_backend = lambda: True
+    media.model_config.multimodal_config = MultiModalConfig()
+    configs = [(plain, "model_config"), (layers, "model_config"), (plain, "multimodal"), (media, "multimodal")]
+    for package, counts in (
+        ("transformers", [False, True, False, True]),
+        ("torchvision", [False, False, False, True]),
+        ("pillow", [False, False, False, True]),
+    ):
+        pairs = zip(found(package, "5"), found(package, "6"), strict=True)
+        assert [before != after for before, after in pairs] == counts, package
 
 
 def test_layers_left_out_of_the_kv_cache_dtype_count(engine_config: Any) -> None:
@@ -256,6 +373,15 @@ def test_a_model_is_never_called_a_bench() -> None:
 
 
 # --- a model's files -------------------------------------------------------------------------------
+
+
+def test_every_character_of_code_beside_a_model_counts(tmp_path: Path) -> None:
+    found = set()
+    for last in "ab":
+        (tmp_path / "model.bin").write_bytes(b"\0")
+        (tmp_path / "modeling.py").write_text(f"{'#' * 200_000}{last}{'#' * 300}")
+        found.add(weights_identity(str(tmp_path)))
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("name", ["model.bin", "model.gguf", "model.safetensors", "modeling.py"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
-from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.parameter import SharedWeightParameter
 from vllm.v1.worker.worker_base import WorkerBase
@@ -98,6 +99,32 @@ def test_layers_that_lora_has_wrapped_are_the_same_weights() -> None:
     assert digest(model(wrapped=True)) == digest(model(wrapped=False))
 
 
+def test_what_a_forward_pass_writes_is_no_weight() -> None:
+    """Tables, counters, addresses: what is not persistent. And scales that an encoder adapts as it runs."""
+    model = Model()
+    model.register_buffer("indices", torch.zeros(4), persistent=False)
+    model.encoder = torch.nn.Module()
+    model.encoder.register_buffer("_fp8_q_scale", torch.ones(1))
+    model.encoder.register_buffer("_fp8_q_amax", torch.zeros(4), persistent=False)
+    model.encoder._fp8_dynamic_scale = True
+    before = digest(model)
+    for buffer in (model.indices, model.encoder._fp8_q_scale, model.encoder._fp8_q_amax):
+        buffer.add_(1)
+        assert digest(model) == before
+    model.scale.add_(1)
+    assert digest(model) != before
+    model.encoder._fp8_dynamic_scale = False  # from a file
+    before = digest(model)
+    model.encoder._fp8_q_scale.add_(1)
+    assert digest(model) != before
+
+
+def test_the_encoders_scales_are_vllms() -> None:
+    source = inspect.getsource(MMEncoderAttention)
+    assert "_fp8_dynamic_scale" in source
+    assert '"_fp8_q_scale"' in source
+
+
 class WithExperts(Model):
     """A rank's model that computes with experts of other ranks too."""
 
@@ -119,6 +146,11 @@ def test_experts_that_move_between_ranks_change_no_digest() -> None:
             digests.add(weights.digest())
             assert not weights.changed
     assert (len(found[True]), len(found[False])) == (1, 2)
+    # But which kernel they are packed for, by which tokens differ by more than rounding does.
+    model = WithExperts(0)
+    model.experts.w13_weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float8_e4m3fn), requires_grad=False)
+    found[True].add(LiveWeights(lambda: [model], experts_elsewhere=True).digest())
+    assert len(found[True]) == 2
 
 
 class Runner:
@@ -173,18 +205,6 @@ def test_models_are_found_and_their_changes_noticed(draft: Any) -> None:
     # As the worker extensions of training frameworks do, past the worker's methods.
     worker.model_runner.model.load_weights({"small": torch.zeros(3)})
     assert weights.changed
-
-
-def test_an_adapter_loaded_in_place_changes_weights() -> None:
-    runner: Any = Runner(None)
-    loaded: list[LoRARequest] = []
-    runner.add_lora = loaded.append
-    weights = Worker(runner).initialize()
-    assert weights is not None
-    for in_place in (False, True):
-        runner.add_lora(LoRARequest("name", 1, "path", load_inplace=in_place))
-        assert weights.changed == in_place
-    assert len(loaded) == 2
 
 
 def test_the_methods_that_change_weights_are_vllms() -> None:

@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvoffd_client
+from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
@@ -88,7 +90,7 @@ def test_an_old_answer_with_misses_is_refreshed_under_its_lease(harness: Manager
     context = harness.request(ready={block_hash(1)})
     harness.clock.now += 1.5
     assert harness.scan()
-    assert harness.results(context) == [HIT, RETRY, RETRY]
+    assert harness.results(context) == [HIT, MISS, MISS], "vLLM passes a request that waits"
     assert harness.client.released == []
     harness.client.answer(HASHES)
     harness.scan()
@@ -96,6 +98,9 @@ def test_an_old_answer_with_misses_is_refreshed_under_its_lease(harness: Manager
     assert harness.client.released == [harness.client.asked[0][0].lease_id]
     harness.clock.now += 100
     assert not harness.scan(), "a complete one is not refreshed"
+    harness.client.asked[-1][0].stale_at = harness.clock.now + 0.5
+    assert harness.scan(), "before its lease ends"
+    assert harness.results(context) == [HIT] * 3
 
 
 def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from(harness: ManagerHarness) -> None:
@@ -349,14 +354,26 @@ def test_after_a_failed_load_a_request_is_computed_and_stored() -> None:
 
 
 def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way(harness: ManagerHarness) -> None:
-    first, second = (harness.request(name, ready={block_hash(1)}) for name in ("first", "second"))
+    first, second, third = (harness.request(name, ready={block_hash(1)}) for name in ("first", "second", "third"))
     output = harness.manager.prepare_store(KEYS, first)
     assert output is not None
     assert output.keys_to_store == KEYS[1:]
     assert cast(Any, output.store_spec).groups == (block_hash(2) + block_hash(3),)
     assert harness.offer(second) == []
     harness.manager.complete_store(set(KEYS[1:]), first)
-    assert harness.offer(second) == KEYS[1:]
+    assert harness.offer(third) == KEYS[1:]
+
+
+def test_of_blocks_that_were_offered_nothing_is_remembered(harness: ManagerHarness) -> None:
+    """An answer takes a megabyte for 100,000 tokens, and vLLM offers each block once."""
+    context = harness.request(ready=HASHES)
+    state = harness.manager._requests[context.req_id]
+    assert state.last is not None
+    harness.manager.prepare_load(KEYS, context)
+    harness.offer(context, KEYS[:2])
+    assert list(state.last.found) == KEYS[2:]
+    harness.offer(context, KEYS[2:])
+    assert not state.last.found
 
 
 def test_beyond_the_credit_a_store_is_put_off_and_counted(harness: ManagerHarness) -> None:
@@ -418,13 +435,21 @@ def test_the_end_of_a_prompt_inside_a_chunk_is_neither_looked_up_nor_stored(harn
 
 def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off_until_it_can(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
-    harness.report("weights", usable=False)
+    harness.report("weights", problem="No GPU.")
     harness.scan()
     assert harness.results(context) == [MISS] * 3
     assert harness.offer(context) == []
     harness.report("weights")
     harness.scan()
     assert harness.results(context) == [HIT] * 3
+
+
+def test_why_a_worker_is_refused_is_told_until_it_is_not(harness: ManagerHarness) -> None:
+    for problem in ("No GPU.", "", ""):
+        harness.report("weights", problem=problem)
+        harness.clock.now += 100.0
+        harness.manager.step_begins([])
+    assert harness.client.problems == ["worker 0: No GPU.", ""]
 
 
 def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
@@ -439,26 +464,58 @@ def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
     assert consumer.offer(context, [key(9)]) == []
 
 
+def lora_request(number: int, name: str = "adapter") -> LoRARequest:
+    return LoRARequest(name, number, "path")
+
+
+def test_a_request_waits_until_workers_have_read_its_adapter(harness: ManagerHarness) -> None:
+    harness.report("weights", adapters={})
+    context = harness.new()
+    harness.requests["r"].lora_request = lora_request(1)
+    harness.manager.look_up(harness.requests["r"])
+    assert not harness.client.asked
+    assert harness.manager.awaits_adapter(harness.requests["r"])
+    assert [each.lora_int_id for each in harness.manager.adapters.take_wanted()] == [1]
+    harness.report("weights", adapters={1: ("path", b"one")})
+    assert not harness.manager.awaits_adapter(harness.requests["r"])
+    assert harness.scan()
+    (asked,) = harness.client.asked[-1][1]
+    assert asked.keys not in (b"", b"".join(map(block_hash, (1, 2, 3))))
+    harness.client.answer({asked.keys[:32]})
+    harness.scan()
+    harness.manager.prepare_load(KEYS[:1], context)
+    assert harness.manager.adapters.take_wanted(), "vLLM may have dropped it"
+
+
 def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> None:
-    """vLLM may compute them with either."""
-    first, second, other, plain = (harness.request(name, set()) for name in ("first", "second", "other", "plain"))
-    harness.manager.begin_adapter("first", b"one", 1)
-    harness.manager.begin_adapter("other", b"one", 2)
-    harness.manager.begin_adapter("second", None, 1)
-    harness.scan("second")
-    assert harness.results(second) == [MISS] * 3
-    for context, stored in ((first, []), (second, []), (other, KEYS), (plain, KEYS)):
-        assert harness.offer(context) == stored
-        harness.manager.complete_store(KEYS, context)
+    """They do not wait for ever, nor where nobody will answer."""
+    for name, contents in (("unseen", None), ("unreadable", {1: ("", b"")}), ("silent", {})):
+        harness.report("weights", adapters=contents)
+        context = harness.new(name)
+        harness.requests[name].lora_request = lora_request(1, name)
+        assert harness.manager.awaits_adapter(harness.requests[name]) == (name == "silent")
+        harness.clock.now += ANSWER_PATIENCE_S
+        assert not harness.manager.awaits_adapter(harness.requests[name])
+        assert not harness.scan(name)
+        assert harness.offer(context) == []
+    # vLLM's own cache has blocks of who knows what under that name.
+    harness.report("weights", adapters={1: ("path", b"one")})
+    context = harness.new("later")
+    harness.requests["later"].lora_request = lora_request(1, "silent")
+    assert not harness.manager.awaits_adapter(harness.requests["later"])
+    assert harness.offer(context) == []
 
 
 def test_requests_of_an_adapter_of_old_weights_use_nothing(harness: ManagerHarness) -> None:
-    before, plain = harness.request("before", set()), harness.request("plain", set())
-    harness.manager.begin_adapter("before", b"one", 1)
+    harness.report("weights", adapters={1: ("path", b"one")})
+    before, plain, after = (harness.new(name) for name in ("before", "plain", "after"))
+    harness.requests["before"].lora_request = lora_request(1)
+    harness.manager.look_up(harness.requests["before"])
     harness.manager.namespace.leave(engine_cache_kept=True)
-    harness.report("weights")
-    after = harness.request("after", set())
-    harness.manager.begin_adapter("after", b"one", 1)
+    harness.report("weights", adapters={1: ("path", b"one")})
+    harness.requests["after"].lora_request = lora_request(1)
+    harness.manager.look_up(harness.requests["after"])
+    harness.client.answer(set())
     for context, stored in ((before, []), (plain, KEYS), (after, KEYS)):
         assert harness.offer(context) == stored
         harness.manager.complete_store(KEYS, context)

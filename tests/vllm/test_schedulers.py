@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffd_client import NamespaceSpec
@@ -24,6 +26,7 @@ from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.clock import Clock
+from tests.vllm.scheduler_harness import SchedulerHarness
 from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config, make_scheduler
 from tests.vllm.vllm_fakes import FakeSchedulerClient, block_hash
 
@@ -187,6 +190,31 @@ def test_a_session_s_next_part_stores_its_own_blocks(connector: KvoffdConnector)
     assert stored_in_two_steps(connector, output, request) == [8, 9, 10]
 
 
+def test_a_request_that_resumes_under_the_second_runner_has_its_new_blocks_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own scheduler makes a new request of it there, and the offloading scheduler would store its old blocks."""
+    config = make_config(model, {"directory": str(tmp_path)})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    scheduler, hasher = make_scheduler(config, 10)
+    known = scheduler.connector.connector_scheduler._req_status
+    for name in ("first", "second"):
+        prompt = [hash(name) % 1000] * PROMPT_TOKENS
+        sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+        scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=hasher))
+    resumed = False
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        ids = list(output.num_scheduled_tokens)
+        for name in ids:
+            assert known[name].group_states[0].block_ids == scheduler.kv_cache_manager.get_block_ids(name)[0]
+        resumed |= any(scheduler.requests[one.req_id].num_preemptions for one in output.scheduled_new_reqs)
+        places = {name: place for place, name in enumerate(ids)}
+        scheduler.update_from_output(output, ModelRunnerOutput(ids, places, [[7]] * len(ids)))
+    assert resumed
+    scheduler.shutdown()
+
+
 def test_a_cache_is_reset_twice_without_a_step_between(connector: KvoffdConnector) -> None:
     request = new_request(connector, [5, 6, 7, 8])
     request.num_computed_tokens = PROMPT_TOKENS
@@ -239,7 +267,8 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         "get_external_cache_hit_sources",
     ):
         monkeypatch.setattr(connector, call, lambda *_: {})
-    monkeypatch.setattr(connector._manager, "prepare_scan", lambda *_, **__: None)
+    for call in ("awaits_adapter", "prepare_scan", "scanned", "note_scan", "refuse_load"):
+        monkeypatch.setattr(connector._manager, call, lambda *_, **__: 0)
     monkeypatch.setattr(connector, "request_finished_all_groups", lambda *_: (False, None))
     there, loaded = True, 0
 
@@ -278,3 +307,29 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         assert scheduler.reset_prefix_cache()
     assert loaded > 25
     scheduler.shutdown()
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+def test_a_router_finds_the_daemons_blocks_by_the_engines_hashes(
+    blocks_per_chunk: int, model: Path, tmp_path: Path
+) -> None:
+    config = make_config(model, {"directory": str(tmp_path), "blocks_per_chunk": blocks_per_chunk}, max_model_len=1024)
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    engine = SchedulerHarness(config, BLOCKS, KVCacheGroupSpec(["layer"], full_attention()))
+    published: list[Any] = []
+    engine.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
+    prompt = Random(1).choices(range(1000), k=8 * BLOCK_TOKENS + 1)
+    for name in ("computed", "loaded"):
+        request = engine.add(name, prompt)
+        engine.end([request], 10)
+        engine.there |= {bytes(one) for one in request.block_hashes}
+        assert engine.scheduler.reset_prefix_cache()
+        engine.step()
+    stored = [event for event in published if isinstance(event, BlockStored)]
+    found: dict[str, list[Any]] = {"GPU": [], "CPU": []}
+    for event in stored:
+        assert event.block_size == BLOCK_TOKENS
+        found[event.medium] += event.block_hashes
+    assert engine.loaded == ["loaded"]
+    assert found["CPU"] == found["GPU"][:8]
+    engine.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,9 +13,10 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+import zmq
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
-from kvoffd_client import NamespaceSpec, Registration, SharedMemory
+from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SharedMemory
 from kvoffd_client.cuda_export import export_segments
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm import kv_memory
@@ -24,9 +27,20 @@ from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, WorkerRe
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
-from kvoffd_client.worker_client import Job, WorkerClient
+from kvoffd_client.worker_client import FENCE_PATIENCE_S, Job, WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import CudaIpcHandle, GroupKeys, JobResult, PageRef, Role, TensorLayout, Unregister
+from kvoffd_proto.messages import (
+    Cancel,
+    CudaIpcHandle,
+    Error,
+    GroupKeys,
+    JobResult,
+    PageRef,
+    Register,
+    Role,
+    TensorLayout,
+    Unregister,
+)
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.ordered_sender import wait_sent
 from tests.kit.stub_cuda import StubCuda, fresh_stub
@@ -94,6 +108,26 @@ def spec_of(rank: int, *, replicated: bool = False) -> Any:
     )
     spec._registration = lambda caches: KvoffdSpec._registration(spec, caches)
     return spec
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread"), zmq.ZMQError()]
+)
+def test_an_engine_that_gets_no_descriptors_or_threads_runs_without_the_daemon(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    spec = spec_of(rank=1)
+    spec._registration, spec._name = Mock(), Mock()
+    spec.config.enable_kv_cache_events, spec.config.groups, spec.config.parallel.world_size = False, (), 1
+    spec.tokens_per_block, spec.tokens_per_hash = [], 1
+    for client in ("SchedulerClient", "WorkerClient"):
+        monkeypatch.setattr(spec_module, client, Mock(side_effect=error))
+    with pytest.raises(NotShareable, match="ulimit -n and -u"):
+        KvoffdSpec._connect_worker(spec, cast(Any, None), ONE)
+    namespace = cast(Any, KvoffdSpec.get_manager(spec)).namespace
+    namespace.join(ONE)
+    assert not namespace.serves
+    assert [line.count("ulimit -n and -u") for line in said] == [1]
 
 
 @pytest.mark.parametrize("replicated", [False, True])
@@ -174,7 +208,9 @@ def test_blocks_go_to_their_groups_and_places_in_keys() -> None:
     ) -> list[Any]:
         """Group, block ids, first block and keys of each transfer of a job; none where it was not made."""
         blocks = GPULoadStoreSpec(ids, group_sizes=sizes, block_indices=first)
-        worker = KvoffdWorker(lambda _: None, blocks_per_chunk=per_chunk, key_bytes=KEY_BYTES, fence_timeout_s=1.0)
+        worker = KvoffdWorker(
+            lambda _: FakeWorkerClient(), blocks_per_chunk=per_chunk, key_bytes=KEY_BYTES, fence_timeout_s=1.0
+        )
         if is_store:
             worker.submit_store(1, blocks, KeyedSpec(groups))
         else:
@@ -253,16 +289,48 @@ def test_jobs_that_fail_say_why_and_with_which_keys() -> None:
 
 
 def test_a_worker_without_shareable_memory_fails_every_job() -> None:
-    worker = make_worker(lambda _: None)
-    assert worker.usable
+    connect = Mock(side_effect=NotShareable("The driver gives no handle."))
+    worker = make_worker(connect)
+    assert worker.problem == ""
     worker.join(ONE)
     assert worker.submit_store(1, BLOCKS, KEYED)
     assert worker.submit_load(2, LEASED, BLOCKS)
     worker.wait({1, 2})
     assert codes(worker) == {1: ErrorCode.UNSUPPORTED, 2: ErrorCode.UNSUPPORTED}
     assert worker.failed_requests == {"r"}
-    assert (worker.usable, worker.credit_bytes) == (False, None)
+    assert (worker.problem, worker.credit_bytes) == ("The driver gives no handle.", None)
+    worker.leave()
+    assert worker.problem == "", "another namespace may be joined with other memory"
+    connect.side_effect, connect.return_value = None, FakeWorkerClient()
+    worker.join(ONE)
+    assert worker.problem == ""
     worker.shutdown()
+
+
+def test_a_worker_that_got_no_client_tries_again_when_it_joins_again() -> None:
+    client = FakeWorkerClient()
+    worker = make_worker(Mock(side_effect=[NotShareable("There is no descriptor."), client]))
+    worker.join(ONE)
+    assert worker.problem == "There is no descriptor."
+    for _ in range(2):
+        worker.join(ONE)
+    assert (worker.problem, worker.registered) == ("", ONE.fingerprint)
+    worker.shutdown()
+
+
+def test_a_worker_that_the_daemon_refuses_says_why() -> None:
+    with FakeDaemon() as fake, SharedMemory(4096) as memory:
+        fake.answers[Register] = lambda request, _: Error(request.request_id, ErrorCode.UNSUPPORTED, "No CUDA here.")
+        registration = Registration(0, 1, (memory,), (TensorLayout(0, 0, 64, 8),), ((PageRef(0, 64),),))
+        options = ClientOptions(backoff_max_s=0.05)
+        worker = make_worker(lambda namespace: WorkerClient(fake.directory, namespace, registration, options=options))
+        worker.join(ONE)
+        wait_until(lambda: worker.problem)
+        assert worker.problem.endswith("No CUDA here.")
+        del fake.answers[Register]
+        wait_until(lambda: worker.registered is not None)
+        assert worker.problem == ""
+        worker.shutdown()
 
 
 def test_a_worker_is_registered_in_one_namespace_at_a_time() -> None:
@@ -276,7 +344,7 @@ def test_a_worker_is_registered_in_one_namespace_at_a_time() -> None:
     assert (first.unregistered, first.closed, second.closed) == (1, True, False)
     assert worker.registered == OTHER.fingerprint
     worker.leave()
-    assert (second.unregistered, worker.registered, worker.usable) == (1, None, True)
+    assert (second.unregistered, worker.registered, worker.problem) == (1, None, "")
 
 
 def test_a_load_of_a_left_namespace_fails_once_memory_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,34 +404,108 @@ class Gpu:
         self.events.append(GpuEvent())
         return self.events[-1]
 
+    def end_kernels(self) -> None:
+        """All that was launched so far is done."""
+        for event in self.events:
+            event.happened.set()
+
 
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
     made = Gpu()
     yield made
     made.worker.shutdown()
-    for event in made.events:
-        event.happened.set()
+    made.end_kernels()
 
 
-def test_a_fence_waits_a_moment_for_kernels_and_then_takes_jobs_back(gpu: Gpu) -> None:
+def test_a_fence_waits_for_the_kernels_before_it_and_gives_nothing_up(gpu: Gpu) -> None:
+    """As vLLM's own worker does: the GPU begins no other step before they are done."""
+    gpu.worker.submit_store(1, BLOCKS, KEYED)
+    gpu.worker.submit_load(2, LEASED, BLOCKS)
+    fence = threading.Thread(target=gpu.worker.wait, args=({1, 2},))
+    fence.start()
+    fence.join(4 * FENCE_PATIENCE_S)
+    assert fence.is_alive(), "the daemon has not begun to read the blocks"
+    gpu.end_kernels()
+    fence.join(WAIT_S)
+    [client, _] = gpu.clients
+    assert (list(client.stores), list(client.loads), client.fences) == ([1], [2], [([1, 2], 1.5)])
+    report = gpu.worker.take_report()
+    assert not report.failed_jobs
+    assert report.waited_s < FENCE_PATIENCE_S, "the kernels' time is none that stores cost"
+
+
+def test_a_fence_gives_a_gpu_up_that_hangs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "KERNELS_TIMEOUT_S", 0.05)
     gpu.worker.submit_store(1, BLOCKS, KEYED)
     gpu.worker.submit_store(2, BLOCKS, KEYED)
     gpu.worker.submit_load(3, LEASED, BLOCKS)
     gpu.worker.wait({1, 3})
-    assert gpu.clients[0].fences == [([1, 3], 1.5)]
+    [client, _] = gpu.clients
+    assert (client.fences, client.busy) == ([([1, 3], 1.5)], [False])
     assert codes(gpu.worker) == {1: ErrorCode.CANCELLED, 3: ErrorCode.CANCELLED}
-    for event in gpu.events:
-        event.happened.set()
+    gpu.end_kernels()
     assert wait_sent(gpu.sender, [2], WAIT_S)
-    assert list(gpu.clients[0].stores) == [2]
+    assert list(client.stores) == [2]
+
+
+def test_nothing_that_was_sent_is_cancelled_while_kernels_run(gpu: Gpu) -> None:
+    """Its blocks were computed by the step before the one that runs."""
+    gpu.worker.submit_store(1, BLOCKS, KEYED)
+    gpu.worker.flush()
+    gpu.end_kernels()
+    assert wait_sent(gpu.sender, [1], WAIT_S)
+    busy = list[bool]()
+
+    def fence(_: object, __: float, is_busy: Callable[[], bool]) -> None:
+        busy.append(is_busy())
+        gpu.end_kernels()
+        wait_until(lambda: not is_busy())
+
+    with patch.object(gpu.clients[0], "fence", fence):
+        gpu.worker.wait({1})
+    assert busy == [True]
+
+
+def test_a_daemon_that_hangs_costs_a_store_and_not_the_engine() -> None:
+    """It is waited for while kernels run, and a while longer."""
+    kernels: list[GpuEvent] = []
+
+    def record() -> GpuEvent:
+        kernels.append(GpuEvent())
+        return kernels[-1]
+
+    sender = OrderedSender(record)
+    with FakeDaemon() as fake, SharedMemory(4096) as memory:
+        fake.hold_jobs = True
+        registration = Registration(0, 1, (memory,), (TensorLayout(0, 0, 64, 8),), ((PageRef(0, 64),),))
+        client = WorkerClient(fake.directory, ONE, registration)
+        worker = KvoffdWorker(
+            lambda _: client, blocks_per_chunk=1, key_bytes=KEY_BYTES, fence_timeout_s=0.2, sender=sender
+        )
+        worker.join(ONE)
+        wait_until(lambda: worker.registered is not None)
+        worker.submit_store(1, BLOCKS, KEYED)
+        worker.flush()
+        kernels[0].happened.set()
+        wait_until(lambda: fake.seen_jobs(loads=False))
+        began, step_s = time.monotonic(), 4 * FENCE_PATIENCE_S
+        step = threading.Timer(step_s, lambda: kernels[1].happened.set())
+        step.start()
+        worker.wait({1})
+        assert step_s < time.monotonic() - began < WAIT_S / 2
+        assert fake.seen(Cancel)
+        assert codes(worker) == {1: ErrorCode.SESSION_ENDED}
+        worker.shutdown()
+        step.join()
 
 
 def test_a_gpu_that_failed_costs_jobs_and_not_the_engine(gpu: Gpu) -> None:
     gpu.gpu_failed = True
     gpu.worker.submit_store(1, BLOCKS, KEYED)
     gpu.worker.submit_load(2, LEASED, BLOCKS)
-    gpu.worker.flush()
+    gpu.worker.wait({1})
+    assert gpu.clients[0].busy == [False]
     assert codes(gpu.worker) == {1: ErrorCode.COPY_FAILED, 2: ErrorCode.COPY_FAILED}
 
 
@@ -379,7 +521,7 @@ def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(gpu: Gpu) ->
         gpu.worker.sleep()
     assert (first.unregistered, first.closed) == (1, True)
     assert codes(gpu.worker) == {1: ErrorCode.CANCELLED, 8: ErrorCode.CANCELLED, 7: ErrorCode.SESSION_ENDED}
-    assert gpu.worker.usable, "the scheduler must not give the daemon up for a nap"
+    assert gpu.worker.problem == "", "the scheduler must not give the daemon up for a nap"
     assert gpu.worker.credit_bytes is None
     gpu.worker.submit_store(2, BLOCKS, KEYED)
     assert codes(gpu.worker) == {2: ErrorCode.UNSUPPORTED}
@@ -387,8 +529,7 @@ def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(gpu: Gpu) ->
         gpu.worker.wake()
     gpu.worker.submit_store(3, BLOCKS, KEYED)
     gpu.worker.flush()
-    for event in gpu.events:
-        event.happened.set()
+    gpu.end_kernels()
     wait_until(lambda: list(second.stores) == [3])
     assert gpu.worker.credit_bytes == second.credit_bytes
 

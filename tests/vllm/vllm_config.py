@@ -40,10 +40,10 @@ def cache_config(*groups: KVCacheGroupSpec) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=list(found), kv_cache_layout="LBHNC")
 
 
-def make_scheduler(config: Any, blocks: int, *groups: KVCacheGroupSpec) -> tuple[Any, Any]:
+def make_scheduler(config: Any, blocks: int, *groups: KVCacheGroupSpec, hash_tokens: int = 32) -> tuple[Any, Any]:
     """vLLM's own scheduler with the connector in it, of an engine with so many blocks; and what hashes its requests."""
     config.cache_config.num_gpu_blocks = blocks
     init_none_hash(sha256)
     cache = replace(cache_config(*groups), num_blocks=blocks)
-    scheduler = Scheduler(config, cache, StructuredOutputManager(config), 32, 32)
-    return scheduler, get_request_block_hasher(32, sha256)
+    scheduler = Scheduler(config, cache, StructuredOutputManager(config), 32, hash_tokens)
+    return scheduler, get_request_block_hasher(hash_tokens, sha256)

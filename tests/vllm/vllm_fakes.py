@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvoffd_client import Lookup
@@ -28,6 +28,7 @@ class FakeSchedulerClient:
     unused: list[str] = field(default_factory=list)
     invalidated: list[GroupKeys] = field(default_factory=list)
     reports: list[tuple[float, ...]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
     noted: list[RequestReport] = field(default_factory=list)
     closed: bool = False
@@ -85,8 +86,9 @@ class FakeSchedulerClient:
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:
         self.invalidated.extend(groups)
 
-    def report(self, *figures: float) -> None:
+    def report(self, *figures: float, problem: str = "") -> None:
         self.reports.append(figures)
+        self.problems.append(problem)
 
     def take_events(self) -> list[KvEvent]:
         taken, self.events = self.events, []
@@ -101,12 +103,14 @@ class FakeWorkerClient:
     """Collects jobs; the test sets their results."""
 
     ready: bool = True
+    refusal: None = None
     credit_bytes: int = 1 << 20
     stores: dict[int, list[GroupTransfer]] = field(default_factory=dict)
     loads: dict[int, tuple[int, list[GroupTransfer]]] = field(default_factory=dict)
     results: list[JobResult] = field(default_factory=list)
     messages: list[list[int]] = field(default_factory=list)
     fences: list[tuple[list[int], float]] = field(default_factory=list)
+    busy: list[bool] = field(default_factory=list)
     closed: bool = False
     unregistered: int = 0
     unfinished: int = 0
@@ -124,8 +128,9 @@ class FakeWorkerClient:
         taken, self.results = self.results, []
         return taken
 
-    def fence(self, job_ids: Sequence[int], timeout_s: float) -> None:
+    def fence(self, job_ids: Sequence[int], timeout_s: float, busy: Callable[[], bool]) -> None:
         self.fences.append((list(job_ids), timeout_s))
+        self.busy.append(busy())
 
     def close(self) -> None:
         self.closed = True

@@ -40,7 +40,8 @@ def clear(
 ) -> int:
     """Drop the blocks of one namespace or of all, on disks too.
 
-    With --all-nodes the other nodes drop theirs within seconds, as is wanted where weights changed under one name.
+    With --all-nodes the other nodes drop theirs within seconds, as is wanted where weights changed under one name; with
+    --all of what this daemon has.
 
     Exit status: 0 done, 1 no, 2 an error, 3 done, but a kill may undo it.
     """
@@ -50,7 +51,8 @@ def clear(
         one = None if everything else admin.namespace(name or "")
         chosen = admin.namespaces().namespaces if one is None else [one]
         where = "all namespaces" if one is None else f"namespace {namespace_name(one.label, one.namespace)}"
-        where += " on all nodes" * all_nodes
+        if all_nodes:
+            where += " on all nodes" if one else f", and {_those_here(len(chosen))} from all nodes"
         blocks, nbytes = sum(each.ready_blocks for each in chosen), sum(each.ready_bytes for each in chosen)
         below = ", and those on disks," if any(one.blocks for one in admin.stats().disks) else ""
         if not yes:
@@ -69,6 +71,10 @@ def clear(
     else:
         say(f"Dropped {count_blocks(dropped)} from {where}.")
     return 0
+
+
+def _those_here(count: int) -> str:
+    return "the one that this daemon has" if count == 1 else f"the {format_count(count)} that this daemon has"
 
 
 def scrub(directory: Directory = None, json: Json = False) -> int:

@@ -89,6 +89,7 @@ KINDS = {
     "loop_blocked": Kind("warning", "Lookups take that long, and engines do not wait.", _LOG),
     "lookups_late": Kind("warning", "Engines computed these: they or the daemon have too little CPU.", _CPU),
     "no_engine": Kind("info", "Nobody uses this cache now.", _CONNECTOR),
+    "engine_refused": Kind("error", "This engine computes all prompts.", "the engine, started as this says"),
     "workers_missing": Kind("warning", "No block becomes ready without all ranks.", "kvoffd-cli clients --all"),
     "partial_blocks": Kind("warning", "A worker does not store, or they are on several machines.", _LOG),
     # The machine.
@@ -259,10 +260,14 @@ def connected_clients(facts: Facts) -> Iterator[Finding]:
     engines = [one for one in facts.sessions if one.role in (Role.SCHEDULER, Role.WORKER)]
     if not engines and not facts.engines:
         yield finding("no_engine", "No engine is connected.", 0.9)
+    for one in engines:
+        if one.problem:
+            yield finding("engine_refused", f"{printable(one.name)} has no memory here: {printable(one.problem)}", 1.0)
     for info in facts.known:
         own = [one for one in engines if info.namespace in one.namespaces]
         workers = sum(one.role == Role.WORKER for one in own)
-        if len(own) > workers < info.world_size and min(one.age_seconds for one in own) > CONNECTING_S:
+        is_said = any(one.problem for one in own)
+        if not is_said and len(own) > workers < info.world_size and min(one.age_seconds for one in own) > CONNECTING_S:
             name = namespace_name(info.label, info.namespace)
             yield finding("workers_missing", f"{name}: {workers} of {info.world_size} workers are connected.", 1.0)
 

@@ -203,6 +203,7 @@ OUTCOMES = {
     Outcome.HELD: "loaded nothing of {tokens} tokens: the engine had already what was found",
     Outcome.SHORT: "asked for nothing: its {tokens} tokens are less than a block",
     Outcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
+    Outcome.NO_SPACE: "loaded nothing of {tokens} tokens: the engine's KV cache had no space for them",
     Outcome.LATE: "loaded nothing of {tokens} tokens: no answer of the daemon came in time, or it was gone",
     Outcome.FAILED: "computed {tokens} tokens: a load failed, see the engine's log",
     Outcome.UNUSED: "asked for nothing: the engine was not connected, or its request may not use the cache",

@@ -266,9 +266,6 @@ def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
         yield f"{format_size(pool.pinned_for_gpu_bytes)} are page-locked for GPUs; the rest is copied slowly", "yellow"
     if pool.of("quarantined"):
         yield f"{format_size(pool.of('quarantined'))} did not match their checksum; see kvoffd-cli health", "red"
-    touched = pool.usable_bytes + pool.of("quarantined")
-    if touched < pool.size_bytes:
-        yield f"starting: {percent(touched, pool.size_bytes)} of the pool's memory is touched", "yellow"
 
 
 def _pool(pool: PoolStats) -> None:
@@ -399,10 +396,11 @@ def _shared(one: SharedStats) -> Iterator[Line]:
         f"{format_count(one.queued_reads)} waiting{_unused(one.promotions_unused)}, "
         f"failed: {_failed(one.promotions_failed)}"
     )
+    yield _filling(one)
     yield (
         f"  written {count_blocks(one.written_blocks)} ({format_size(one.written_bytes)}), "
         f"{format_count(one.already_stored)} more were there already, {format_count(one.queued_writes)} waiting, "
-        f"{format_count(one.dropped_writes)} dropped"
+        f"{format_count(one.dropped_writes)} dropped, shared_write {one.write_mode}"
     )
     yield from _not_written(one.not_written)
     if one.dropped_removals:
@@ -420,6 +418,13 @@ def _shared(one: SharedStats) -> Iterator[Line]:
             "yellow",
         )
     yield from _faults(one.errors, SHARED_ERRORS)
+
+
+def _filling(one: SharedStats) -> str:
+    size = f" of {format_size(one.size_bytes)}" if one.size_bytes else ", without a bound"
+    uses = f"uses {format_size(one.used_bytes)}{size}" if one.used_bytes else "does not say how much it uses"
+    chosen = ", and gets what is likely to come back" if one.write_mode == "auto" else ""
+    return f"  {uses}: it is full{chosen}" if one.full else f"  {uses}"
 
 
 def _faults(counts: Mapping[str, int], meanings: Mapping[str, str]) -> Iterator[Line]:

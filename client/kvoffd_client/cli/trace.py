@@ -193,7 +193,7 @@ class TraceWriter:
 
 @trace_app.command()
 def replay(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace of trace record, or in Mooncake's format.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace of trace record, or of other tools.")],
     policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, with commas.")] = "all",
     size: Annotated[
         str,

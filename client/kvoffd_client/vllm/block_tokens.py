@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import AllBlocksCleared as AllEngineBlocksCleared
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_convert_block_hash
 
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
@@ -20,7 +22,8 @@ from kvoffd_proto.messages import TOKEN_ID_BYTES
 MAX_KNOWN = 131_072
 """Blocks of which the tokens are kept, some 40 MiB: a block on a disk is published with those that its store sent."""
 MAX_BLOCKS_PER_STEP = 1024
-"""Blocks of the daemon's events that one step publishes; the rest waits, so that the scheduler is not held up."""
+"""The engine's blocks in the daemon's events that one step publishes; the rest waits, so that the scheduler is not held
+up."""
 
 
 class BlockTokens(NamedTuple):
@@ -57,31 +60,50 @@ class HostBlockEvents:
     routers take no other. The tokens come with the event of its store. Of what was there before, the engine's own
     requests tell them, when a lookup has found it.
 
+    Routers count in the engine's blocks. Where a key covers several, the hashes of those before its last one are made
+    of its tokens, as vLLM makes them.
+
     vLLM's ``AllBlocksCleared`` means the engine's own cache as well, so what goes at once is removed by name.
 
     Args:
         groups: those of full attention, by index on the wire: a prefix of a prompt is of use there. Of windows and
             states only the end is, which no router looks for, so nothing is published of their groups.
         kinds: vLLM's word for what each of them caches.
+        blocks_per_chunk: the engine's blocks under one key.
+        hash_function: what vLLM hashes blocks with.
     """
 
-    def __init__(self, groups: Mapping[int, ChunkGroup], kinds: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        groups: Mapping[int, ChunkGroup],
+        kinds: Mapping[int, str],
+        blocks_per_chunk: int = 1,
+        hash_function: Callable[[Any], bytes] = sha256,
+    ) -> None:
         self.groups = groups
         self._kinds = kinds
-        self._published: dict[str, set[bytes]] = {MEDIUM_CPU: set(), MEDIUM_STORAGE: set()}
-        """By medium, the keys that routers know of."""
+        self._blocks_per_chunk, self._hash_function = blocks_per_chunk, hash_function
+        self._published: dict[str, dict[bytes, list[bytes]]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
+        """By medium, the keys that routers know of, with the hashes of the engine's blocks before the last one."""
         self._known: OrderedDict[bytes, BlockTokens] = OrderedDict()
         self._waiting: deque[KvEvent] = deque()
         self._made: list[KVCacheEvent] = []
         self._cleared: KVCacheEvent | None = None
+        self._withdrawn: dict[str, dict[bytes, tuple[int, list[bytes]]]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
+        """By medium, keys that went all at once and that routers still know of, with their group and these hashes."""
 
     def take(self, namespace: EngineNamespace) -> list[KVCacheEvent]:
         """What has happened since the last call; of very much, a part."""
         if not self._waiting:
             self._waiting.extend(namespace.client.take_events())
         blocks = 0
-        while self._waiting and blocks < MAX_BLOCKS_PER_STEP:
-            blocks += self._apply(self._waiting.popleft())
+        while blocks < MAX_BLOCKS_PER_STEP:
+            if any(self._withdrawn.values()):
+                blocks += self._withdraw(MAX_BLOCKS_PER_STEP - blocks)
+            elif self._waiting:
+                blocks += self._apply(self._waiting.popleft()) * self._blocks_per_chunk
+            else:
+                break
         made, self._made = self._made, []
         return made
 
@@ -116,15 +138,28 @@ class HostBlockEvents:
         if cleared and cleared[-1] is not self._cleared:
             self._cleared = cleared[-1]
             self._made.clear()
-            for published in self._published.values():
+            for medium, published in self._published.items():
                 published.clear()
+                self._withdrawn[medium].clear()
+
+    def _withdraw(self, most: int) -> int:
+        """Remove some of what went all at once by name. Returns how many blocks that are."""
+        medium, withdrawn = next((medium, keys) for medium, keys in self._withdrawn.items() if keys)
+        some = list(islice(withdrawn.items(), most))
+        for index in self.groups:
+            self._publish_removed(medium, index, {key: inner for key, (its, inner) in some if its == index})
+        for key, _ in some:
+            del withdrawn[key]
+        return len(some) * self._blocks_per_chunk
 
     def _apply(self, event: KvEvent) -> int:
         """Publish what an event of the daemon says. Returns how many blocks it is about."""
         if isinstance(event, AllBlocksCleared):
             for medium, published in self._published.items():
                 for index, group in self.groups.items():
-                    self._remove(medium, index, [key for key in published if key.endswith(group.suffix)])
+                    gone = {key: (index, inner) for key, inner in published.items() if key.endswith(group.suffix)}
+                    self._withdrawn[medium] |= gone
+                published.clear()
             return 1
         index, medium = event.group_idx, event.medium
         if medium not in self._published or index not in self.groups:
@@ -155,22 +190,54 @@ class HostBlockEvents:
                 continue
             if not known.is_first and not any(known.parent in one for one in self._published.values()):
                 continue
+            if (withdrawn := self._withdrawn[medium].pop(key, None)) is not None:  # it is back before that was said
+                published[key], event = withdrawn[1], None
+                continue
+            if (inner := self._inner_hashes(group, key, known)) is None:
+                continue
             if event is None or known.parent != last:
                 parent = None if known.is_first else _external(known.parent)
-                event = BlockStored([], parent, [], group.tokens_per_chunk, None, medium, None)
+                size = group.tokens_per_chunk // self._blocks_per_chunk
+                event = BlockStored([], parent, [], size, None, medium, None)
                 event.group_idx, event.kv_cache_spec_kind = group.group_id, self._kinds[index]
                 self._made.append(event)
-            event.block_hashes.append(_external(key))
+            event.block_hashes += _blocks_of(key, inner)
             event.token_ids.extend(memoryview(known.token_ids).cast("I"))
-            published.add(key)
+            published[key] = inner
             last = key
 
     def _remove(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
         """Withdraw those of a group's keys that were published."""
         published = self._published[medium]
-        if gone := [key for key in keys if key in published]:
-            published.difference_update(gone)
-            self._made.append(BlockRemoved([_external(key) for key in gone], medium, self.groups[index].group_id))
+        self._publish_removed(medium, index, {key: published.pop(key) for key in keys if key in published})
+
+    def _publish_removed(self, medium: str, index: int, gone: Mapping[bytes, list[bytes]]) -> None:
+        """``gone``: keys, with the hashes of the engine's blocks before the last one."""
+        if gone:
+            hashes = chain.from_iterable(_blocks_of(key, inner) for key, inner in gone.items())
+            self._made.append(BlockRemoved([*hashes], medium, self.groups[index].group_id))
+
+    def _inner_hashes(self, group: ChunkGroup, key: bytes, known: BlockTokens) -> list[bytes] | None:
+        """Return the hashes of the engine's blocks in a chunk, without the last one, which its key has.
+
+        None where the tokens do not give the key, as those of prompts with more than tokens in their hashes.
+        """
+        if self._blocks_per_chunk == 1:
+            return []
+        tokens, size = memoryview(known.token_ids).cast("I"), group.tokens_per_chunk // group.hashes_per_chunk
+        last = None if known.is_first else BlockHash(known.parent[:-GROUP_ID_BYTES])
+        hashes: list[bytes] = []
+        for at in range(0, len(tokens), size):
+            last = hash_block_tokens(self._hash_function, last, tokens[at : at + size])
+            hashes.append(last)
+        per_block = group.hashes_per_chunk // self._blocks_per_chunk
+        *inner, own = hashes[per_block - 1 :: per_block]
+        return inner if own == key[:-GROUP_ID_BYTES] else None
+
+
+def _blocks_of(key: bytes, inner: Iterable[bytes]) -> list[Any]:
+    """The hashes of the engine's blocks under a key, as vLLM's events have them."""
+    return [maybe_convert_block_hash(BlockHash(one)) for one in inner] + [_external(key)]
 
 
 def _external(key: bytes) -> Any:

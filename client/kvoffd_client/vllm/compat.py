@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import vllm
@@ -13,6 +15,8 @@ import vllm
 MINIMUM = (0, 32)
 TESTED = ((0, 32), (0, 33))
 """Releases that the engine tests ran with: major and minor number."""
+_RELEASE = re.compile(r"\d+\.\d+(\.\d+)?(\+(cpu|cu\d+))?")
+"""A release as vLLM publishes it, for some platform. Every other local part is of somebody's own build."""
 _TESTED = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
 
 
@@ -24,6 +28,39 @@ def release_of(version: str) -> tuple[int, int] | None:
     return int(parts[0]), int(parts[1])
 
 
+USED = {
+    "vllm.config:KVTransferConfig": """
+        is_kv_consumer is_kv_producer kv_connector_extra_config kv_load_failure_policy""",
+    "vllm.config:LoRAConfig": "max_loras target_modules",
+    "vllm.config:ModelConfig": """
+        code_revision hf_config max_model_len model model_class_overrides model_impl multimodal_config
+        override_generation_config quantization_config trust_remote_code try_get_generation_config
+        using_transformers_backend""",
+    "vllm.config:SchedulerConfig": "long_prefill_token_threshold max_num_batched_tokens max_num_scheduled_tokens",
+    "vllm.config:VllmConfig": """
+        additional_config attention_config aux_output_config cache_config compilation_config diffusion_config
+        kernel_config kv_transfer_config load_config lora_config max_concurrent_batches max_in_flight_tokens
+        model_config num_lookahead_tokens num_speculative_tokens offload_config parallel_config scheduler_config
+        speculative_config use_v2_model_runner""",
+    "vllm.lora.request:LoRARequest": "load_inplace lora_int_id lora_name lora_path",
+    "vllm.v1.core.block_pool:BlockPool": "get_usage kv_event_queue",
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "blocks",
+    "vllm.v1.core.sched.output:SchedulerOutput": """
+        kv_connector_block_state kv_connector_metadata num_scheduled_tokens preempted_req_ids scheduled_new_reqs
+        total_num_scheduled_tokens""",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups kv_cache_layout num_blocks",
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "kv_cache_spec layer_names",
+    "vllm.v1.kv_cache_interface:KVCacheSpec": "block_size dcp_sharded max_memory_usage_bytes page_size_bytes",
+    "vllm.v1.kv_offload.base:CanonicalKVCaches": "group_data_refs tensors",
+    "vllm.v1.kv_offload.config:OffloadingConfig": "extra_config replicated_layout",
+    "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
+    "vllm.v1.request:Request": """
+        all_token_ids block_hashes cache_salt is_finished kv_transfer_params lora_request mm_features
+        num_computed_tokens num_preemptions num_prompt_tokens num_tokens pooling_params prompt_embeds request_id
+        shared_prefix_boundary skip_reading_prefix_cache""",
+}
+"""By class of vLLM, what the connector reads of what vLLM gives it. A test finds what is missing here."""
+
 HAS_DEFECTS_OF_0_32 = release_of(vllm.__version__) == (0, 32)
 """Whether this vLLM has the two that ``forget_session_blocks`` and ``note_given_blocks`` go around."""
 
@@ -31,6 +68,12 @@ HAS_DEFECTS_OF_0_32 = release_of(vllm.__version__) == (0, 32)
 def require_vllm() -> None:
     """Raise ImportError where this vLLM is too old, or lacks something that the connector uses; it says what."""
     version = vllm.__version__
+    if version == "dev":
+        raise ImportError(
+            "kvoffd cannot tell which vLLM this is, and so not with whose blocks its own agree: vLLM does not know its "
+            f"version, as where it runs from sources that were not built. kvoffd was tested with vLLM {_TESTED}: "
+            "install one of those, or build vLLM with its version."
+        )
     if (release_of(version) or (0, 0)) < MINIMUM:
         raise ImportError(
             f"kvoffd's vLLM connector needs vLLM {'.'.join(map(str, MINIMUM))} or newer, and this is vLLM {version}. "
@@ -38,9 +81,30 @@ def require_vllm() -> None:
         )
     try:
         changed = [name for name, holds in _checks().items() if not _is_true(holds)]
+        changed += _lacking()
     except ImportError as error:
         changed = [str(error)]
     _refuse(changed)
+
+
+def _lacking() -> list[str]:
+    """What USED names and this vLLM does not have. Raises ImportError where a module has moved."""
+    lacking = []
+    for place, names in USED.items():
+        module, _, name = place.partition(":")
+        cls = getattr(import_module(module), name, None)
+        known = _names_of(cls) if isinstance(cls, type) else set()
+        lacking += [f"{name}.{one}" for one in names.split() if one not in known]
+    return lacking
+
+
+def _names_of(cls: type) -> set[str]:
+    """Attributes of a class's objects, also those that only their constructor sets."""
+    names = set(dir(cls))
+    for base in cls.__mro__:
+        names |= vars(base).get("__annotations__", {}).keys()
+        names |= {*getattr(getattr(vars(base).get("__init__"), "__code__", None), "co_names", ())}
+    return names
 
 
 def require_methods(*classes: type) -> None:
@@ -65,12 +129,17 @@ def _is_true(holds: Callable[[], bool]) -> bool:
 
 def untested() -> str:
     """Return a sentence where this vLLM is no tested release; an empty string where it is one."""
-    if release_of(vllm.__version__) in TESTED:
+    if _RELEASE.fullmatch(vllm.__version__) and release_of(vllm.__version__) in TESTED:
         return ""
     return (
-        f"This kvoffd was tested with vLLM {_TESTED}, and this is vLLM {vllm.__version__}, whose interfaces fit. It "
-        "shares blocks with engines of the same vLLM release only."
+        f"This kvoffd was tested with the releases {_TESTED} of vLLM, and this is vLLM {vllm.__version__}, whose "
+        "interfaces fit. It shares blocks with engines of exactly this version only."
     )
+
+
+def version_factor() -> str:
+    """Return what engines that share blocks have in common of vLLM's version: all of it, if it is no tested release."""
+    return vllm.__version__ if untested() else ".".join(map(str, release_of(vllm.__version__) or ()))
 
 
 def check_version(*, strict: bool) -> None:
@@ -86,6 +155,7 @@ def _checks() -> dict[str, Callable[[], bool]]:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_offload import base
 
     def parameters(function: Any, *names: str) -> Callable[[], bool]:
@@ -104,7 +174,8 @@ def _checks() -> dict[str, Callable[[], bool]]:
     def positions() -> bool:
         context = base.ReqContext("request")
         context.set_offload_key_position(b"key", 32)
-        return context.get_offload_key_position(b"key") == 32 and hasattr(context, "load_tier_filter")
+        position, request_id = context.get_offload_key_position(b"key"), context.req_id
+        return (position, request_id) == (32, "request") and hasattr(context, "load_tier_filter")
 
     jobs = ("load_jobs", "store_jobs", "jobs_to_flush")
     half = OffloadingConnectorWorker
@@ -113,7 +184,13 @@ def _checks() -> dict[str, Callable[[], bool]]:
         "OffloadingConnector's constructor": parameters(
             OffloadingConnector.__init__, "vllm_config", "role", "kv_cache_config"
         ),
-        "the scheduler half's manager": attributes(OffloadingConnectorScheduler, "manager"),
+        "the scheduler half's manager and blocks of a step": attributes(
+            OffloadingConnectorScheduler, "manager", "_current_batch_allocated_block_ids"
+        ),
+        "the scheduler half's _update_req_states": parameters(
+            OffloadingConnectorScheduler._update_req_states, "scheduler_output"
+        ),
+        "BlockPool's get_new_blocks": parameters(BlockPool.get_new_blocks, "num_blocks"),
         "the worker half's worker and spec": attributes(half, "worker", "spec"),
         "the worker half's prepare_store_kv": parameters(half.prepare_store_kv, "metadata"),
         "the worker half's start_kv_transfers": parameters(half.start_kv_transfers, "metadata"),
@@ -134,8 +211,9 @@ def _checks() -> dict[str, Callable[[], bool]]:
 def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
     """Have 0.32's offloading scheduler forget the blocks of requests that are scheduled as new.
 
-    A session's next part is scheduled as a new request that has all blocks of the session, and 0.32 puts them behind
-    those that it knows.
+    0.32 puts the blocks of a new request behind those that it knows of it. A session's next part comes as a new request
+    with all blocks of the session. So does, under the second model runner, a request that resumes after a pre-emption;
+    of that one vLLM forgets the old blocks too, when it asks whether it can be loaded.
     """
     for request_id in request_ids:
         if (status := scheduler._req_status.get(request_id)) is not None:
@@ -152,6 +230,34 @@ def note_given_blocks(scheduler: Any, block_ids: Iterable[int]) -> None:
     scheduler._current_batch_allocated_block_ids.update(block_ids)
 
 
+def note_new_blocks(pool: Any, new: set[int]) -> None:
+    """Add to ``new`` the ids of the blocks that vLLM's pool gives out to be written: all but the hits of its cache."""
+    give = pool.get_new_blocks
+
+    @wraps(give)
+    def get_new_blocks(num_blocks: int) -> Any:
+        blocks = give(num_blocks)
+        new.update([block.block_id for block in blocks])
+        return blocks
+
+    pool.get_new_blocks = get_new_blocks
+
+
+def fence_no_readers(scheduler: Any, only_read: Callable[[], set[int]]) -> None:
+    """Have no store end before a step that does no more with its blocks than read them.
+
+    vLLM takes all blocks of a request that it begins for blocks that are written, its own cache's hits too.
+    """
+    update = scheduler._update_req_states
+
+    @wraps(update)
+    def update_req_states(scheduler_output: Any) -> None:
+        update(scheduler_output)
+        scheduler._current_batch_allocated_block_ids.difference_update(only_read())
+
+    scheduler._update_req_states = update_req_states
+
+
 def patch_v2_runner_fence(runner: Any, fence: Callable[[Any], None]) -> bool:
     """Have ``fence``, a handle_preemptions(), called before vLLM's second model runner writes into blocks.
 
@@ -164,11 +270,11 @@ def patch_v2_runner_fence(runner: Any, fence: Callable[[Any], None]) -> bool:
         return False
 
     @wraps(write)
-    def update_requests(scheduler_output: Any) -> None:
+    def update_requests(scheduler_output: Any) -> Any:
         for metadata in _offloading_metadata(scheduler_output.kv_connector_metadata):
             if metadata.jobs_to_flush:
                 fence(metadata)
-        write(scheduler_output)
+        return write(scheduler_output)
 
     runner.update_requests = update_requests
     return True

@@ -130,8 +130,8 @@ def check_engine(vllm_config: VllmConfig) -> None:
         raise ValueError(f"kvoffd cannot serve this engine: {reason}")
 
 
-def check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Raise ValueError where no KV cache group of the engine (KVCacheConfig) can be kept outside it."""
+def check_groups(kv_cache_config: KVCacheConfig, extra_config: Mapping[str, object]) -> None:
+    """Raise ValueError where the engine's KV cache groups (KVCacheConfig) cannot be kept outside it."""
     if not get_offloading_group_ids(kv_cache_config):
         raise ValueError(
             "kvoffd cannot serve this engine: its model keeps nothing that a later prompt could use (no KV cache group "
@@ -142,6 +142,12 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
         raise ValueError(
             "kvoffd cannot serve this engine: its attention is not causal, so what a prefix gives depends on what "
             "follows it. Start it without --kv-transfer-config."
+        )
+    if any(hasattr(spec, "rswa_window") for spec in specs) and not extra_config.get("offload_prompt_only", True):
+        raise ValueError(
+            "kvoffd cannot serve this engine: its layers see a window of the tokens that they generate, and all of "
+            "them once they are in a prompt, so no prompt may use blocks of generated tokens (R-SWA). Leave "
+            "offload_prompt_only out."
         )
 
 
@@ -193,6 +199,11 @@ def _problem(vllm_config: VllmConfig) -> str:
             "it is to return the routed experts of prompts, and has those of tokens that it computed itself: the first "
             "prompt that comes from the daemon would end it. Start it without --enable-return-routed-experts, or "
             "without --kv-transfer-config."
+        )
+    if vllm_config.attention_config.hisparse_config is not None:
+        return (
+            "with HiSparse most of the KV cache is in a host pool of vLLM's own, and a KV connector has the rest of it "
+            "alone, with which no prompt is whole. Start it without HiSparse, or without kvoffd."
         )
     if vllm_config.offload_config.prefetch.offload_group_size:
         return (

@@ -15,8 +15,10 @@ from prometheus_client import Gauge
 from kvoffd_client.vllm.compat import (
     HAS_DEFECTS_OF_0_32,
     check_version,
+    fence_no_readers,
     forget_session_blocks,
     note_given_blocks,
+    note_new_blocks,
     patch_v2_runner_fence,
     require_methods,
     require_vllm,
@@ -29,13 +31,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, get_kv_cache_spec_kind, iter_layer_specs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    get_kv_cache_spec_kind,
+    iter_layer_specs,
+)
 
+from kvoffd_client.vllm.adapters import LiveAdapters
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerReport
 from kvoffd_client.vllm.do_no_harm import largest_chunk_of
 from kvoffd_client.vllm.engine_namespace import MemoryReport
-from kvoffd_client.vllm.fingerprint import LoraAdapters, collect_factors, label_of, namespace_of
+from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_of
 from kvoffd_client.vllm.kv_memory import describe_layers
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.load_room import LoadRoom
@@ -71,8 +81,8 @@ class KvoffdConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         check_engine(vllm_config)
-        check_groups(kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
+        check_groups(kv_cache_config, transfer_config.kv_connector_extra_config)
         options, unknown = parse_options(transfer_config.kv_connector_extra_config)
         check_version(strict=options.strict_version)
         # vLLM's scheduler reads it after this; its default fails a request whose load failed. Below MultiConnector it
@@ -84,6 +94,7 @@ class KvoffdConnector(OffloadingConnector):
             factors = collect_factors(vllm_config, kv_cache_config, options.salt)
             self.connector_worker.spec.namespace = namespace_of(factors, label_of(vllm_config))
             self._weights = LiveWeights(list)
+            self._adapters = LiveAdapters(None, None, self._weights.note_change)
             self._digest: str | None = None
             self._generation = 0
             self._last_memory: MemoryReport | None = None
@@ -97,8 +108,9 @@ class KvoffdConnector(OffloadingConnector):
             logger.warning("kvoffd: %s", sentence)
         StoreRefusalFilter.install(STORE_LOGGER)
         self._manager: KvoffdManager = self.connector_scheduler.manager
-        self._adapters = LoraAdapters(vllm_config.lora_config)
-        self._load_room = LoadRoom(vllm_config, kv_cache_config)
+        self._load_room = LoadRoom(
+            vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
+        )
         offloading = build_offloading_config(vllm_config, kv_cache_config)
         self._block_tokens = min(group.tokens_per_block for group in offloading.groups)
         groups = [kv_cache_config.kv_cache_groups[group.group_id] for group in offloading.groups]
@@ -111,11 +123,23 @@ class KvoffdConnector(OffloadingConnector):
             shard_bytes=[page * offloading.cache.blocks_per_chunk for page in pages],
             most_running=vllm_config.max_concurrent_batches,
             largest_chunk=largest_chunk_of(vllm_config.scheduler_config),
+            state_groups=[
+                index for index, spec in enumerate(specs) if getattr(spec, "mamba_cache_mode", "") == "align"
+            ],
             event_kinds=kinds if offloading.enable_kv_cache_events else None,
+            blocks_per_chunk=offloading.cache.blocks_per_chunk,
+            hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             assumed_rate=ASSUMED_CPU_RATE if current_platform.is_cpu() else ASSUMED_RATE,
         )
         self._has_windows = len(self._dense_groups) < len(groups)
         self._pool: BlockPool | None = None
+        self._attention_groups = [
+            group.group_id
+            for group, spec in zip(offloading.groups, specs, strict=True)
+            if isinstance(spec, AttentionSpec)
+        ]
+        self._new_blocks, self._begun_blocks = set[int](), set[int]()
+        """Of this step: what the pool gave out, and what requests have in layers of attention that are begun."""
         self._reset_since_step = False
         self._has_unsent_stores = False
 
@@ -131,6 +155,8 @@ class KvoffdConnector(OffloadingConnector):
         config, cache = self._vllm_config, self._kv_cache_config
         weights = self._weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(config))
         self._digest = weights.digest()
+        manager = getattr(weights.runner, "lora_manager", None)
+        self._adapters = LiveAdapters(manager, config.lora_config, weights.note_change)
         specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
         writes_early = cache.needs_kv_cache_zeroing or any(isinstance(spec, MambaSpec) for spec in specs)
         is_patched = patch_v2_runner_fence(weights.runner, super().handle_preemptions)
@@ -153,6 +179,8 @@ class KvoffdConnector(OffloadingConnector):
         """
         worker: KvoffdWorker = self.connector_worker.worker
         weights = self._weights
+        if isinstance(kv_connector_metadata, ConnectorMetadata):
+            self._adapters.read_ahead(kv_connector_metadata.adapters)
         if weights.changed:
             # Stores that wait to be sent may hold blocks of these weights or of those, so they must fail.
             worker.leave()
@@ -161,6 +189,7 @@ class KvoffdConnector(OffloadingConnector):
             if generation is not None and generation > self._generation:
                 self._generation = generation
                 self._digest = weights.digest()
+                self._adapters.forget_absent()
             if namespace is not None and generation == self._generation and not weights.changed:
                 worker.join(namespace)
         super().handle_preemptions(kv_connector_metadata)
@@ -200,7 +229,8 @@ class KvoffdConnector(OffloadingConnector):
             machine_id(),
             self._weights.changed,
             worker.registered,
-            worker.usable,
+            worker.problem,
+            self._adapters.contents(),
         )
         if memory != self._last_memory:
             report.memory[spec.config.parallel.rank] = self._last_memory = memory
@@ -219,15 +249,14 @@ class KvoffdConnector(OffloadingConnector):
     # --- scheduler ---
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._pool = gpu_block_pool
+        self._pool = self._load_room.pool = gpu_block_pool
+        note_new_blocks(gpu_block_pool, self._new_blocks)
+        fence_no_readers(self.connector_scheduler, lambda: self._begun_blocks - self._new_blocks)
         super().bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; looks all keys of the request up, so that the answer is there when it is scheduled."""
         super().on_new_request(request)
-        if (adapter := request.lora_request) is not None:
-            content = self._adapters.content_of(adapter)
-            self._manager.begin_adapter(request.request_id, content, adapter.lora_int_id)
         self._manager.look_up(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -237,24 +266,40 @@ class KvoffdConnector(OffloadingConnector):
         anyway, and the load of one more block would come before it.
         """
         self._manager.namespace.ask()
+        if self._manager.awaits_adapter(request):
+            return None, False
         most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
         self._manager.prepare_scan(request, num_computed_tokens, has_all=num_computed_tokens >= most)
+        tokens, loads = self._find_load(request, num_computed_tokens)
+        # MultiConnector would put off the load of another connector too, which has all of the prompt.
+        return (0, False) if tokens is None and _is_prefilled_elsewhere(request) else (tokens, loads)
+
+    def _find_load(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return what is loaded of a request, as get_num_new_matched_tokens()."""
+        room, name = self._load_room, request.request_id
+        known = self._manager.scanned(request, num_computed_tokens)
+        if known is None or (known and room.admits(request, num_computed_tokens + known, loads=True) is None):
+            return None, False  # as in the step before, without a scan of all keys
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self._manager.note_scan(request, num_computed_tokens, tokens)
         if tokens is None:
             return None, False
         if self._dense_groups and self._has_windows:
             self._note_shared_prefix(request, num_computed_tokens + tokens)
-        if tokens and self._manager.skips_load(request.request_id, tokens):
+        if tokens and self._manager.skips_load(name, tokens):
             tokens, loads = 0, False
-        if (room := self._load_room.admits(request, num_computed_tokens + tokens, loads=loads)) is not True:
-            return (None if room is None else 0), False
-        return tokens, loads
+        admitted = room.admits(request, num_computed_tokens + tokens, loads=loads)
+        if admitted is False:
+            self._manager.refuse_load(name, tokens)
+        return (tokens, loads) if admitted else (None if admitted is None else 0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; a request that is scheduled without a load gives its pinned blocks back."""
         if HAS_DEFECTS_OF_0_32:
             ids = [block.block_id for group in blocks.blocks for block in group if not block.is_null]
             note_given_blocks(self.connector_scheduler, ids)
+        for group in self._attention_groups:
+            self._begun_blocks.update([block.block_id for block in blocks.blocks[group]])
         self._load_room.note(request, loads=num_external_tokens > 0)
         self._manager.scheduled(request, num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -262,7 +307,7 @@ class KvoffdConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
         """As vLLM's, with what the workers must know about the namespace."""
         namespace, scheduler = self._manager.namespace, self.connector_scheduler
-        self._reset_since_step = False
+        self._reset_since_step = self._load_room.is_full = False
         new = scheduler_output.scheduled_new_reqs
         self._manager.step_begins(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:
@@ -273,19 +318,24 @@ class KvoffdConnector(OffloadingConnector):
             forget_session_blocks(scheduler, [one.req_id for one in new])
         meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))
         self._has_unsent_stores = bool(meta.store_jobs)
+        self._new_blocks.clear()
+        self._begun_blocks.clear()
         generation, joined = namespace.begin_step()
-        if generation is None:
+        adapters = self._manager.adapters.take_wanted()
+        if generation is None and not adapters:
             return meta
-        return ConnectorMetadata(**vars(meta), generation=generation, namespace=joined)
+        return ConnectorMetadata(**vars(meta), generation=generation, namespace=joined, adapters=adapters)
 
     def has_pending_push_work(self) -> bool:
         """As vLLM's, but not for stores that run where nobody waits for their events.
 
         vLLM would make empty steps until they end, a millisecond apart, and a request that comes waits for the end of
-        one. What they ended with is taken in the next step.
+        one. What they ended with is taken in the next step. Nor does 0.33 after a reset, until workers have reported.
         """
         if not super().has_pending_push_work():
             return False
+        if getattr(self.connector_scheduler, "_reset_fence", None):
+            return True
         return self._manager.events is not None or self._has_unsent_stores or self._manager.is_busy
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -311,7 +361,7 @@ class KvoffdConnector(OffloadingConnector):
         kept = self._pool is None or self._pool.get_usage() > 0
         self._manager.namespace.leave(engine_cache_kept=kept)
         if not kept:
-            self._adapters.engine_cache_reset()
+            self._manager.adapters.engine_cache_reset()
         if self._reset_since_step:
             # vLLM asserts that no jobs wait to be flushed. Those of the last reset do, until the next step.
             self._manager.reset_cache()
@@ -389,6 +439,12 @@ class KvoffdConnector(OffloadingConnector):
             }
             changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=whole)
         return replace(output, **changes) if changes else output
+
+
+def _is_prefilled_elsewhere(request: Request) -> bool:
+    """Whether a prefill instance has computed the prompt, and a connector for that (NIXL, Mooncake) loads it."""
+    params = request.kv_transfer_params or {}
+    return bool(params.get("do_remote_prefill"))
 
 
 require_methods(KvoffdConnector, KvoffdManager, KvoffdSpec, KvoffdWorker)

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from kvoffd_client.namespace import NamespaceSpec
@@ -99,7 +100,7 @@ class FailedJob:
 
 @dataclass
 class ConnectorMetadata(OffloadingConnectorMetadata):
-    """Scheduler to workers. The two last fields are set only where they say something new.
+    """Scheduler to workers. The last fields are set only where they say something new.
 
     They travel here, and not in vLLM's handshake, since MultiConnector passes each child its own metadata, but gives
     the first child's handshake to all of them.
@@ -108,10 +109,12 @@ class ConnectorMetadata(OffloadingConnectorMetadata):
         generation: raised after each reset or change of weights; a worker whose digest has a smaller number takes it
             anew before it computes anything in this step.
         namespace: what the workers of this generation are to register their memory in.
+        adapters: those that the workers must have read, before the loads of this step.
     """
 
     generation: int | None = None
     namespace: NamespaceSpec | None = None
+    adapters: Sequence[LoRARequest] = ()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ class MemoryReport:
         machine: what tells the worker's machine from others.
         changed: the weights may have changed since the digest was taken.
         registered: fingerprint of the namespace in which the daemon has this worker's memory; None for none.
-        usable: its memory can be shared with the daemon, as far as is known.
+        problem: why the daemon does not get its memory; empty where it has it, or may still get it.
+        adapters: by vLLM's number, path and digest of the LoRA adapters that it computes with; None where none can be
+            seen.
     """
 
     namespace: NamespaceSpec
@@ -46,7 +49,8 @@ class MemoryReport:
     machine: str = ""
     changed: bool = False
     registered: bytes | None = None
-    usable: bool = True
+    problem: str = ""
+    adapters: Mapping[int, tuple[str, bytes]] | None = None
 
 
 class Unconnected:
@@ -102,9 +106,10 @@ class EngineNamespace:
         self._engine_cache_kept = False
 
     @property
-    def usable(self) -> bool:
-        """Whether the daemon can have the memory of all workers, as far as they have said."""
-        return all(report.usable for report in self._reports.values())
+    def problem(self) -> str:
+        """Why the daemon does not get the memory of a worker, as far as they have said; empty for none."""
+        problems = (f"worker {rank}: {one.problem}" for rank, one in sorted(self._reports.items()) if one.problem)
+        return next(problems, "")
 
     @property
     def registered(self) -> bool:
@@ -115,7 +120,19 @@ class EngineNamespace:
     @property
     def serves(self) -> bool:
         """Whether the daemon may be asked, and given blocks."""
-        return self.current is not None and self.client.ready and self.usable
+        return self.current is not None and self.client.ready and not self.problem
+
+    def adapter(self, number: int, path: str) -> bytes | None:
+        """Return a digest of the LoRA adapter with which the workers compute under this number.
+
+        None where they have not said it yet for this path, an empty one where they cannot.
+        """
+        reports = [self._reports[rank].adapters for rank in sorted(self._reports)] if self.current is not None else []
+        known = [each.get(number, ("", None)) if each is not None else ("", b"") for each in reports]
+        if any(content == b"" for _, content in known):
+            return b""
+        digests = [content for of, content in known if content is not None and of == path]
+        return hashlib.sha256(b"".join(digests)).digest() if digests and len(digests) == len(known) else None
 
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
         """Where the namespace is not known, or the workers are not registered: whether steps, empty ones too, will make
@@ -205,7 +222,8 @@ class EngineNamespace:
     def join(self, namespace: NamespaceSpec) -> None:
         """Be in this namespace, and connect unless the connection is there already."""
         self.current = namespace
-        if self._last is None or self._last.fingerprint != namespace.fingerprint:
+        is_same = self._last is not None and self._last.fingerprint == namespace.fingerprint
+        if not is_same or isinstance(self.client, Unconnected):
             self.client.close()
             self.client, self._last = self._connect(namespace), namespace
 

@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import vllm
+import torch
 from huggingface_hub import try_to_load_from_cache
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.platforms import current_platform
+from vllm.plugins import DEFAULT_PLUGINS_GROUP
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvoffd_client.namespace import NamespaceSpec, canonical_json, fingerprint_of
-from kvoffd_client.vllm.compat import release_of, untested
+from kvoffd_client.vllm.compat import untested, version_factor
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.messages import BENCH_LABEL, GroupSpec
 
 if TYPE_CHECKING:
-    from vllm.config import LoRAConfig, ModelConfig, VllmConfig
-    from vllm.lora.request import LoRARequest
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 FORMAT = 3
@@ -55,6 +58,28 @@ MULTIMODAL_FIELDS = (
 
 # What transformers makes a local model's processor of; of a hub's model the commit tells.
 PROCESSOR_FILES = "*processor_config.json"
+
+# What makes embeddings of media, of which vLLM may hash the bytes that came.
+MEDIA_PACKAGES = (
+    "av",
+    "librosa",
+    "mistral_common",
+    "opencv-python-headless",
+    "pillow",
+    "PyNvVideoCodec",
+    "scipy",
+    "soundfile",
+    "soxr",
+    "torchcodec",
+    "torchvision",
+    "transformers",
+)
+
+# Fields of KernelConfig.
+BACKENDS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
+
+# Functions of torch.cpu.
+CPU_INSTRUCTIONS = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
 
 # Variables of vllm.envs that change numbers by more than rounding does, and that nothing else here shows.
 ENVIRONMENT = (
@@ -127,7 +152,7 @@ def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sal
     # Layers with another dtype: groups and their specs may be the same without them.
     skipped = sorted(set(vllm_config.cache_config.kv_cache_dtype_skip_layers))
     return ({"unjudged": unjudged(vllm_config)} if untested() else {}) | {
-        "vllm_release": ".".join(map(str, release_of(vllm.__version__) or ())),
+        "vllm_release": version_factor(),
         # A hub's model by its name and commit, a local one by its files.
         "model": "" if local_weights else f"{model.model} {getattr(model, 'model_weights', '')}".strip(),
         "revision": " ".join(filter(None, (model.revision, model.code_revision))),
@@ -252,6 +277,9 @@ def _config_digest(model: ModelConfig) -> str:
             "config": plain,
             "max_model_len": length,
             "model_impl": str(model.model_impl),
+            # Models whose layers are transformers' own code.
+            "transformers": _versions("transformers") if model.using_transformers_backend() else "",
+            "remote_code": _remote_code(model),
             "model_class_overrides": _plain(model.model_class_overrides),
             "quantization_config": _plain(model.quantization_config),
         }
@@ -260,13 +288,17 @@ def _config_digest(model: ModelConfig) -> str:
 
 def _computation(vllm_config: VllmConfig) -> str:
     """Return a digest of settings outside the model's that change what a token attends to, or anything at all."""
-    attention = vllm_config.attention_config
+    attention, kernels = vllm_config.attention_config, vllm_config.kernel_config
+    is_quantized = bool(vllm_config.model_config.quantization)
     return digest(
         {
             "non_causal": _plain(attention.use_non_causal),
             "indexer_kv_dtype": _plain(attention.indexer_kv_dtype),
             "diffusion": _plain(vllm_config.diffusion_config),
             "additional": _plain(vllm_config.additional_config),
+            "plugins": _plugins(),
+            # Kernels for quantized weights differ in how they quantize the other factor.
+            "backends": [_plain(getattr(kernels, name, None)) for name in BACKENDS] if is_quantized else [],
             "environment": {name: _plain(getattr(envs, name, None)) for name in ENVIRONMENT},
         }
     )
@@ -276,13 +308,54 @@ def _multimodal(model: ModelConfig) -> str:
     """Return a digest of what decides a request's embeddings beside the model, and is in no hash of an image or video.
 
     Of the arguments of the processor vLLM hashes those that come with a request, not those of the engine, and not
-    those in the model's files.
+    those in the model's files. Of what came with its own bytes it hashes these, whatever decodes them.
     """
     if model.multimodal_config is None:
         return ""
     processor = {path.name: digest(path.read_text()) for path in Path(model.model).glob(PROCESSOR_FILES)}
+    packages = _versions(*MEDIA_PACKAGES)
     fields = {name: _plain(getattr(model.multimodal_config, name, None)) for name in MULTIMODAL_FIELDS}
-    return digest({**fields, "processor": processor})
+    return digest({**fields, "processor": processor, "packages": packages})
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for name in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _plugins() -> list[str]:
+    """Return others' plugins that vLLM loads into workers, with their versions: they may change models and kernels."""
+    wanted = envs.VLLM_PLUGINS
+    return sorted(
+        f"{plugin.name} {plugin.value} {plugin.dist.version if plugin.dist else ''}"
+        for plugin in importlib.metadata.entry_points(group=DEFAULT_PLUGINS_GROUP)
+        if (wanted is None or plugin.name in wanted)
+        and plugin.module.partition(".")[0] not in ("vllm", "kvoffd_client")
+    )
+
+
+def _remote_code(model: ModelConfig) -> dict[str, str]:
+    """Return the commits of code that a model takes from a hub, by repository: its own, or another one it names.
+
+    Code beside a local model is in the digest of its files.
+    """
+    classes = getattr(model.hf_config, "auto_map", None) if model.trust_remote_code else None
+    commits = {}
+    for each in (classes or {}).values():
+        for name in each if isinstance(each, list | tuple) else [each]:
+            repository, _, path = str(name).rpartition("--")
+            file = f"{path.partition('.')[0]}.py"
+            try:
+                found = try_to_load_from_cache(repository or model.model, file, revision=model.code_revision)
+            except ValueError:  # a local path
+                continue
+            if isinstance(found, str):
+                commits[repository or model.model] = Path(found).parent.name
+    return commits
 
 
 def _speculative(vllm_config: VllmConfig) -> str:
@@ -322,8 +395,13 @@ def _attention_backend(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 
 def _device_name() -> str:
+    """Return what of the device decides how attention's kernels lay out pages, and states of recurrent layers."""
     if current_platform.is_cpu():
-        return ""  # the daemon serves one machine, and reading the name of a CPU is slow
+        # What vLLM asks to choose its library, and the instructions of attention (cpu_attn.py, gdn_attention.py).
+        asked = [name for name in CPU_INSTRUCTIONS if getattr(torch.cpu, name, lambda: False)()]
+        cpu = torch.cpu.get_capabilities()
+        wide = [name for name in ("bf16", "sve", "sve2", "sve_max_length", "rvv", "vlen") if cpu.get(name)]
+        return " ".join([platform.machine(), *asked, *(f"{name}={cpu[name]}" for name in wide)])
     try:
         return str(current_platform.get_device_name())
     except Exception:  # any driver's error; the type alone must do then
@@ -396,97 +474,11 @@ def digest_of_files(files: list[Path]) -> str:
     for path in files:
         size = path.stat().st_size
         total.update(f"{path.name}\0{size}\0".encode())
+        if path.suffix == ".py":
+            total.update(path.read_bytes())
+            continue
         with path.open("rb") as file:
             for offset in range(0, size, max(SAMPLE_BYTES, size // SAMPLES_PER_FILE)):
                 file.seek(offset)
                 total.update(file.read(SAMPLE_BYTES))
     return total.hexdigest()
-
-
-# --- LoRA adapters: vLLM's block hash has an adapter's name and path, not its content --------------------------------
-
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-MAX_ADAPTERS = 100_000
-"""Adapters of one engine that are distinguished; requests with further ones use no kvoffd."""
-
-
-class LoraAdapters:
-    """Identifies adapters by their files, read when a request names a load of vLLM's that was not seen before.
-
-    vLLM's own cache tells adapters apart by name and path. While it may have blocks of two contents under one of them,
-    the requests of that one use no kvoffd. So do requests whose id vLLM has loaded for another adapter.
-
-    ``config`` is the engine's vllm.config.LoRAConfig: an engine may apply a part of every adapter only.
-    """
-
-    def __init__(self, config: LoRAConfig | None = None) -> None:
-        self._settings = ""
-        if config is not None:
-            names = (
-                "lora_dtype",
-                "enable_tower_connector_lora",
-                "enable_mixed_moe_lora_format",
-                "enable_moe_shared_loras",
-            )
-            only = sorted(set(config.target_modules)) if config.target_modules is not None else None
-            self._settings = f"{[str(getattr(config, name)) for name in names]} {only}"
-        self._known: dict[tuple[str, str], tuple[int, bytes]] = {}
-        """By name and path, id and content of the last load."""
-        self._loaded: dict[int, bytes] = {}
-        """By id, the content with which vLLM computes."""
-        self._cached: dict[tuple[str, str], set[bytes]] = {}
-        """By name and path, the contents of which vLLM's own cache may have blocks."""
-
-    def content_of(self, lora_request: LoRARequest) -> bytes | None:
-        """Return the digest of an adapter's content, None where it is not known what vLLM computes with."""
-        name, int_id = (lora_request.lora_name, lora_request.lora_path), lora_request.lora_int_id
-        known_id, content = self._known.get(name, (int_id, b""))
-        if not content or known_id != int_id or lora_request.load_inplace:
-            content = self._read(name)
-            if not content:
-                return None
-            if known_id != int_id:
-                self._loaded.pop(known_id, None)
-            self._known[name] = int_id, content
-            if lora_request.load_inplace:
-                self._loaded[int_id] = content
-        cached = self._cached.setdefault(name, set())
-        cached.add(self._loaded.setdefault(int_id, content))
-        if cached == {content}:
-            return content
-        logger.warning_once(  # type: ignore[attr-defined]
-            "kvoffd: the LoRA adapter %s was loaded anew with another content, so its requests are computed without "
-            "kvoffd until vLLM's own cache is reset: call reset_prefix_cache with reset_connector.",
-            lora_request.lora_name,
-        )
-        return None
-
-    def engine_cache_reset(self) -> None:
-        """vLLM's own cache has no block of before any more."""
-        self._cached.clear()
-
-    def _read(self, name: tuple[str, str]) -> bytes:
-        files = _adapter_files(name[1])
-        if not files or len(self._known) >= MAX_ADAPTERS:
-            logger.warning_once(  # type: ignore[attr-defined]
-                "kvoffd: the LoRA adapter %s has no files in %s that can be read, so its requests are computed without "
-                "kvoffd.",
-                *name,
-            )
-            return b""
-        return hashlib.sha256(f"{self._settings}{digest_of_files(files)}".encode()).digest()
-
-
-def _adapter_files(path: str) -> list[Path]:
-    """Return an adapter's files, in a directory or in Hugging Face's cache; none where there are none."""
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
-        try:
-            found = try_to_load_from_cache(path, ADAPTER_CONFIG_FILE)
-        except ValueError:  # no name of a hub's repository
-            return []
-        if not isinstance(found, str):
-            return []
-        directory = Path(found).parent
-    files = [item for item in directory.iterdir() if item.name == ADAPTER_CONFIG_FILE or item.suffix in WEIGHT_SUFFIXES]
-    return sorted(item for item in files if item.is_file())

@@ -106,8 +106,6 @@ class LiveWeights:
         for name in CHANGING_METHODS:
             if callable(method := getattr(owner, name, None)):
                 setattr(owner, name, self._noticing(method))
-        if callable(method := getattr(owner, "add_lora", None)):
-            owner.add_lora = self._noticing(method, lambda lora_request: lora_request.load_inplace)
 
     def digest(self) -> str | None:
         """Return the digest, in hex, of all parameters and buffers: names, types, shapes and samples of their bytes.
@@ -126,32 +124,38 @@ class LiveWeights:
                 experts = tuple(f"{name}." for name, module in modules if isinstance(module, RoutedExperts))
                 for name, tensor in (*_tensors(model), *_packed_columns(model)):
                     if name.startswith(experts):
+                        # How many there are differs from rank to rank. Their form tells how they are quantized.
+                        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape[1:])}\n".encode())
                         continue
                     # Where LoRA is on, vLLM puts each layer into another one, and plain prompts get what they got.
                     plain = name.replace(".base_layer.", ".")
                     total.update(f"{number} {plain} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-                    pieces = _sample(tensor)
+                    pieces = sample(tensor)
                     samples += pieces
                     if logger.isEnabledFor(logging.DEBUG):  # by it two engines' weights are compared
-                        digest = hashlib.sha256(b"".join(_joined(pieces))).hexdigest()[:16]
+                        digest = hashlib.sha256(b"".join(joined(pieces))).hexdigest()[:16]
                         logger.debug("kvoffd: weights %d %s: %s", number, plain, digest)
-            for joined in _joined(samples):
-                total.update(joined)
-            logger.info("kvoffd: named the weights by %d samples in %.3f s.", len(samples), time.monotonic() - began)
+            for piece in joined(samples):
+                total.update(piece)
+            seconds = time.monotonic() - began
+            logger.info("kvoffd: named the weights by samples of %d tensors in %.3f s.", len(samples), seconds)
             return total.hexdigest()
         except Exception:
             logger.exception("kvoffd: the weights in memory could not be read.")
             return None
 
-    def _noticing(self, method: Callable[..., Any], changes: Callable[..., bool] = lambda *_, **__: True) -> Any:
+    def note_change(self) -> None:
+        """The weights, or those of an adapter, may be others from now on."""
+        self.changed = True
+
+    def _noticing(self, method: Callable[..., Any]) -> Any:
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            changed = changes(*args, **kwargs)
-            self.changed |= changed
+            self.changed = True
             try:
                 return method(*args, **kwargs)
             finally:
-                self.changed |= changed
+                self.changed = True
 
         return call
 
@@ -163,8 +167,18 @@ def _models_of(runner: Any) -> list[torch.nn.Module]:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield from _plain(name, tensor)
+    """Return the parameters, and the buffers that are part of the weights.
+
+    Others follow from the configuration or the parameters, or are written by each forward pass, or hold addresses:
+    those that are not persistent, and scales that vLLM's encoders adapt as they run (mm_encoder_attention.py).
+    """
+    for name, parameter in model.named_parameters():
+        yield from _plain(name, parameter)
+    for prefix, module in model.named_modules():
+        if not getattr(module, "_fp8_dynamic_scale", False):
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if name.removeprefix(f"{prefix}.") not in module._non_persistent_buffers_set:
+                    yield from _plain(name, buffer)
 
 
 def _packed_columns(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -201,7 +215,7 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
         yield name, tensor
 
 
-def _sample(tensor: torch.Tensor) -> list[torch.Tensor]:
+def sample(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return pieces of a tensor's memory, from its first byte to its last, on its device."""
     if tensor.is_meta or tensor.numel() == 0:
         return []
@@ -213,10 +227,10 @@ def _sample(tensor: torch.Tensor) -> list[torch.Tensor]:
     if length <= PIECES * PIECE_BYTES:
         return [memory]
     step = (length - PIECE_BYTES) // (PIECES - 1)
-    return [memory[at : at + PIECE_BYTES] for at in range(0, PIECES * step, step)]
+    return [memory.as_strided((PIECES, PIECE_BYTES), (step, 1)).reshape(-1)]
 
 
-def _joined(pieces: list[torch.Tensor]) -> Iterator[bytes]:
+def joined(pieces: list[torch.Tensor]) -> Iterator[bytes]:
     """Return the bytes of the pieces of each device. One copy per device: each would wait for the device anew."""
     for device in dict.fromkeys(piece.device for piece in pieces):
         yield torch.cat([piece for piece in pieces if piece.device == device]).cpu().numpy().tobytes()

@@ -10,6 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.utils.hashing import sha256
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -25,6 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.scheduler_client import Lookup
 from kvoffd_client.vllm import metrics
+from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S, AdapterContents
 from kvoffd_client.vllm.block_tokens import HostBlockEvents
 from kvoffd_client.vllm.connector_metadata import (
     GROUP_ID_BYTES,
@@ -61,7 +63,8 @@ _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult
 _READY_BYTE, _NOT_THERE = bytes([READY]), bytes([ABSENT, WRITING])
 NEVER = float("-inf")
 REFRESH_S = 1.0
-"""Age at which an answer with misses is asked for again, and pause after a lookup that failed."""
+"""Age at which an answer with misses is asked for again, how long before its end a whole one is, and pause after a
+lookup that failed."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.002, 0.05
 """Between lookups of blocks that come up from disk."""
 LOOKUP_WAIT_S = 0.001
@@ -133,7 +136,8 @@ class RequestState:
         last: the lookup that was sent last, also after its lease was released; tells what need not be stored.
         found: the answer's, while vLLM scans.
         otherwise: vLLM's word for all other keys. Those inside a chunk, of the end of a prompt, are among them.
-        adapter, adapter_id: content of the request's LoRA adapter, and vLLM's number of it; empty and 0 for none.
+        adapter: content of the request's LoRA adapter; empty for none, and while it is not known.
+        adapter_asked_at: when the workers were asked for it first.
         disabled: nothing of this request may be looked up or stored.
         load_failed: a load of this request failed; the request is recomputed and never looked up again.
         from_tiers: keys that came, or were to come, from a tier for this request, and their last state there.
@@ -141,9 +145,13 @@ class RequestState:
         tier_wait_until: when it stops waiting at the latest; NEVER once it has stopped.
         worth_waiting_at: when it was last expected that waiting is worth it.
         waits_for_tier: the request waits for what the answer says is on its way.
+        scan: the answer of the last scan, the tokens that were computed then, what it found, and how many loads had
+            ended.
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
+        refused: its blocks were not loaded, since the KV cache had no space for them.
         logged: its report is made.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
+        waits_for_report_since: when it was first scanned while the workers were not registered.
     """
 
     request: Request = cast(Any, None)  # noqa: RUF009
@@ -153,7 +161,7 @@ class RequestState:
     found: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
     otherwise: LookupResult = _MISS
     adapter: bytes = b""
-    adapter_id: int = 0
+    adapter_asked_at: float | None = None
     disabled: bool = False
     load_failed: bool = False
     from_tiers: dict[OffloadKey, int] = field(default_factory=dict)
@@ -161,9 +169,12 @@ class RequestState:
     tier_wait_until: float = inf
     worth_waiting_at: float = NEVER
     waits_for_tier: bool = False
+    scan: tuple[KeyedLookup | None, int, int | None, int] = (None, 0, 0, 0)
     skip_counted: bool = False
+    refused: bool = False
     logged: bool = False
     failed_at: float = NEVER
+    waits_for_report_since: float | None = None
 
 
 class KvoffdManager(OffloadingManager):
@@ -187,7 +198,7 @@ class KvoffdManager(OffloadingManager):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._groups = tuple(groups)
-        self._clock, self._sleep = clock, sleep
+        self.clock, self._sleep = clock, sleep
         self._do_no_harm = do_no_harm
         self._deadline_s, self._disk_wait_s = deadline_s, disk_wait_s
         self._positions = {group.suffix: index for index, group in enumerate(groups)}
@@ -204,11 +215,14 @@ class KvoffdManager(OffloadingManager):
         self.events: HostBlockEvents | None = None
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, KeyedLookup] = {}
+        self._ended_loads = 0
         self._counters = metrics.Counters()
         self._report_at = clock() + REPORT_EVERY_S
         self._reported = Counter[str]()
+        self._reported_problem = ""
         """Counters at the last report to the daemon."""
         self.namespace = namespace
+        self.adapters = AdapterContents(namespace)
         namespace.on_leave = self._disable_adapters
         self.loads = self.stores = True
         self._replies_s: deque[float] = deque(maxlen=LATE_REPLIES)
@@ -229,20 +243,26 @@ class KvoffdManager(OffloadingManager):
         shard_bytes: Sequence[int],
         most_running: int,
         largest_chunk: int,
+        state_groups: Collection[int] = (),
         event_kinds: Mapping[int, str] | None = None,
+        blocks_per_chunk: int = 1,
+        hash_function: Callable[[Any], bytes] = sha256,
         assumed_rate: float = ASSUMED_RATE,
     ) -> None:
         """Take what the engine's configuration says, before the first request.
 
-        ``shard_bytes`` are those of one worker's shard of a block, by group on the wire. Where the engine publishes KV
-        events, ``event_kinds`` are those of its groups of full attention. For the others see ``PrefillRate``.
+        ``shard_bytes`` are those of one worker's shard of a block, by group on the wire. ``state_groups`` are those of
+        recurrent layers whose states vLLM offers by themselves. Where the engine publishes KV events, ``event_kinds``
+        are those of its groups of full attention. For the others see ``HostBlockEvents`` and ``PrefillRate``.
         """
         self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
+        self._state_suffixes = {self._groups[index].suffix for index in state_groups}
         if event_kinds is not None:
-            self.events = HostBlockEvents({index: self._groups[index] for index in event_kinds}, event_kinds)
+            groups = {index: self._groups[index] for index in event_kinds}
+            self.events = HostBlockEvents(groups, event_kinds, blocks_per_chunk, hash_function)
         self._assumed_rate = assumed_rate
-        prefill = PrefillRate(self._clock, most_running, largest_chunk)
-        self.harm = DoNoHarm(self._clock, prefill, active=self._do_no_harm)
+        prefill = PrefillRate(self.clock, most_running, largest_chunk)
+        self.harm = DoNoHarm(self.clock, prefill, active=self._do_no_harm)
 
     def look_up(self, request: Request) -> None:
         """Ask for all whole chunks of a request, if the daemon may be asked. vLLM has announced the request before."""
@@ -255,7 +275,7 @@ class KvoffdManager(OffloadingManager):
                 request.pooling_params.task,
             )
             state.disabled = True
-        if not self._may_load(state) or not namespace.serves:
+        if not self._knows_adapter(state) or not self._may_load(state) or not namespace.serves:
             return
         chunks = {
             index: found for index, group in enumerate(self._groups) if (found := group.hashes(request.block_hashes))
@@ -266,8 +286,33 @@ class KvoffdManager(OffloadingManager):
                 for index, hashes in chunks.items()
             ]
             ticket = namespace.client.lookup(message, again=state.last is not None)
-            state.pending = state.last = KeyedLookup(ticket, chunks, self._clock())
+            state.pending = state.last = KeyedLookup(ticket, chunks, self.clock())
             self._counters[metrics.LOOKUPS] += 1
+
+    def _knows_adapter(self, state: RequestState) -> bool:
+        """Whether it is known with what adapter a request is computed; it is disabled if nobody will know."""
+        adapter = state.request.lora_request
+        if adapter is None or state.adapter or state.disabled:
+            return True
+        content = self.adapters.content_of(adapter)
+        state.adapter, state.disabled = content or b"", content == b""
+        return content is not None
+
+    def awaits_adapter(self, request: Request) -> bool:
+        """Have the workers asked for a request's adapter, if it is not known. For a while the request waits for it."""
+        state, adapter, now = self._requests[request.request_id], request.lora_request, self.clock()
+        if adapter is None or self._knows_adapter(state):
+            return False
+        if state.adapter_asked_at is None:
+            state.adapter_asked_at = now
+        if now - state.adapter_asked_at < ANSWER_PATIENCE_S and (
+            self.namespace.current is not None or self.namespace.pending()
+        ):
+            self.adapters.ask(adapter)
+            return True
+        self.adapters.compute_unknown(adapter)
+        state.disabled = True
+        return False
 
     def _may_load(self, state: RequestState) -> bool:
         barred = state.disabled or state.load_failed or state.request.skip_reading_prefix_cache
@@ -281,14 +326,12 @@ class KvoffdManager(OffloadingManager):
         """
         state, namespace = self._requests[request.request_id], self.namespace
         state.found, state.otherwise = {}, _MISS
-        if has_all or not self._may_load(state) or not namespace.usable:
+        if has_all or not self._may_load(state) or namespace.problem:
             return
         if not (namespace.registered and namespace.client.ready):
-            if namespace.pending() if namespace.current is None else namespace.pending(self._deadline_s):
-                state.otherwise = LookupResult.RETRY  # it is about to be known, or the workers registered
-                return
-            if namespace.current is None:
-                return
+            if self._hears_soon(state):
+                state.otherwise = LookupResult.RETRY
+            return
         if state.answer is not None and not state.answer.usable:
             state.answer = None
         if state.pending is None and self._is_outdated(state):
@@ -300,7 +343,7 @@ class KvoffdManager(OffloadingManager):
         came = state.pending
         if came is not None and came.ticket.done:
             state.pending = None
-            now = self._clock()
+            now = self.clock()
             if came.ticket.failed or (came.ticket.pinned and now >= came.ticket.stale_at):
                 self._release(came)
                 state.failed_at = now
@@ -313,12 +356,27 @@ class KvoffdManager(OffloadingManager):
         if state.answer is not None:
             state.found = state.answer.found
             state.waits_for_tier = bool(state.answer.coming) and self._waits_for_tier(state, state.answer)
-        if state.pending is not None and not state.pending.given_up:
+        is_awaited = state.answer is None or state.waits_for_tier
+        if state.pending is not None and not state.pending.given_up and is_awaited:
             state.otherwise = LookupResult.RETRY
+
+    def _hears_soon(self, state: RequestState) -> bool:
+        """Whether a request waits a moment for the workers' reports: for the namespace, or that they are registered.
+
+        In the steps of an engine that computes the reports come anyway; one that is idle may know an old one.
+        """
+        namespace = self.namespace
+        if namespace.current is None:
+            return namespace.pending()
+        if namespace.pending(self._deadline_s):
+            return True
+        if state.waits_for_report_since is None:
+            state.waits_for_report_since = self.clock()
+        return self._is_idle and self.clock() - state.waits_for_report_since < LEAST_COMPUTED_S
 
     def _is_outdated(self, state: RequestState) -> bool:
         """Whether to ask for a request that no lookup is on its way for."""
-        answer, now = state.answer, self._clock()
+        answer, now = state.answer, self.clock()
         if now - state.failed_at < REFRESH_S:
             return False
         if answer is None:
@@ -327,7 +385,7 @@ class KvoffdManager(OffloadingManager):
         if sum(hashes // group.hashes_per_chunk for group in self._groups) > answer.asked:
             return True
         if answer.ticket.pinned >= answer.asked:
-            return False
+            return now > answer.ticket.stale_at - REFRESH_S
         if not state.waits_for_tier or state.tier_wait_began is None:
             return now - answer.ticket.answered_at > REFRESH_S
         # Half of the time that is expected; a quarter of what it has waited, where nothing is.
@@ -345,12 +403,12 @@ class KvoffdManager(OffloadingManager):
 
         ``computed_s``: it would be computed by then if nothing were loaded.
         """
-        ticket, now = pending.ticket, self._clock()
+        ticket, now = pending.ticket, self.clock()
         is_first = state.answer is None and not pending.given_up and now >= self._no_wait_before
         if self._wait_left_s > 0 and (is_first or (state.waits_for_tier and self._is_idle)):
             self._counters[metrics.LOOKUP_WAITS] += is_first
             came = ticket.wait(self._wait_left_s)
-            began, now = now, self._clock()
+            began, now = now, self.clock()
             self._wait_left_s -= now - began
             if is_first and not came:
                 self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += 1
@@ -413,7 +471,7 @@ class KvoffdManager(OffloadingManager):
         contrary for DOUBT_SHARE of computing, and waits no longer than all of it, whatever is expected. Then it loads
         what is up.
         """
-        now = self._clock()
+        now = self.clock()
         if now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
             return False  # only the daemon says when something is up, or never will be
         computed_s, loaded_s = inf, 0.0
@@ -460,7 +518,7 @@ class KvoffdManager(OffloadingManager):
         self._wait_left_s = IDLE_WAIT_S if self._is_idle else LOOKUP_WAIT_S
         self._tokens_before = None
         self.harm.prefill.step_begins(request_tokens)
-        now = self._clock()
+        now = self.clock()
         # While the daemon does not answer, as when lookups are late, the counts wait for it.
         if now >= self._report_at and self.namespace.client.ready:
             self._report_at = now + REPORT_EVERY_S
@@ -468,9 +526,10 @@ class KvoffdManager(OffloadingManager):
             self._reported = Counter(self._counters)
             counts = [min(news[name], MAX_REPORTED) for name in metrics.REPORTED]
             # What is not new is reported too: the daemon may have been restarted.
-            prefill_rate = self.harm.prefill.tokens_per_second
-            if any((prefill_rate, *counts)):
-                self.namespace.client.report(prefill_rate, *counts)
+            prefill_rate, problem = self.harm.prefill.tokens_per_second, self.namespace.problem
+            if any((prefill_rate, *counts, problem, self._reported_problem)):
+                self.namespace.client.report(prefill_rate, *counts, problem=problem)
+                self._reported_problem = problem
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """The daemon's blocks, for the engine's own stream. The output of the first of the steps that run has come."""
@@ -488,39 +547,52 @@ class KvoffdManager(OffloadingManager):
 
     def skips_load(self, request_id: str, tokens: int) -> bool:
         """Whether a request computes so many tokens that it could load, since that is faster. It counts once."""
-        if self._clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), NEVER):
+        if self.clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), NEVER):
             return False
         state = self._requests[request_id]
         self._counters[metrics.SLOW_LOADS] += not state.skip_counted
         state.skip_counted = True
         return True
 
+    def note_scan(self, request: Request, computed_tokens: int, tokens: int | None) -> None:
+        """Note what a scan of a request has found, of which so many tokens are in vLLM's own cache.
+
+        None: it is put off. That holds until a load ends, where nothing else is awaited.
+        """
+        state = self._requests[request.request_id]
+        waits = state.waits_for_tier or state.otherwise is LookupResult.RETRY or request.num_preemptions
+        if tokens is not None or not waits:
+            state.scan = state.answer, computed_tokens, tokens, self._ended_loads
+
+    def scanned(self, request: Request, computed_tokens: int) -> int | None:
+        """Return the tokens that the last scan of a request has found, or None if it is put off; 0 where another may
+        find others."""
+        state = self._requests[request.request_id]
+        answer, computed, tokens, ended_loads = state.scan
+        is_same = answer is state.answer is not None and computed == computed_tokens and not state.waits_for_tier
+        return tokens if is_same and (tokens is not None or ended_loads == self._ended_loads) else 0
+
+    def refuse_load(self, request_id: str, tokens: int) -> None:
+        """Note that a request computes so many tokens that it could load, for want of KV cache."""
+        self._requests[request_id].refused = True
+        logger.warning_once(  # type: ignore[attr-defined]
+            "kvoffd: a prompt is computed although its blocks are there, since the KV cache has no space to load them "
+            "besides other loads and the blocks of drafts. 'kvoffd-cli clients --requests' shows each such prompt as "
+            "no_space. More KV cache memory in the engine, or fewer draft tokens, would help."
+        )
+        logger.debug("kvoffd: request %s computes %d tokens for which there was no space.", request_id, tokens)
+
     def ready_tokens(self, request: Request, index: int) -> int:
         """Return of how many tokens of a group, from a request's first one on, the answer says that they are there."""
         answer = self._requests[request.request_id].answer
         return answer.leading_ready(index) * self._groups[index].tokens_per_chunk if answer is not None else 0
 
-    def begin_adapter(self, request_id: str, content: bytes | None, adapter_id: int) -> None:
-        """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing.
-
-        Nor may others then that have the same id: vLLM may compute them with this one.
-        """
-        state = self._requests[request_id]
-        state.adapter, state.adapter_id, state.disabled = content or b"", adapter_id, content is None
-        if content is None:
-            for other in self._requests.values():
-                if other.adapter_id == adapter_id:
-                    self._disable(other)
-
     def _disable_adapters(self) -> None:
-        """Adapters may have been replaced in place, and vLLM goes on with the requests that began with others."""
+        """Adapters may have been replaced in place, and vLLM continues the requests that began with others."""
         for state in self._requests.values():
             if state.adapter:
-                self._disable(state)
-
-    def _disable(self, state: RequestState) -> None:
-        self._end_leases(state)
-        state.disabled = True
+                self._end_leases(state)
+                state.disabled = True
 
     def scheduled(self, request: Request, loaded_tokens: int) -> None:
         """Note that a request is about to be scheduled, and loads so many tokens; without any its blocks are unpinned.
@@ -596,6 +668,8 @@ class KvoffdManager(OffloadingManager):
         spec = self._spec_of(keys, state.adapter if state is not None else b"")
         spec.request_id = req_context.req_id
         if state is not None and (answer := state.answer) is not None:
+            if state.adapter:
+                self.adapters.will_load(state.request.lora_request)
             state.answer = None  # its lease is the load's
             self._end_leases(state)
             self._loading[req_context.req_id] = answer
@@ -613,11 +687,14 @@ class KvoffdManager(OffloadingManager):
         return KeyedSpec(tuple(map(b"".join, groups)))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._ended_loads += 1
         lookup = self._loading.pop(req_context.req_id, None)
         self._release(lookup, "coming" if lookup is not None and lookup.coming else "")
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """As vLLM's. None, after which vLLM offers the keys again in the next step, where it is too early to say.
+
+        Never None for the states of recurrent layers, which vLLM offers once: blocks without them are no hit.
 
         vLLM offers all of a prompt when a request ends, although one that ends with an error may have computed a part
         of it, and one that was preempted while its last token was on its way has lost its blocks to others.
@@ -626,13 +703,23 @@ class KvoffdManager(OffloadingManager):
         nothing = PrepareStoreOutput(keys_to_store=[], store_spec=KeyedSpec(()), evicted_keys=[])
         if state is None or state.disabled or not self.stores:
             return nothing
+        if state.request.lora_request is not None and not state.adapter:
+            return nothing  # it was computed before anybody knew with what
         if namespace.current is None and namespace.pending():
             return None
         if namespace.engine_cache_stale or not namespace.serves:
             return nothing
         request, last = state.request, state.last
         has_ended = request.is_finished()
-        if last and not last.ticket.done and self._clock() - last.sent_at < self._deadline_s and not has_ended:
+        states = self._state_suffixes
+        may_wait = not states or states.isdisjoint([key[-GROUP_ID_BYTES:] for key in keys])
+        if (
+            last
+            and not last.ticket.done
+            and self.clock() - last.sent_at < self._deadline_s
+            and may_wait
+            and not has_ended
+        ):
             return None  # what the answer says that the daemon has need not be stored
         if last and not last.read:
             self._read(last)  # it came after its request was scheduled
@@ -644,15 +731,17 @@ class KvoffdManager(OffloadingManager):
             if whole and end <= computed and key not in self._storing and found.get(key) is not _HIT:
                 ends[key] = end
         if not ends:
+            _forget_offered(last, keys)
             return nothing
-        if self._clock() < self.harm.stores_paused_until:
+        if self.clock() < self.harm.stores_paused_until:
             self._counters[metrics.PAUSED_STORES] += 1
             return nothing
         # A request that has ended offers them no more: up to twice the credit, which the daemon does not enforce.
         most_bytes = 2 * self._credit_bytes if has_ended else self._credit_bytes
-        if self._outstanding_bytes and self._outstanding_bytes >= most_bytes:
+        if may_wait and self._outstanding_bytes and self._outstanding_bytes >= most_bytes:
             self._counters[metrics.DEFERRED_STORES] += 1
             return None
+        _forget_offered(last, keys)
         sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in ends}
         self._storing |= sizes
         self._outstanding_bytes += sum(sizes.values())
@@ -682,6 +771,7 @@ class KvoffdManager(OffloadingManager):
         for lookup in self._loading.values():
             self._release(lookup)
         self._loading.clear()
+        self._ended_loads += 1
         self._storing.clear()  # vLLM does not tell how they end
         self._outstanding_bytes = 0
 
@@ -702,6 +792,13 @@ class KvoffdManager(OffloadingManager):
         """End a lookup's lease, if there is one, or may be one since no answer came. ``unused``: as of the client."""
         if lookup is not None and (unused or lookup.ticket.leased or lookup.ticket.failed or not lookup.ticket.done):
             self.namespace.client.release(lookup.ticket.lease_id, unused)
+
+
+def _forget_offered(lookup: KeyedLookup | None, keys: Collection[OffloadKey]) -> None:
+    """Forget what an answer said of blocks that vLLM has offered: it offers each once, and they take much memory."""
+    if lookup is not None and any(key in lookup.found for key in keys):
+        offered = set(keys)
+        lookup.found = {key: state for key, state in lookup.found.items() if key not in offered}
 
 
 def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int) -> RequestReport:
@@ -730,6 +827,8 @@ def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens:
         outcome = Outcome.HELD
     elif state.skip_counted:
         outcome = Outcome.SKIPPED
+    elif state.refused:
+        outcome = Outcome.NO_SPACE
     else:
         outcome = Outcome.HELD if leading else Outcome.MISSED
     return RequestReport(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import vllm
+import zmq
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingKVEventsConfig,
@@ -24,7 +25,7 @@ from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.config import parse_options
 from kvoffd_client.vllm.connector_metadata import ChunkGroup
-from kvoffd_client.vllm.engine_namespace import EngineNamespace
+from kvoffd_client.vllm.engine_namespace import EngineNamespace, Unconnected
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.manager import KvoffdManager
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 SOFTWARE = f"kvoffd {version('kvoffd')}, vllm {vllm.__version__}"[:128]
+NO_RESOURCES = (OSError, RuntimeError, zmq.ZMQError)
+"""What a client raises that gets no descriptor or thread."""
 ENGINE_ID_SHOWN = 8
 """Characters of an engine's id in the names of its sessions: engines of one model differ in them."""
 
@@ -77,14 +80,18 @@ class KvoffdSpec(OffloadingSpec):
         )
 
         def connect(namespace: NamespaceSpec) -> SchedulerClient:
-            return SchedulerClient(
-                options.socket_directory,
-                namespace,
-                name=self._name(namespace, "scheduler"),
-                software=SOFTWARE,
-                subscribe_events=config.enable_kv_cache_events,
-                options=options.client_options,
-            )
+            try:
+                return SchedulerClient(
+                    options.socket_directory,
+                    namespace,
+                    name=self._name(namespace, "scheduler"),
+                    software=SOFTWARE,
+                    subscribe_events=config.enable_kv_cache_events,
+                    options=options.client_options,
+                )
+            except NO_RESOURCES as error:
+                logger.error("kvoffd: the engine runs without the daemon. %s", _without_resources(error))
+                return cast(SchedulerClient, Unconnected())
 
         return KvoffdManager(
             EngineNamespace(config.parallel.world_size, connect, time.monotonic),
@@ -114,16 +121,14 @@ class KvoffdSpec(OffloadingSpec):
             sender=OrderedSender(RecordedEvent) if on_gpu else None,
         )
 
-    def _connect_worker(self, kv_caches: CanonicalKVCaches, namespace: NamespaceSpec) -> WorkerClient | None:
-        """Return a client with the memory registered, or None, with one warning, when it cannot be shared."""
-        rank, directory = self.config.parallel.rank, self.options.socket_directory
+    def _connect_worker(self, kv_caches: CanonicalKVCaches, namespace: NamespaceSpec) -> WorkerClient:
+        """Return a client with the memory registered. Raises NotShareable, also where no connection can be made."""
+        name = self._name(namespace, f"worker {self.config.parallel.rank}")
+        registration = self._registration(kv_caches)
         try:
-            registration = self._registration(kv_caches)
-        except NotShareable as reason:
-            logger.warning("kvoffd: worker %d stores and loads nothing. %s", rank, reason)
-            return None
-        name = self._name(namespace, f"worker {rank}")
-        return WorkerClient(directory, namespace, registration, name=name, software=SOFTWARE)
+            return WorkerClient(self.options.socket_directory, namespace, registration, name=name, software=SOFTWARE)
+        except NO_RESOURCES as error:
+            raise NotShareable(_without_resources(error)) from error
 
     def _registration(self, kv_caches: CanonicalKVCaches) -> Registration:
         shard = 0 if self.replicated_layout else self.config.parallel.rank
@@ -134,6 +139,13 @@ class KvoffdSpec(OffloadingSpec):
         engine_id, index = str(self.config.engine_id), self.config.parallel.data_parallel_index
         replica = f" replica {index}" if engine_id.endswith(f"_dp{index}") else ""
         return f"vllm:{engine_id[:ENGINE_ID_SHOWN]} {namespace.label[:LABEL_IN_NAME]}{replica} {role}"
+
+
+def _without_resources(error: Exception) -> str:
+    return (
+        f"No connection to the daemon can be made ({error}) until the engine's cache is reset or it is started again. "
+        "Raise its limits of open files and threads (ulimit -n and -u, pids.max)."
+    )
 
 
 def name_spec(transfer_config: KVTransferConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,12 +17,15 @@ from kvoffd_client.vllm.connector_metadata import (
     KeyedSpec,
     WorkerReport,
 )
+from kvoffd_client.vllm.kv_memory import NotShareable
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.worker_client import FENCE_PATIENCE_S, GroupTransfer, Job, WorkerClient
+from kvoffd_client.worker_client import GroupTransfer, Job, WorkerClient
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys
 
 UNREGISTER_TIMEOUT_S = 10.0
+KERNELS_TIMEOUT_S = 300.0
+"""A fence gives up kernels that run longer, with what they hold back; vLLM's executors take such a step for hanging."""
 
 
 class KvoffdWorker(OffloadingWorker):
@@ -32,17 +36,17 @@ class KvoffdWorker(OffloadingWorker):
     Without a namespace (see ``join``) every job fails at once.
 
     Args:
-        connect: makes a client with the KV memory registered in a namespace; None when the memory cannot be shared.
+        connect: makes a client with the KV memory registered in a namespace; raises NotShareable.
         blocks_per_chunk: engine blocks under one key.
         key_bytes: length of a block hash.
-        fence_timeout_s: how long wait() waits for running stores.
+        fence_timeout_s: how long wait() waits for running stores, once no kernel runs.
         keep_leases: other workers load the same shards under a request's lease.
         sender: sends jobs once the kernels before them are done; None where there are none, as on CPU.
     """
 
     def __init__(
         self,
-        connect: Callable[[NamespaceSpec], WorkerClient | None],
+        connect: Callable[[NamespaceSpec], WorkerClient],
         *,
         blocks_per_chunk: int,
         key_bytes: int,
@@ -52,6 +56,7 @@ class KvoffdWorker(OffloadingWorker):
     ) -> None:
         self._connect = connect
         self._client: WorkerClient | None = None
+        self._not_shareable = ""
         self._left: list[WorkerClient] = []
         """Clients of namespaces that were left, with loads that the daemon may still copy, or results."""
         self._namespace: NamespaceSpec | None = None
@@ -73,9 +78,10 @@ class KvoffdWorker(OffloadingWorker):
         self._failed: deque[tuple[int, ErrorCode]] = deque()
 
     @property
-    def usable(self) -> bool:
-        """Whether this worker's memory can be shared with the daemon, as far as is known."""
-        return self._client is not None or self._namespace is None or self._asleep
+    def problem(self) -> str:
+        """Why the daemon does not get this worker's memory; empty where it has it, or may still get it."""
+        refusal = self._client.refusal if self._client is not None else None
+        return self._not_shareable if refusal is None else str(refusal)
 
     @property
     def registered(self) -> bytes | None:
@@ -196,32 +202,54 @@ class KvoffdWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Wait until the daemon touches the blocks of these jobs no more.
 
-        What the GPU holds back, or the daemon does not begin, within FENCE_PATIENCE_S is cancelled.
+        Nothing is cancelled while kernels run that were launched before: the GPU would not begin the next step either.
+        What they hold back is sent when they are done. vLLM's own worker waits for them too.
         """
         began = time.monotonic()
         self.flush()
         wanted = sorted(job_ids)
+        kernels_done_at = self._note_kernels()
         if self._sender is not None:
-            self._sender.withdraw(wanted, FENCE_PATIENCE_S)
+            self._sender.withdraw(wanted, KERNELS_TIMEOUT_S)
         for client in self._clients():
-            client.fence(wanted, self._fence_timeout_s)
-        self._report.waited_s += time.monotonic() - began
+            client.fence(wanted, self._fence_timeout_s, lambda: kernels_done_at() == math.inf)
+        now = time.monotonic()
+        self._report.waited_s += now - min(now, max(began, kernels_done_at()))
+
+    def _note_kernels(self) -> Callable[[], float]:
+        """Return what says when the kernels launched so far were done; infinity until then."""
+        if self._sender is None:
+            return lambda: -math.inf
+        try:
+            done_at = self._sender.mark()
+        except RuntimeError:  # the GPU has failed
+            return lambda: -math.inf
+        until = time.monotonic() + KERNELS_TIMEOUT_S
+        return lambda: done_at() if time.monotonic() < until else until
 
     def join(self, namespace: NamespaceSpec) -> None:
-        """Register the KV memory in this namespace, leaving another one. Repeatable."""
-        if self._namespace is not None and self._namespace.fingerprint == namespace.fingerprint:
+        """Register the KV memory in this namespace, leaving another one. Repeatable; also where it failed."""
+        is_same = self._namespace is not None and self._namespace.fingerprint == namespace.fingerprint
+        if is_same and (self._client is not None or self._asleep):
             return
         self.leave()
         self._namespace = namespace
         if not self._asleep:
+            self._register(namespace)
+
+    def _register(self, namespace: NamespaceSpec) -> None:
+        try:
             self._client = self._connect(namespace)
+        except NotShareable as reason:
+            self._not_shareable = str(reason)
+            logger.warning("kvoffd: this worker stores and loads nothing. %s", reason)
 
     def leave(self) -> None:
         """Have the daemon release the KV memory. Jobs fail from now on, until another ``join``.
 
         A load that the daemon does not end fails when nothing of the daemon can touch its blocks any more.
         """
-        client, self._client, self._namespace = self._client, None, None
+        client, self._client, self._namespace, self._not_shareable = self._client, None, None, ""
         if client is None:
             return
         unsent, self._unsent = self._unsent, {}
@@ -253,7 +281,8 @@ class KvoffdWorker(OffloadingWorker):
         """There is KV memory again, other memory at the same addresses."""
         if self._asleep:
             self._asleep = False
-            self._client = self._connect(self._namespace) if self._namespace is not None else None
+            if self._namespace is not None:
+                self._register(self._namespace)
 
     def shutdown(self) -> None:
         if self._sender is not None:

@@ -1,8 +1,9 @@
 """Takes ``make gpu`` to a machine without internet: what it needs is fetched and built here, and unpacked there.
 
-``carry.py fetch [--python 3.12]`` puts wheels into .gpu: kvoffd's own, which has its library compiled, and those of its
-dependencies and pytest. ``carry.py run ARGUMENT...`` starts ``tests.bench.gpu`` by this Python with them, or by .venv's
-where none of them is for this Python. Imports the standard library only.
+``fetch [--python 3.12]`` puts wheels into .gpu: kvoffd's own, which has its library compiled, and those of its
+dependencies and pytest; and into .gpu/vllm what the parts of vLLM need (vllm_files.py). ``run ARGUMENT...`` starts
+``tests.bench.gpu`` by this Python with them, or by .venv's where none of them is for this Python. Imports the standard
+library only.
 """
 
 from __future__ import annotations
@@ -16,48 +17,57 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
+
+from tests.bench.gpu import vllm_files, wheels
 
 ROOT = Path(__file__).parents[3]
 CARRIED = ROOT / ".gpu"
 SITES = ROOT / ".gpu-site"
+PACKAGES = (ROOT, ROOT / "client", ROOT / "proto")
 VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
 LIBRARY = Path("kvoffd") / "libkvoffd.so"
 MOST_BYTES = 64 << 20
 TESTS_NEED = ("pytest", "pytest-timeout")
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
-def fetch(python: str) -> None:
+def fetch(python: str, architectures: list[int]) -> None:
     """Fill .gpu for a Python of this version (``3.12``) on x86-64. Needs the package index, and gcc."""
     import tomllib  # Python 3.10 has none, and must come as far as run
 
     shutil.rmtree(CARRIED, ignore_errors=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(CARRIED), str(ROOT)], check=True)
-    platforms = [argument for platform in PLATFORMS for argument in ("--platform", platform)]
-    wanted = [*project["dependencies"], *TESTS_NEED]
-    download = [*pip, "download", "--only-binary=:all:", "--python-version", python, *platforms]
-    subprocess.run([*download, "--dest", str(CARRIED), *wanted], check=True)
+    subprocess.run([*wheels.PIP, "wheel", "--no-deps", "--wheel-dir", str(CARRIED), str(ROOT)], check=True)
+    (kvoffd,) = CARRIED.glob("*.whl")
+    wheels.download([*project["dependencies"], *TESTS_NEED], CARRIED, python)
     nbytes = sum(path.stat().st_size for path in CARRIED.iterdir())
-    print(f"{CARRIED} has {nbytes / 2**20:.0f} MiB, for Python {python} on x86-64.")
+    print(f"{CARRIED} has {nbytes / 2**20:.0f} MiB, for Python {python} on x86-64.", flush=True)
     if nbytes > MOST_BYTES:
         sys.exit(f"That is more than {MOST_BYTES >> 20} MiB.")
+    vllm_files.fetch(kvoffd, python, architectures)
 
 
 def run(arguments: list[str]) -> None:
     """Become ``python -m tests.bench.gpu`` with these arguments."""
     python, environ = sys.executable, dict(os.environ)
-    wheels = sorted(CARRIED.glob("*.whl"))
+    carried = sorted(CARRIED.glob("*.whl"))
     tags = {
-        tag for *_, tag, abi, _ in (wheel.stem.split("-") for wheel in wheels) if abi == tag
+        tag for *_, tag, abi, _ in (wheel.stem.split("-") for wheel in carried) if abi == tag
     }  # for one Python alone
-    if wheels and tags <= {f"cp{sys.version_info.major}{sys.version_info.minor}"}:
-        environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "client", ROOT / "proto", _unpacked(wheels))))
+    of_vllm = any(one.removeprefix("--part=").startswith("vllm") for one in arguments)
+    if of_vllm and "--double" not in arguments and (vllm_files.FILES / vllm_files.MANIFEST).exists():
+        try:
+            place = vllm_files.install(vllm_files.FILES, SITES)
+        except vllm_files.Lacking as problem:
+            sys.exit(str(problem))
+        environ["PYTHONPATH"] = os.pathsep.join(
+            map(str, (*PACKAGES, _unpacked(sorted(vllm_files.FILES.glob("kvoffd-*.whl"))), place / vllm_files.SITE))
+        )
+        environ[vllm_files.PEGAFLOW_VARIABLE] = str(place / vllm_files.PEGAFLOW)
+    elif carried and tags <= {f"cp{sys.version_info.major}{sys.version_info.minor}"}:
+        environ["PYTHONPATH"] = os.pathsep.join(map(str, (*PACKAGES, _unpacked(carried))))
     elif VENV_PYTHON.exists():
         python = str(VENV_PYTHON)
-    elif wheels:
+    elif carried:
         versions = " and ".join(f"{tag[2]}.{tag[3:]}" for tag in sorted(tags))
         sys.exit(
             f"{CARRIED} is for Python {versions}, and this is {sys.version.split()[0]}: run `make gpu "
@@ -70,16 +80,16 @@ def run(arguments: list[str]) -> None:
     os.execve(python, [python, "-m", "tests.bench.gpu", *arguments], environ)
 
 
-def _unpacked(wheels: list[Path]) -> Path:
+def _unpacked(given: list[Path]) -> Path:
     """Unpack the wheels, once for these, and not in .gpu, which is to stay as small as it was fetched."""
-    known = repr([(wheel.name, wheel.stat().st_size, wheel.stat().st_mtime_ns) for wheel in wheels])
-    site = SITES / hashlib.sha256(known.encode()).hexdigest()[:16]
+    known = repr([(wheel.name, wheel.stat().st_size, wheel.stat().st_mtime_ns) for wheel in given])
+    site = SITES / f"wheels-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
     if not site.exists():
-        shutil.rmtree(SITES, ignore_errors=True)  # those of other wheels, and what was not finished
-        for wheel in wheels:
-            with ZipFile(wheel) as packed:
-                packed.extractall(SITES / "new")
-        (SITES / "new").rename(site)
+        for old in SITES.glob("wheels-*"):  # those of other wheels, and what was not finished
+            shutil.rmtree(old)
+        for wheel in given:
+            wheels.unpack(wheel, SITES / "wheels-new")
+        (SITES / "wheels-new").rename(site)
     return site
 
 
@@ -108,12 +118,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     fetching = commands.add_parser("fetch", help="fill .gpu")
     fetching.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}")
+    capability = "compute capability of the GPUs for vLLM, times ten; may be given again [90]"
+    fetching.add_argument("--gpu", type=int, action="append", help=capability)
     commands.add_parser("run", help="run tests.bench.gpu", add_help=False)
     options, arguments = parser.parse_known_args()
     if options.command == "run":
         run(arguments)
     else:
-        fetch(options.python)
+        fetch(options.python, options.gpu or [vllm_files.HOPPER])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,16 @@ from kvoffd.server.daemon import EXIT_GPU_LOST
 from kvoffd.transfer.cuda.gpus import list_devices
 from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
 from kvoffd_proto import cuda
+from tests.bench.gpu import vllm_parts
 from tests.bench.gpu.copies import STREAM_JOBS, Row, measure_copies
 from tests.bench.gpu.driver import BenchDriver
+from tests.bench.gpu.setup import GIB, KIB, MIB, Found, Setup
 from tests.bench.gpu.steps import Steps
 from tests.bench.report_file import machine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.exporter import Exporter
 from tests.kit.waiting import wait_until
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 KEY = bytes(32)
 NOBODY = 65534
 READY_S = 60.0
@@ -41,42 +41,8 @@ KILLING_S = 50.0
 """After this long no further daemon is killed."""
 OWN_PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 """Runs a command as number 1 of a pid namespace of its own, with its own /proc, which CUDA reads; root may."""
-MEMORY_SHARE = 0.3
-"""Of what is available, the largest pool that is pinned."""
 FAULT_POOL_BYTES = 32 * MIB
 FAULTING_MAIN = Path(__file__).with_name("faulting_main.py")
-
-Found = dict[str, object]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Where and how large to measure.
-
-    Attributes:
-        library: path of the driver; "" for the system's.
-        double: whether it is the tests' double, on which nothing takes as long as on a GPU, and sizes are small.
-    """
-
-    library: str
-    double: bool
-
-    def daemon(self, pool_bytes: int, **flags: str) -> DaemonProcess:
-        """A daemon that uses CUDA while engines are there and no longer; to be started."""
-        used = {"cuda_library": self.library, "pin_pool": "use", **flags}
-        return DaemonProcess(str(pool_bytes), limits={"pin_linger_s": 0}, **used)
-
-    def exporter(self, daemon: DaemonProcess, kind: str = "ordinary", **shape: int) -> Exporter:
-        return Exporter(daemon.directory, self.library, kind, **shape)
-
-    @cached_property
-    def pools(self) -> list[int]:
-        """Sizes of pools that are pinned."""
-        if self.double:
-            return [64 * MIB, 128 * MIB]
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * KIB
-        return [size for size in (GIB, 4 * GIB, 16 * GIB, 32 * GIB) if size <= MEMORY_SHARE * available]
 
 
 def look_at_driver(setup: Setup) -> Found:
@@ -328,3 +294,15 @@ PARTS = {
     "fault": Part(fault, 35, lambda found: not found["status_is_right"] or found["block_is_back"] is False),
 }
 """In the order in which they run; a process each, so that what hangs or crashes costs its own part only."""
+VLLM_PARTS = {
+    "vllm-start": Part(vllm_parts.start, 120, vllm_parts.is_unequal),
+    "vllm-contest": Part(vllm_parts.contest, 210, vllm_parts.is_wrong),
+    "vllm-restarts": Part(vllm_parts.restarts, 100, vllm_parts.is_wrong),
+    "vllm-pressure": Part(vllm_parts.pressure, 60, vllm_parts.is_wrong),
+    "vllm-equal": Part(vllm_parts.equal, 80, vllm_parts.is_wrong),
+    "vllm-layouts": Part(vllm_parts.layouts, 55, vllm_parts.is_wrong),
+    "vllm-hybrid": Part(vllm_parts.hybrid, 55, vllm_parts.is_wrong),
+    "vllm-fp8": Part(vllm_parts.fp8, 55, vllm_parts.is_wrong),
+}
+"""Those with a real vLLM, the most telling first. All together have VLLM_S."""
+VLLM_S = 480.0

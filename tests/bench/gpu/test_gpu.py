@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.kit.stub_cuda import fresh_stub
 
 ROOT = Path(__file__).parents[3]
@@ -28,3 +30,16 @@ def test_parts_run_alone_over_the_double_which_the_page_says(tmp_path: Path) -> 
     assert (fault["job"], fault["status_is_right"], fault["block_is_back"]) == ("COPY_FAILED", True, True)
     assert "**Not a GPU.**" in page.read_text()
     assert set(Path("/dev/shm").glob("kvoffd-gpu-*")) == before, "files were left"
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_the_parts_of_vllm_run_on_a_cpu(tmp_path: Path) -> None:
+    names = ["vllm-start", "vllm-restarts", "vllm-pressure"]
+    command = [sys.executable, "-m", "tests.bench.gpu", "--double", "--out", str(tmp_path)]
+    subprocess.run([*command, *(f"--part={name}" for name in names)], cwd=ROOT)
+    (found,) = tmp_path.glob("gpu-vllm-double-*.json")
+    parts = json.loads(found.read_text())["parts"]
+    assert {name: parts[name]["outcome"] for name in names} == dict.fromkeys(names, "done"), parts
+    assert [step for name in names for step, one in parts[name]["found"].items() if "failed" in one] == []

@@ -1,0 +1,134 @@
+"""vLLM's own scheduler with the connector's scheduler half; the daemon, the workers and the model are the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvoffd_client import NamespaceSpec
+from kvoffd_client.vllm.connector import KvoffdConnector
+from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
+from kvoffd_client.vllm.engine_namespace import MemoryReport
+from kvoffd_client.vllm.manager import NEVER, KvoffdManager
+from kvoffd_proto.errors import ErrorCode
+from tests.kit.clock import Clock
+from tests.vllm.vllm_config import make_scheduler
+from tests.vllm.vllm_fakes import FakeSchedulerClient
+
+TOKEN = 7
+CREDIT_BYTES = 1 << 20
+
+
+class SchedulerHarness:
+    """An engine's scheduler, which computes what it schedules at once.
+
+    Attributes:
+        there: block hashes that the daemon has.
+        answers: whether lookups are answered in the step in which they are sent.
+        failing: requests whose next load fails.
+        held: requests whose loads do not end; others end in the step in which they begin.
+        loading: jobs of loads that have not ended, by request.
+        loaded: requests whose load ended well.
+        stored: groups and keys that the workers were given to store.
+        ran: requests that computed, step after step.
+    """
+
+    def __init__(self, config: Any, blocks: int, *groups: Any) -> None:
+        self.scheduler, self._hasher = make_scheduler(config, blocks, *groups)
+        above = self.scheduler.connector
+        self.connector = next(one for one in getattr(above, "_connectors", [above]) if isinstance(one, KvoffdConnector))
+        self.manager: KvoffdManager = self.connector._manager
+        self.clock = Clock()
+        self.client = FakeSchedulerClient(self.clock)
+        self.manager.clock = self.connector._load_room._clock = self.manager.harm._clock = self.clock
+        namespace: Any = self.manager.namespace
+        namespace.client, namespace.current = self.client, NamespaceSpec.named("model")
+        namespace._clock, namespace._waiting_since = self.clock, NEVER
+        self.manager._credit_bytes = CREDIT_BYTES
+        self.there: set[bytes] = set()
+        self.answers = True
+        self.failing: set[str] = set()
+        self.held: set[str] = set()
+        self.loading: dict[str, int] = {}
+        self.stored: list[tuple[int, bytes]] = []
+        self.ran: list[str] = []
+        self.loaded: list[str] = []
+        self._answered = 0
+        self._ended: dict[int, int] = {}
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+
+    def add(self, name: str, tokens: list[int], max_tokens: int = 1, **arguments: Any) -> Any:
+        """A new request of this prompt."""
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        parameters = arguments.pop("parameters", None)
+        request = Request(name, tokens, sampling, None, block_hasher=self._hasher, **arguments)
+        request.kv_transfer_params = parameters
+        self.scheduler.add_request(request)
+        return request
+
+    def register(self, *, registered: bool) -> None:
+        """Let the worker report whether the daemon has its memory."""
+        namespace = self.manager.namespace
+        assert namespace.current is not None
+        fingerprint = namespace.current.fingerprint if registered else None
+        namespace.report({0: MemoryReport(namespace.current, "weights", namespace.generation, registered=fingerprint)})
+
+    def answer(self) -> None:
+        """Answer the lookups that wait."""
+        for index in range(self._answered, len(self.client.asked)):
+            if not self.client.asked[index][0].done:
+                self.client.answer(self.there, index)
+        self._answered = len(self.client.asked)
+
+    def step(self) -> Any:
+        """Make one step; returns what the scheduler chose."""
+        if self.answers:
+            self.answer()
+        output = self.scheduler.schedule()
+        meta = output.kv_connector_metadata
+        children = [meta] if isinstance(meta, OffloadingConnectorMetadata) else meta.metadata
+        (meta,) = [one for one in children if isinstance(one, OffloadingConnectorMetadata)]
+        for job in meta.store_jobs.values():
+            self.stored += [(group.group, key) for group in job.dst_spec.keys for key in _split(group.keys)]
+        self.loading |= {job.req_id: job_id for job_id, job in meta.load_jobs.items()}
+        self._ended |= dict.fromkeys(meta.store_jobs, 1)
+        ended = {name: job for name, job in self.loading.items() if name not in self.held}
+        self.loading = {name: job for name, job in self.loading.items() if name in self.held}
+        self.loaded += [name for name in ended if name not in self.failing]
+        failed = {ended[name]: FailedJob(ErrorCode.SESSION_ENDED, (), name) for name in self.failing & ended.keys()}
+        report = WorkerReport(completed_jobs=self._ended | dict.fromkeys(ended.values(), 1), failed_jobs=failed)
+        self._ended = {}
+        transfers = KVConnectorOutput(finished_recving=set(ended))
+        transfers.kv_connector_worker_meta = report if len(children) == 1 else None
+        transfers.failed_recving = set(ended) & self.failing
+        self.failing -= transfers.failed_recving
+        names = list(output.num_scheduled_tokens)
+        self.ran += names
+        requests = self.scheduler.requests
+        sampled = [[TOKEN] if requests[each].num_computed_tokens >= requests[each].num_tokens else [] for each in names]
+        result = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
+        result.kv_connector_output = transfers
+        self.scheduler.update_from_output(output, result)
+        self.clock.now += 0.01
+        return output
+
+    def end(self, requests: Collection[Any], steps: int) -> None:
+        """Make steps until these requests have ended, no more than so many."""
+        for _ in range(steps):
+            if all(request.is_finished() for request in requests):
+                self.step()  # in which what they have computed is offered for a store
+                return
+            self.step()
+        waiting = [(one.request_id, RequestStatus(one.status).name) for one in requests if not one.is_finished()]
+        raise AssertionError(f"after {steps} steps these have not ended: {waiting}")
+
+
+def _split(keys: bytes, size: int = 32) -> list[bytes]:
+    return [keys[at : at + size] for at in range(0, len(keys), size)]

@@ -1,0 +1,251 @@
+"""What names the content of LoRA adapters: what the workers have read, and what the scheduler half makes of it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.config import LoRAConfig
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import WorkerLoRAManager
+
+from kvoffd_client import NamespaceSpec, SchedulerClient
+from kvoffd_client.vllm import adapters
+from kvoffd_client.vllm.adapters import UNREADABLE, AdapterContents, LiveAdapters
+from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
+from tests.kit.clock import Clock
+from tests.kit.models import write_lora_adapter
+from tests.vllm.adapter_worker import AdapterManager, AdapterWorker, lora_request
+from tests.vllm.vllm_fakes import FakeSchedulerClient
+
+
+def test_what_is_hooked_is_vllms() -> None:
+    for name in ("_load_adapter", "list_adapters"):
+        assert callable(getattr(WorkerLoRAManager, name))
+
+
+def test_equal_adapters_are_one_wherever_they_are_and_others_are_not(tmp_path: Path) -> None:
+    one, other = write_lora_adapter(tmp_path / "one", seed=1), write_lora_adapter(tmp_path / "other", seed=2)
+    shutil.copytree(one, copied := tmp_path / "copied")
+    worker = AdapterWorker(capacity=4)
+    first, second, third = (worker.loaded(path, number) for number, path in enumerate((one, copied, other), 1))
+    assert first == second != third
+    assert AdapterWorker().loaded(one) == first, "in every process"
+    config = (one / "adapter_config.json").read_text()
+    (one / "adapter_config.json").write_text(config.replace('"lora_alpha": 16', '"lora_alpha": 32'))
+    assert AdapterWorker().loaded(one) != first
+    assert worker.changes == 0
+
+
+def test_an_adapter_that_an_engine_applies_in_part_is_another_one(tmp_path: Path) -> None:
+    path = write_lora_adapter(tmp_path / "one", seed=1)
+
+    def content(**settings: Any) -> bytes:
+        return AdapterWorker(**settings).loaded(path)
+
+    whole = content()
+    assert whole == content(max_loras=4, max_lora_rank=32, fully_sharded_loras=True), "where and how fast"
+    parts = [content(target_modules=["q_proj"]), content(target_modules=["q_proj", "v_proj"])]
+    assert parts[1] == content(target_modules=["v_proj", "q_proj"])
+    assert len({whole, *parts, content(lora_dtype="bfloat16"), content(enable_tower_connector_lora=True)}) == 5
+
+
+def test_other_content_under_a_number_is_a_change(tmp_path: Path) -> None:
+    path, other = write_lora_adapter(tmp_path / "one", seed=1), write_lora_adapter(tmp_path / "two", seed=3)
+    worker = AdapterWorker()
+    first = worker.loaded(path)
+    assert worker.loaded(path, in_place=True) == first
+    assert worker.changes == 0, "it is the same"
+    write_lora_adapter(path, seed=2)
+    assert worker.loaded(path) == first, "that is in memory"
+    second = worker.loaded(path, in_place=True)
+    assert (second != first, worker.changes) == (True, 1)
+    # vLLM drops it for another one, and reads its files again.
+    worker.loaded(other, 2)
+    assert worker.contents.keys() == {2}
+    write_lora_adapter(path, seed=1)
+    assert (worker.loaded(path), worker.changes) == (first, 2)
+    # After a reset nothing of before is used.
+    worker.loaded(other, 2)
+    write_lora_adapter(path, seed=2)
+    worker.adapters.forget_absent()
+    assert (worker.loaded(path), worker.changes) == (second, 2)
+
+
+def test_vllm_gets_the_adapter_that_was_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = write_lora_adapter(tmp_path / "one", seed=1), write_lora_adapter(tmp_path / "two", seed=3)
+    worker = AdapterWorker()
+    worker.adapters.read_ahead([lora_request(path)])
+    (first,) = worker.contents.values()
+    write_lora_adapter(path, seed=2)
+    worker.adapters.read_ahead([lora_request(path)])
+    assert (worker.loaded(path), worker.manager.reads, worker.changes) == (first, 1, 0)
+    worker.adapters.read_ahead([lora_request(path)])
+    assert worker.manager.reads == 1, "vLLM holds it"
+    worker.adapters.read_ahead([lora_request(other)])
+    assert worker.adapters.contents() == {1: (str(other), first)}, "it computes with that, whatever a request says"
+    # But not what a load in place replaces, what is old, or what had no space.
+    worker.loaded(other, 2)
+    worker.adapters.read_ahead([lora_request(path)])
+    assert (worker.contents[1] != first, worker.changes) == (True, 1), "a reader of its blocks must hear of it"
+    write_lora_adapter(path, seed=1)
+    assert worker.loaded(path, in_place=True) == first
+    for number in (3, 4):
+        worker.adapters.read_ahead([lora_request(other, number)])
+    assert worker.contents.keys() == {1, 4}
+    before = worker.manager.reads
+    monkeypatch.setattr(adapters, "AHEAD_S", 0.0)
+    worker.loaded(other, 4)
+    assert worker.manager.reads == before + 1
+
+
+@pytest.mark.parametrize("broken", ["gone", "no directory", "no weights", "damaged"])
+def test_files_that_cannot_be_read_end_nothing(tmp_path: Path, broken: str, said: list[str]) -> None:
+    path = write_lora_adapter(tmp_path / "one", seed=1)
+    if broken == "gone":
+        shutil.rmtree(path)
+    elif broken == "no directory":
+        shutil.rmtree(path)
+        path.write_text("a file")
+    elif broken == "no weights":
+        (path / "adapter_model.safetensors").unlink()
+    else:
+        (path / "adapter_model.safetensors").write_bytes(b"nothing")
+    worker = AdapterWorker()
+    worker.adapters.read_ahead([lora_request(path)])
+    assert worker.contents == {1: UNREADABLE}
+    assert any("could not be read" in line for line in said)
+    if path.is_file():
+        path.unlink()
+    write_lora_adapter(path, seed=1)
+    first = worker.loaded(path)
+    assert (first not in (b"", None), worker.changes) == (True, 0)
+    # While it is not in memory, its files come and go.
+    worker.loaded(write_lora_adapter(tmp_path / "other", seed=1), 2)
+    shutil.rmtree(path)
+    worker.adapters.read_ahead([lora_request(path)])
+    assert (worker.contents[1], worker.changes) == (UNREADABLE, 0)
+    write_lora_adapter(path, seed=2)
+    assert (worker.loaded(path) != first, worker.changes) == (True, 1)
+
+
+def test_an_adapter_of_an_unknown_form_ends_nothing(tmp_path: Path, said: list[str]) -> None:
+    path, worker = write_lora_adapter(tmp_path / "one", seed=1), AdapterWorker()
+    first = worker.loaded(path)
+    read, sparse = AdapterManager._load_adapter, torch.eye(3).to_sparse()
+
+    def unknown(manager: AdapterManager, request: LoRARequest) -> LoRAModel:
+        adapter = read(manager, request)
+        next(iter(adapter.loras.values())).lora_a = sparse
+        return adapter
+
+    other = AdapterWorker()
+    other.adapters._read = unknown.__get__(other.manager)
+    assert other.loaded(path) == UNREADABLE
+    worker.adapters._read = unknown.__get__(worker.manager)
+    assert worker.loaded(path, in_place=True) == UNREADABLE != first
+    assert (worker.changes, other.changes) == (1, 0)
+
+
+def test_a_worker_remembers_a_bounded_number_of_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "MAX_REMEMBERED", 3)
+    path, worker = write_lora_adapter(tmp_path / "one", seed=1), AdapterWorker()
+    for number in range(1, 5):
+        worker.loaded(path, number)
+    assert (worker.contents.keys(), worker.changes) == ({4}, 1), "of the others nobody would notice a change"
+
+
+def test_an_engine_whose_adapters_cannot_be_seen_says_so(tmp_path: Path) -> None:
+    for manager in (None, object()):
+        unseen = LiveAdapters(manager, LoRAConfig(), lambda: None)
+        unseen.read_ahead([lora_request(tmp_path)])
+        unseen.forget_absent()
+        assert unseen.contents() is None
+    worker = AdapterWorker()
+    worker.manager.held[1] = cast(LoRAModel, None)  # loaded in a way that is not known
+    worker.adapters.read_ahead([lora_request(tmp_path)])
+    assert worker.contents == {1: UNREADABLE}
+
+
+# --- the scheduler half ---------------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """The scheduler half's knowledge, of an engine with two workers."""
+
+    def __init__(self) -> None:
+        self.namespace = EngineNamespace(2, lambda _: cast(SchedulerClient, FakeSchedulerClient(Clock())), Clock())
+        self.adapters = AdapterContents(self.namespace)
+
+    def report(self, path: Path, *contents: dict[int, bytes] | None) -> None:
+        report = MemoryReport(NamespaceSpec.named("one"), "weights", self.namespace.generation)
+        for rank, each in enumerate(contents):
+            of_path = {number: (str(path), content) for number, content in each.items()} if each is not None else None
+            self.namespace.report({rank: replace(report, adapters=of_path)})
+
+
+def test_content_is_what_all_workers_say(tmp_path: Path) -> None:
+    scheduler = Scheduler()
+    adapter = lora_request(tmp_path)
+    assert scheduler.adapters.content_of(adapter) is None
+    scheduler.report(tmp_path, {1: b"one"}, {})
+    assert scheduler.adapters.content_of(adapter) is None
+    scheduler.report(tmp_path, {1: b"one"}, {1: b"other part"})
+    content = scheduler.adapters.content_of(adapter)
+    assert content
+    other = Scheduler()
+    other.report(tmp_path, {1: b"one"}, {1: b"another part"})
+    assert other.adapters.content_of(adapter) not in (content, None, UNREADABLE)
+    scheduler.namespace.leave(engine_cache_kept=False)
+    assert scheduler.adapters.content_of(adapter) is None
+    for second in (None, {1: UNREADABLE}):
+        unseen = Scheduler()
+        unseen.report(tmp_path, {1: b"one"}, second)
+        assert unseen.adapters.content_of(adapter) == UNREADABLE
+
+
+def test_other_content_under_a_path_is_not_used_until_a_reset(tmp_path: Path, said: list[str]) -> None:
+    scheduler, adapter, moved = Scheduler(), lora_request(tmp_path), lora_request(tmp_path / "moved")
+    for content in (b"first", b"second"):
+        scheduler.report(tmp_path, {1: content}, {1: content})
+        found = scheduler.adapters.content_of(adapter)
+    assert found == UNREADABLE, "vLLM's own cache has blocks of the first"
+    assert scheduler.adapters.content_of(adapter) == UNREADABLE
+    # From a new path, of which vLLM's own cache has nothing. Before workers say so, the number may mean the old one.
+    assert scheduler.adapters.content_of(moved) is None
+    scheduler.report(tmp_path / "moved", {1: b"second"}, {1: b"second"})
+    second = scheduler.adapters.content_of(moved)
+    assert second not in (None, UNREADABLE)
+    scheduler.report(tmp_path, {1: b"second"}, {1: b"second"})
+    assert sum("loaded anew with another content" in line for line in said) == 1
+    scheduler.adapters.engine_cache_reset()
+    assert scheduler.adapters.content_of(adapter) == second
+    # What was computed before anybody knew with what may be anything.
+    scheduler.adapters.compute_unknown(adapter)
+    assert scheduler.adapters.content_of(adapter) == UNREADABLE
+
+
+def test_adapters_beyond_a_bound_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    monkeypatch.setattr(adapters, "MAX_CACHED", 1)
+    scheduler = Scheduler()
+    for name, is_used in (("one", True), ("two", False), ("one", True)):
+        scheduler.report(tmp_path / name, {1: b"content"}, {1: b"content"})
+        assert (scheduler.adapters.content_of(lora_request(tmp_path / name)) != UNREADABLE) is is_used
+    assert any("is one of more than 1," in line for line in said)
+
+
+def test_one_adapter_is_asked_for_in_a_step(tmp_path: Path) -> None:
+    """A step waits while it is read. What blocks are loaded for is looked at in any case."""
+    known = Scheduler().adapters
+    for number in (1, 2):
+        known.ask(lora_request(tmp_path, number))
+    known.will_load(lora_request(tmp_path, 3))
+    assert [each.lora_int_id for each in known.take_wanted()] == [1, 3]
+    known.ask(lora_request(tmp_path, 2))
+    assert [each.lora_int_id for each in known.take_wanted()] == [2]
+    assert known.take_wanted() == []

@@ -1,0 +1,269 @@
+"""Who is served by vLLM's own scheduler, and when, where its requests wait for the daemon or for KV cache blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+
+from kvoffd_client.vllm.log import logger
+from tests.vllm.scheduler_harness import SchedulerHarness
+from tests.vllm.vllm_config import HEADS, full_attention, make_config
+
+BLOCK_TOKENS = 32
+BLOCKS = 40
+FULL = KVCacheGroupSpec(["full"], full_attention())
+WINDOW = KVCacheGroupSpec(["window"], SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=64, **HEADS))
+RING = KVCacheGroupSpec(["ring"], CircularBufferSpec(block_size=BLOCK_TOKENS, **HEADS))
+
+Make = Callable[..., SchedulerHarness]
+
+
+@pytest.fixture
+def make(model: Path, tmp_path: Path) -> Iterator[Make]:
+    """Makes vLLM's scheduler of so many blocks, for these groups, with arguments of the engine."""
+    made: list[SchedulerHarness] = []
+
+    def build(*groups: KVCacheGroupSpec, blocks: int = BLOCKS, **arguments: Any) -> SchedulerHarness:
+        config = make_config(model, {"directory": str(tmp_path)}, **{"max_model_len": 4096, **arguments})
+        made.append(SchedulerHarness(config, blocks, *(groups or (FULL,))))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+def prompt(seed: int, blocks: int) -> list[int]:
+    return Random(seed).choices(range(1000), k=blocks * BLOCK_TOKENS + 1)
+
+
+def have(engine: SchedulerHarness, *requests: Any) -> None:
+    """Let the daemon have all whole blocks of these requests."""
+    engine.there |= {bytes(one) for request in requests for one in request.block_hashes}
+
+
+def passed(engine: SchedulerHarness, name: str, behind: list[Any]) -> list[str]:
+    """Return which of these computed before a request."""
+    before = set(engine.ran[: engine.ran.index(name)])
+    return [one.request_id for one in behind if one.request_id in before]
+
+
+def test_a_prompt_at_the_head_of_the_queue_is_not_passed_while_it_is_asked_for_again(make: Make) -> None:
+    engine = make()
+    running = [engine.add(f"before-{seed}", prompt(seed, 11), max_tokens=50 * seed) for seed in (1, 2, 3)]
+    for _ in range(3):
+        engine.step()
+    head = engine.add("head", prompt(10, 25))
+    behind = [engine.add(f"behind-{seed}", prompt(seed, 9), max_tokens=140) for seed in range(20, 40)]
+    engine.end([head], 300)
+    assert passed(engine, "head", behind) == []
+    assert all(one.is_finished() for one in running)
+
+
+def test_a_failed_load_whose_request_cannot_be_scheduled_holds_up_no_hits(make: Make) -> None:
+    engine = make(scheduling_policy="priority")
+    engine.held = {"slow", "failed"}
+    slow, failed = engine.add("slow", prompt(1, 4)), engine.add("failed", prompt(2, 15), priority=5)
+    have(engine, slow, failed)
+    for _ in range(3):
+        engine.step()
+    assert set(engine.loading) == {"slow", "failed"}
+    other = engine.add("other", prompt(3, 25), max_tokens=400)
+    engine.failing, engine.held = {"failed"}, {"slow"}
+    for _ in range(5):
+        engine.step()
+    assert (other.num_computed_tokens > 0, failed.num_computed_tokens) == (True, 0)
+    hits = [engine.add(f"hit-{seed}", prompt(seed, 3)) for seed in range(10, 20)]
+    have(engine, *hits)
+    engine.end(hits, 250)
+    assert not other.is_finished()
+    engine.held = set()
+    engine.end([other, failed, slow], 500)
+
+
+def test_a_load_that_does_not_fit_yet_is_not_passed_by_smaller_ones(make: Make) -> None:
+    engine = make(FULL, WINDOW, blocks=101)
+    small = [engine.add(f"small-{seed}", prompt(seed, 6)) for seed in range(30)]
+    have(engine, *small)
+    engine.held = {one.request_id for one in small}
+    for _ in range(3):
+        engine.step()
+    large = engine.add("large", prompt(100, 60))
+    more = [engine.add(f"more-{seed}", prompt(seed, 6)) for seed in range(101, 130)]
+    have(engine, large, *more)
+    for one in [*small, *more]:
+        engine.held = {one.request_id for one in [*small, *more]} - set(engine.ran) - {one.request_id}
+        for _ in range(3):
+            engine.step()
+    assert "large" in engine.loaded
+    assert passed(engine, "large", more) == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "arguments"),
+    [
+        pytest.param((FULL, WINDOW, RING), {}, id="ring"),
+        pytest.param((FULL,), {"drafts": 3}, id="drafts"),
+    ],
+)
+def test_a_lone_prompt_that_fits_is_loaded(make: Make, groups: Any, arguments: dict[str, Any]) -> None:
+    drafts = arguments.get("drafts")
+    speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 4} if drafts else None
+    engine = make(*groups, blocks=101, speculative_config=speculation)
+    for seed, blocks in enumerate((60, 74, 80, 90, 94)):
+        request = engine.add(f"lone-{blocks}", prompt(seed, blocks))
+        have(engine, request)
+        engine.end([request], 20)
+        assert engine.loaded[-1:] == [request.request_id]
+
+
+def test_a_prompt_that_is_computed_for_want_of_kv_cache_has_an_outcome_and_a_line_in_the_log(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "warning_once", lines.append)
+    speculation = {"method": "ngram", "num_speculative_tokens": 100, "prompt_lookup_max": 4}
+    engine = make(FULL, speculative_config=speculation, blocks=41)
+    request = engine.add("large", prompt(1, 38))
+    have(engine, request)
+    engine.end([request], 20)
+    assert [(one.outcome, one.loaded_tokens) for one in engine.client.noted] == [("no_space", 0)]
+    assert "the KV cache has no space to load them" in lines[0]
+
+
+@pytest.mark.parametrize("for_space", [True, False])
+def test_prompts_that_wait_for_loads_are_not_scanned_in_each_step(make: Make, for_space: bool) -> None:
+    """For blocks that are free then, or for their own beginning, which is being loaded for another one."""
+    engine = make(FULL, WINDOW, blocks=301 if for_space else 601, max_model_len=8192)
+    engine.held = {"first"}
+    shared = prompt(0, 200)
+    first = engine.add("first", shared)
+    have(engine, first)
+    for _ in range(3):
+        engine.step()
+    prompts = [prompt(seed, 250) if for_space else shared + prompt(seed, 3) for seed in range(1, 21)]
+    waiting = [engine.add(f"waits-{seed}", tokens) for seed, tokens in enumerate(prompts, 1)]
+    have(engine, *waiting)
+    for _ in range(3):
+        engine.step()
+    scanned: list[bytes] = []
+    lookup = engine.manager.lookup
+    engine.manager.lookup = lambda key, context: scanned.append(key) or lookup(key, context)  # type: ignore[func-returns-value, method-assign]
+    engine.step()
+    assert not scanned
+    engine.held = set()
+    engine.end([first, *waiting[:2]], 20)
+    assert engine.loaded[0] == "first"
+    assert {"waits-1", "waits-2"} <= {*engine.loaded}
+
+
+STATE = KVCacheGroupSpec(
+    ["state"],
+    MambaSpec(
+        block_size=BLOCK_TOKENS,
+        mamba_cache_mode="align",
+        shapes=((4, 32),),
+        dtypes=(torch.float32,),
+        page_size_padded=full_attention().page_size_bytes,
+    ),
+)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_states_are_stored_though_it_is_too_early_or_much_is_being_stored(make: Make, late: bool) -> None:
+    """vLLM offers the state at a boundary once."""
+    engine = make(FULL, STATE, blocks=101, mamba_cache_mode="align", max_num_batched_tokens=128)
+    engine.answers = not late
+    engine.manager.harm.prefill.tokens_per_second = 1e6  # the answer is not waited for
+    engine.manager._outstanding_bytes = 0 if late else 1 << 40
+    request = engine.add("r", prompt(1, 10), max_tokens=8)
+    for _ in range(6):
+        engine.step()
+    states = [index for index, group in enumerate(engine.manager._groups) if group.group_id == 1]
+    assert {key for index, key in engine.stored if index == states[0]} & {*request.block_hashes}
+
+
+def test_nothing_is_loaded_by_workers_that_are_not_registered(make: Make) -> None:
+    engine = make()
+    requests = [engine.add(f"r{seed}", prompt(seed, 5)) for seed in range(4)]
+    have(engine, *requests)
+    engine.register(registered=False)
+    engine.end(requests[:1], 60)
+    assert engine.loaded == []
+    engine.register(registered=True)
+    again = engine.add("again", prompt(9, 5))
+    have(engine, again)
+    engine.end([again], 10)
+    assert engine.loaded == ["again"]
+
+
+def test_an_idle_engine_hears_that_its_workers_are_registered_again(make: Make) -> None:
+    """It has made no steps since they were not."""
+    engine = make()
+    engine.register(registered=False)
+    engine.step()
+    request = engine.add("r", prompt(1, 5))
+    have(engine, request)
+    engine.step()
+    engine.register(registered=True)
+    engine.end([request], 10)
+    assert engine.loaded == ["r"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_prompt_that_another_connector_loads_does_not_wait_for_the_daemon(
+    first: bool, model: Path, tmp_path: Path
+) -> None:
+    children = [
+        {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
+        {
+            "kv_connector": "KvoffdConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"directory": str(tmp_path)},
+        },
+    ]
+    config = make_config(model, {"connectors": children if first else children[::-1]}, max_model_len=4096)
+    config.kv_transfer_config.kv_connector = "MultiConnector"
+    engine = SchedulerHarness(config, BLOCKS, FULL)
+    engine.answers = False
+    engine.add("r", prompt(1, 5), parameters={"do_remote_prefill": True})
+    assert engine.step().num_scheduled_tokens
+    engine.close()
+
+
+def test_a_load_that_would_wait_for_one_that_failed_is_computed(make: Make) -> None:
+    """vLLM keeps blocks free for the one that failed until it is scheduled, which may be never."""
+    engine = make(blocks=44, scheduling_policy="priority")
+    slow, failed = engine.add("slow", prompt(1, 4)), engine.add("failed", prompt(2, 15), priority=5)
+    have(engine, slow, failed)
+    engine.held = {"slow", "failed"}
+    for _ in range(3):
+        engine.step()
+    other = engine.add("other", prompt(3, 25), max_tokens=400)
+    engine.failing, engine.held = {"failed"}, {"slow"}
+    for _ in range(5):
+        engine.step()
+    large = engine.add("large", prompt(4, 6))
+    have(engine, large)
+    engine.end([large], 150)
+    assert not other.is_finished()
+    assert [one.outcome for one in engine.client.noted if one.request == "large"] == ["no_space"]
+
+
+def test_two_failed_loads_that_cannot_be_computed_at_once_are_computed(make: Make) -> None:
+    """vLLM keeps the first, which has no blocks any more, before the second, which still has its."""
+    engine = make(FULL, WINDOW, blocks=120)
+    requests = [engine.add("first", prompt(1, 38)), engine.add("second", prompt(2, 41))]
+    have(engine, *requests)
+    engine.held = {"first", "second"}
+    for _ in range(3):
+        engine.step()
+    assert set(engine.loading) == {"first", "second"}
+    engine.failing, engine.held = {"first", "second"}, set()
+    engine.end(requests, 50)
