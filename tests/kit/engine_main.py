@@ -97,7 +97,7 @@ def serve(connection: Connection[Any, Any], llm: Any) -> None:
 def generate(
     llm: Any,
     prompts: list[Any],
-    max_tokens: int,
+    max_tokens: int | list[int],
     salt: str | None = None,
     sampling: dict[str, Any] | None = None,
     transfer: list[dict[str, Any]] | None = None,
@@ -105,6 +105,7 @@ def generate(
 ) -> list[dict[str, Any]]:
     """Greedy tokens of every prompt, with their log probabilities. A prompt is token ids, or an input of vLLM's.
 
+    ``max_tokens`` is of all, or of each.
     ``sampling`` overrides fields of SamplingParams; of several samples of a prompt the tokens come one after the other.
     ``transfer`` has the kv_transfer_params of each, ``adapter`` name, id and path of the LoRA adapter of all.
     """
@@ -112,14 +113,17 @@ def generate(
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
 
-    wanted = {"max_tokens": max_tokens, "temperature": 0, "detokenize": False, "logprobs": 1, "ignore_eos": True}
+    limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+    wanted = {"temperature": 0, "detokenize": False, "logprobs": 1, "ignore_eos": True}
     wanted.update(sampling or {})
     if "structured_outputs" in wanted:
         wanted["structured_outputs"] = StructuredOutputsParams(**wanted["structured_outputs"])
     inputs = [input_of(prompt) | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
     every = [
-        SamplingParams(**wanted, extra_args={"kv_transfer_params": params} if params is not None else None)
-        for params in transfer or [None] * len(prompts)
+        SamplingParams(
+            **{"max_tokens": limit, **wanted}, extra_args={"kv_transfer_params": params} if params is not None else None
+        )
+        for limit, params in zip(limits, transfer or [None] * len(prompts), strict=True)
     ]
     lora_request = LoRARequest(*adapter) if adapter else None
     return [

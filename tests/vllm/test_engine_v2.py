@@ -30,6 +30,7 @@ FEW_BLOCKS = 70
 """Of the about 90 that eight prompts fill with their answers."""
 MAX_TOKENS = 40
 STEP_TOKENS = 256
+LONG_STEP_S = 0.1
 LONGEST_WAIT_S = 1.0
 LAG_S = 0.2
 """In which a store of some blocks ends by far."""
@@ -154,6 +155,23 @@ def test_stores_that_do_not_wait_for_the_stream_are_found(engines: Engines) -> N
     assert loaded_as_computed(engines, prompts, events_at_once=True) == [False, False]
     prompts = [prompt(seed, STEP_TOKENS + 150) for seed in (72, 73)]
     assert loaded_as_computed(engines, prompts, events_at_once=False) == [True, True]
+
+
+def test_no_store_is_lost_to_long_steps(engines: Engines) -> None:
+    """Six requests leave room for one more: each gets the last one's blocks at once, while a step of the six runs."""
+    engine, before = engines.engine, engines.engine.metrics()
+    prompts = [prompt(seed, 290) for seed in range(80, 86)] + [prompt(seed, 200) for seed in range(86, 90)]
+    limits = [16] * 6 + [1] * 4
+    expected = engines.plain.call("generate", prompts=prompts, max_tokens=limits)
+    engine.control_stream(lag_s=LONG_STEP_S)
+    found = engine.call("generate", prompts=prompts, max_tokens=limits)
+    waits = engine.control_stream()["host_s"]
+    assert max(waits) > LONG_STEP_S / 2, "no fence came while a step ran"
+    assert tokens(completions(found)) == tokens(completions(expected))
+    engines.settle()
+    after = engine.metrics()
+    assert after.get("vllm:kvoffd_failed_stores", 0) == before.get("vllm:kvoffd_failed_stores", 0)
+    assert cached(engine.generate(prompts[6:], 1)) == [full_blocks(200)] * 4
 
 
 def test_own_hits_wait_for_no_store(engines: Engines) -> None:
