@@ -21,7 +21,7 @@ POWERS = [1 << bits for bits in range(4, 13)]
 MOST_LINE_BYTES = 64 << 20
 """Of a request of three million blocks: no memory is taken for a file that has no lines, or unpacks to none."""
 MOST_VALUE_BYTES = 256 << 20
-"""Of a value that is not in one line."""
+"""Longest value that is not in one line."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MOST_KEY, OWN_KEY = (1 << 8 * KEY_BYTES) - 1, 1 << 63
 """The highest key, signed numbers being those of the same bits; and the first for blocks of one session alone."""

@@ -195,7 +195,7 @@ class RedisCluster(Store):
             raise self._too_few()
 
     def filling(self, deadline: float) -> Filling | None:
-        """Of all masters that are up; without a bound where one has none."""
+        """Add up what all masters say that are up; without a bound where one has none."""
         found: list[Filling] = []
         for address in [one for one in self._nodes if self._up(one)]:
             with self._exchange(address) as node:

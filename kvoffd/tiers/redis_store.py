@@ -51,7 +51,7 @@ MOST_PARTS = 256
 """Parts of one ``sendmsg``; the kernel takes 1024."""
 MOST_INFO_BYTES = 1 << 20
 MOST_SLOT_RANGES, MOST_FIELDS, MOST_NAME_BYTES = 16_384, 1024, 1024
-"""Of a cluster, elements in a list of what it says of one, and bytes of a name in it."""
+"""Most elements of a list, and longest name, in a cluster's answer: ranges of slots, fields of one, bytes."""
 MOST_QUOTED_CHARACTERS = 200
 NEEDED_COMMANDS = (
     "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, of a cluster +cluster|slots, "

@@ -89,7 +89,7 @@ LOOK_S, NOT_SAID_S = 10.0, 600.0
 """How often it is asked how full it is; the latter of a store that does not say."""
 LOOK_DEADLINE_S = 0.5
 FULL_PART = 15 / 16
-"""Of what a store may hold, from which on it is full."""
+"""A store is full from this part of what it may hold on."""
 OWN_WEIGHT = 0.9
 """Weight of earlier looks in this node's part of what is written."""
 FULL_PAUSE_S = 5.0
@@ -469,7 +469,7 @@ class SharedTier(Tier):
         return max(1, int(size * min(1.0, self._own / self._all)))
 
     def _wrote_much(self) -> bool:
-        """Whether so much was written since the last look that the store may be full by now."""
+        """Whether the store may be full by now, by what was written since the last look."""
         size = self._filling.size_bytes if self._filling is not None else 0
         return 0 < (1 - FULL_PART) * size <= self.counters.written_bytes - self._written_before[1]
 

@@ -150,7 +150,7 @@ class Filling(NamedTuple):
 
     Attributes:
         size_bytes: what it may hold; 0 for no bound.
-        evicted: objects that it evicted so far, whoever wrote them.
+        evicted: objects that it evicted so far, also those of other nodes.
     """
 
     size_bytes: int

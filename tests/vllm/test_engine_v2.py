@@ -158,7 +158,7 @@ def test_stores_that_do_not_wait_for_the_stream_are_found(engines: Engines) -> N
 
 
 def test_no_store_is_lost_to_long_steps(engines: Engines) -> None:
-    """Six requests leave room for one more: each gets the last one's blocks at once, while a step of the six runs."""
+    """Six requests leave space for one more: each gets the last one's blocks at once, while a step of the six runs."""
     engine, before = engines.engine, engines.engine.metrics()
     prompts = [prompt(seed, 290) for seed in range(80, 86)] + [prompt(seed, 200) for seed in range(86, 90)]
     limits = [16] * 6 + [1] * 4

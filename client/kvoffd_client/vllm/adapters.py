@@ -28,7 +28,7 @@ UNREADABLE = b""
 MAX_REMEMBERED = 10_000
 """Adapters whose digests a worker remembers."""
 MAX_CACHED = 100_000
-"""Names and paths of adapters that are told apart between two resets; requests of further ones use no kvoffd."""
+"""Most names and paths of adapters that are noted between two resets; requests of further ones use no kvoffd."""
 ANSWER_PATIENCE_S = 10.0
 """How long a request waits for its workers to have read its adapter."""
 AHEAD_S = 10.0

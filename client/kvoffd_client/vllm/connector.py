@@ -139,7 +139,7 @@ class KvoffdConnector(OffloadingConnector):
             if isinstance(spec, AttentionSpec)
         ]
         self._new_blocks, self._begun_blocks = set[int](), set[int]()
-        """Of this step: what the pool gave out, and what requests have in layers of attention that are begun."""
+        """In this step: blocks that the pool gave out, and those for attention of requests that are begun."""
         self._reset_since_step = False
         self._has_unsent_stores = False
 

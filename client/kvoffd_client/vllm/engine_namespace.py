@@ -76,7 +76,7 @@ class EngineNamespace:
 
     Args:
         world_size: workers of the engine.
-        connect: makes the scheduler half's connection in a namespace.
+        connect: makes the scheduler half's connection in a namespace; None where it cannot.
         clock: what time is measured with, as time.monotonic().
 
     Attributes:
@@ -88,7 +88,7 @@ class EngineNamespace:
     """
 
     def __init__(
-        self, world_size: int, connect: Callable[[NamespaceSpec], SchedulerClient], clock: Callable[[], float]
+        self, world_size: int, connect: Callable[[NamespaceSpec], SchedulerClient | None], clock: Callable[[], float]
     ) -> None:
         self._world_size = world_size
         self._connect = connect
@@ -225,7 +225,7 @@ class EngineNamespace:
         is_same = self._last is not None and self._last.fingerprint == namespace.fingerprint
         if not is_same or isinstance(self.client, Unconnected):
             self.client.close()
-            self.client, self._last = self._connect(namespace), namespace
+            self.client, self._last = self._connect(namespace) or cast(SchedulerClient, Unconnected()), namespace
 
     def _fail(self, reason: str) -> None:
         self._waiting_since = FAILED

@@ -341,7 +341,7 @@ def _plugins() -> list[str]:
 def _remote_code(model: ModelConfig) -> dict[str, str]:
     """Return the commits of code that a model takes from a hub, by repository: its own, or another one it names.
 
-    Code beside a local model is in the digest of its files.
+    Code in the directory of a local model is in the digest of its files.
     """
     classes = getattr(model.hf_config, "auto_map", None) if model.trust_remote_code else None
     commits = {}

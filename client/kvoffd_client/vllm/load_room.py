@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 LOADED_SHARE = 3 / 4
-"""Of the KV cache that requests may have which were loaded and have computed nothing since. One alone may have all."""
+"""Part of the KV cache for requests that were loaded and have computed nothing since. One alone may have all."""
 STUCK_S = 1.0
 """Others wait this long for a request whose load has ended and that vLLM does not schedule. Then they compute."""
 
@@ -129,7 +129,7 @@ class LoadRoom:
         return others
 
     def _fits(self, request: Request, computed: int, others: dict[Request, Loaded]) -> bool:
-        """Whether a request fits besides the others when so many of its tokens are in the cache, and while it loads."""
+        """Whether a request fits besides the others while it loads, and when ``computed`` tokens are in the cache."""
         blocks = self._blocks_of(request.num_tokens + self._drafts, computed)
         if not others:
             return max(blocks, self._blocks_of(computed, computed) + self._kept_free) <= self._blocks
@@ -141,7 +141,7 @@ class LoadRoom:
         return taken <= LOADED_SHARE * self._blocks
 
     def _blocks_of(self, tokens: int, computed: int) -> float:
-        """Blocks that so many tokens of a request may have at once, of which so many are computed."""
+        """Most blocks that a request of ``tokens`` may have at once when ``computed`` of them are computed."""
         blocks = 0.0
         for spec, most in zip(self._specs, self._most, strict=True):
             size = self._block_tokens(spec)

@@ -219,8 +219,8 @@ class KvoffdManager(OffloadingManager):
         self._counters = metrics.Counters()
         self._report_at = clock() + REPORT_EVERY_S
         self._reported = Counter[str]()
-        self._reported_problem = ""
         """Counters at the last report to the daemon."""
+        self._reported_problem = ""
         self.namespace = namespace
         self.adapters = AdapterContents(namespace)
         namespace.on_leave = self._disable_adapters
@@ -555,9 +555,9 @@ class KvoffdManager(OffloadingManager):
         return True
 
     def note_scan(self, request: Request, computed_tokens: int, tokens: int | None) -> None:
-        """Note what a scan of a request has found, of which so many tokens are in vLLM's own cache.
+        """Note what a scan of a request has found, whose first ``computed_tokens`` are in vLLM's own cache.
 
-        None: it is put off. That holds until a load ends, where nothing else is awaited.
+        ``tokens`` is None: it is put off. That holds until a load ends, where nothing else is awaited.
         """
         state = self._requests[request.request_id]
         waits = state.waits_for_tier or state.otherwise is LookupResult.RETRY or request.num_preemptions
@@ -573,7 +573,7 @@ class KvoffdManager(OffloadingManager):
         return tokens if is_same and (tokens is not None or ended_loads == self._ended_loads) else 0
 
     def refuse_load(self, request_id: str, tokens: int) -> None:
-        """Note that a request computes so many tokens that it could load, for want of KV cache."""
+        """Note that a request computes tokens that it could load, since the KV cache has no space for them."""
         self._requests[request_id].refused = True
         logger.warning_once(  # type: ignore[attr-defined]
             "kvoffd: a prompt is computed although its blocks are there, since the KV cache has no space to load them "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import vllm
 import zmq
@@ -25,7 +25,7 @@ from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.config import parse_options
 from kvoffd_client.vllm.connector_metadata import ChunkGroup
-from kvoffd_client.vllm.engine_namespace import EngineNamespace, Unconnected
+from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.manager import KvoffdManager
@@ -79,7 +79,7 @@ class KvoffdSpec(OffloadingSpec):
             for group, count in zip(config.groups, hashes, strict=True)
         )
 
-        def connect(namespace: NamespaceSpec) -> SchedulerClient:
+        def connect(namespace: NamespaceSpec) -> SchedulerClient | None:
             try:
                 return SchedulerClient(
                     options.socket_directory,
@@ -91,7 +91,7 @@ class KvoffdSpec(OffloadingSpec):
                 )
             except NO_RESOURCES as error:
                 logger.error("kvoffd: the engine runs without the daemon. %s", _without_resources(error))
-                return cast(SchedulerClient, Unconnected())
+                return None
 
         return KvoffdManager(
             EngineNamespace(config.parallel.world_size, connect, time.monotonic),
