@@ -461,16 +461,20 @@ class SharedTier(Tier):
 
         Others write too: of what goes for new blocks this node has a part.
         """
-        size = self._filling.size_bytes if self._filling is not None else 0
-        says_full = self._filling is not None and self._filling.used_bytes >= FULL_PART * size > 0
-        if not (says_full or self._evicts or self._clock() < self._full_until):
+        size, used, _ = self._said
+        if not (used >= FULL_PART * size > 0 or self._evicts or self._clock() < self._full_until):
             return 0
         size = size or max(len(self._pool), self.counters.written_bytes)
         return max(1, int(size * min(1.0, self._own / self._all)))
 
+    @property
+    def _said(self) -> Filling:
+        """What the store said last; zeros where it does not say."""
+        return self._filling or Filling(0, 0, 0)
+
     def _wrote_much(self) -> bool:
         """Whether the store may be full by now, by what was written since the last look."""
-        size = self._filling.size_bytes if self._filling is not None else 0
+        size = self._said.size_bytes
         return 0 < (1 - FULL_PART) * size <= self.counters.written_bytes - self._written_before[1]
 
     def _looked(self, found: Filling | None) -> None:
@@ -529,11 +533,10 @@ class SharedTier(Tier):
 
     def stats(self) -> TierStats:
         reads = self._reading.waiting + self._reading.running
-        filling = self._filling or Filling(0, 0, 0)
         return replace(
             self.counters,
-            size_bytes=filling.size_bytes,
-            used_bytes=filling.used_bytes,
+            size_bytes=self._said.size_bytes,
+            used_bytes=self._said.used_bytes,
             queued_reads=reads,
             queued_writes=len(self._writes),
             errors=self.counters.errors.copy(),
