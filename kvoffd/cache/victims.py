@@ -19,8 +19,9 @@ MAX_REGIONS_COMPARED = 16
 """Regions that are looked into to find the coldest."""
 MAX_PASSED = 1024
 """Blocks of others in the policy's order that are passed over for one of a namespace that has its quota."""
-WRITTEN_AHEAD = 4
-"""Of this many times the blocks that are to go, those that wait to be written to a tier go last."""
+WRITTEN_AHEAD, MIN_AHEAD = 4, 1024
+"""Of this many times the blocks that are to go, and at least so many, those that wait to be written to a tier go last:
+what was just read from a disk goes before what no disk has."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 
 
@@ -61,7 +62,7 @@ class Victims:
         and may go, as a rule; otherwise None."""
         first = self._policy.first(count, below)
         if (waiting := self._waiting(first)) is not None and waiting.any():
-            some = self._policy.first(WRITTEN_AHEAD * count, below)
+            some = self._policy.first(max(WRITTEN_AHEAD * count, MIN_AHEAD), below)
             first = self._written_first(some[self._blocks.pins[some] == 0])[:count]
             if len(first) < min(count, len(some)):
                 return None

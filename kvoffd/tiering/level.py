@@ -436,6 +436,7 @@ class Level:
                 self.promoted_bytes += fill.wanted.space.nbytes
                 for lease in fill.leases:
                     self._cache.hold(lease, fill.ticket.blocks)
+                self.writer.is_there(int(fill.ticket.blocks[0]))
                 self._promoted(self, int(fill.ticket.blocks[0]))
                 self._settle(fill)
             elif not fill.withdrawn:

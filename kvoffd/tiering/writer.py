@@ -297,9 +297,12 @@ class Writer:
         return len(self.waiting)
 
     def stored(self, blocks: BlockIds) -> None:
-        wanted = bool(self._tiers) and self.mode is not WriteMode.NEVER and not self._judges
-        if wanted:
+        if self._tiers and self.mode is not WriteMode.NEVER and not self._judges:
             self._wait(blocks)
+
+    def is_there(self, block: int) -> None:
+        """Note that a block was read from one of the tiers: it does not wait to be written."""
+        self.waiting.pop(block, None)
 
     def used(self, group: Group, blocks: BlockIds) -> None:
         """Note blocks that a lookup found, while a tier is available."""

@@ -116,6 +116,24 @@ def test_what_is_written_goes_before_what_waits() -> None:
     assert not rig.writer.not_written
 
 
+def test_what_was_read_goes_before_what_waits() -> None:
+    """Prompts that come up one after the other, block by block, while nothing can be written."""
+    rig = rig_of(WriteMode.AUTO, trickle_bytes=0)
+    space = rig.open()
+    for number in range(100, 140):
+        rig.put_in_tier(space, keys_of(number))
+    waiting = keys_of(*range(16))
+    rig.engines_busy = True
+    rig.put(space, waiting)
+    for number in range(100, 140):
+        rig.states(space, keys_of(number))
+        rig.tiering.pump()
+        rig.tier.end_all()
+        assert rig.states(space, keys_of(number), again=True) == [READY]
+    assert rig.states(space, waiting) == [READY] * 16
+    assert not rig.writer.not_written
+
+
 def test_while_others_read_only_a_trickle_is_written() -> None:
     rig = rig_of(WriteMode.AUTO, trickle_bytes=2 * UNIT)
     space = rig.open()
