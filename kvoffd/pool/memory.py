@@ -16,7 +16,16 @@ import numpy as np
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
 from kvoffd.pool.allocator import PoolSegment
 from kvoffd.system.files import OnError
-from kvoffd.system.mappings import MADV_POPULATE_WRITE, MappedSegment, madvise, map_memfd, map_shared, view_of
+from kvoffd.system.mappings import (
+    MADV_POPULATE_WRITE,
+    STEP_BYTES,
+    MappedSegment,
+    madvise,
+    map_memfd,
+    map_pages,
+    map_shared,
+    view_of,
+)
 from kvoffd.system.numa import NOWHERE, run_near, usable_cpus
 
 # Touched by one thread at a time: short enough to stop soon and to show progress, long enough to cost nothing.
@@ -91,7 +100,6 @@ class PoolMemory:
         threads: int,
         on_progress: Callable[[int], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
-        chunk_bytes: int = TOUCH_CHUNK_BYTES,
         segments: Sequence[PoolSegment] = (),
     ) -> int:
         """Makes every page resident, in parallel, without changing its content; returns the bytes touched.
@@ -104,15 +112,12 @@ class PoolMemory:
             threads: how many to use; 0 for one per CPU this process may run on, at most 16.
             on_progress: called with the bytes touched so far. An exception from it ends the touching.
             should_stop: asked by the threads between chunks; touching ends early once it returns True.
-            chunk_bytes: touched at once. Other threads that map or unmap memory wait that long.
             segments: all parts of the memory. Threads near its NUMA node touch each, so that its pages lie there.
 
         Raises:
             PoolTooLarge: the memory is not there.
         """
-        madvise(
-            self.segment.address, self.size_bytes, mmap.MADV_HUGEPAGE
-        )  # a kernel without huge pages refuses; that is fine
+        self._ask_for_huge_pages()
         threads = threads or min(16, len(usable_cpus()))
         touched_bytes, failed = 0, False
 
@@ -128,8 +133,8 @@ class PoolMemory:
             chunks: list[Iterator[int]] = []
             for begin, end, near in parts:
                 executor = executors.enter_context(ThreadPoolExecutor(share, "kvoffd-touch", run_near, (near,)))
-                offsets = range(begin, end, chunk_bytes)
-                chunks.append(executor.map(touch_chunk, offsets, [min(chunk_bytes, end - at) for at in offsets]))
+                offsets = range(begin, end, TOUCH_CHUNK_BYTES)
+                chunks.append(executor.map(touch_chunk, offsets, [min(TOUCH_CHUNK_BYTES, end - at) for at in offsets]))
             try:
                 for length in chain(*chunks):
                     touched_bytes += length
@@ -138,6 +143,21 @@ class PoolMemory:
                 failed = True
                 raise
         return touched_bytes
+
+    def map_pages(self, should_stop: Callable[[], bool]) -> None:
+        """Fills the page tables of memory that is resident, so that no copy faults.
+
+        In steps: nothing is mapped or unmapped during one. Ends early once ``should_stop`` returns True.
+        """
+        self._ask_for_huge_pages()
+        end = self.segment.address + self.size_bytes
+        for address in range(self.segment.address, end, STEP_BYTES):
+            if should_stop() or not map_pages(address, min(STEP_BYTES, end - address)):
+                return
+
+    def _ask_for_huge_pages(self) -> None:
+        """A kernel without them refuses; that is fine."""
+        madvise(self.segment.address, self.size_bytes, mmap.MADV_HUGEPAGE)
 
     def close(self) -> None:
         """Unmaps and closes; a second call does nothing. No copy may be using the memory."""

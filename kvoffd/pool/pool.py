@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 
-from kvoffd.errors import PoolTooLarge
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.backing import FileBacking, MemfdBacking, PoolBacking
 from kvoffd.pool.checksums import digests
@@ -14,11 +12,6 @@ from kvoffd.pool.slot_table import BadTable, SlotTable, TableGeometry
 from kvoffd.system.files import OnError, held_bytes
 from kvoffd.system.limits import MemoryLimit, check_fits
 from kvoffd.system.numa import Locality
-
-logger = logging.getLogger(__name__)
-
-# While engines are served, the pool is touched in short steps: nothing is mapped or unmapped between them.
-_SHORT_TOUCH_BYTES = 4 << 20
 
 
 class Pool:
@@ -100,11 +93,8 @@ class Pool:
         return self._memory.touch(threads, on_progress, should_stop, segments=self.slots.segments)
 
     def map_pages(self, should_stop: Callable[[], bool]) -> None:
-        """Fills the page tables of a resident pool while it is in use, by one thread, so that copies do not fault."""
-        try:
-            self._memory.touch(1, should_stop=should_stop, chunk_bytes=_SHORT_TOUCH_BYTES)
-        except PoolTooLarge as error:
-            logger.warning("%s", error.message)
+        """Fills the page tables of a resident pool while it is in use: see PoolMemory.map_pages."""
+        self._memory.map_pages(should_stop)
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The checksums of places, given by offset and length in bytes: never 0. For any thread, until ``close``."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,6 +112,22 @@ def test_all_that_the_engine_touched_gets_mapped_without_a_copy(faulter: PageFau
     with memfd(size, written=size) as fd:
         segment = faulter.map_memfd(fd, size)
         wait_until(lambda: mapped_bytes(segment) == size)
+
+
+def test_what_is_mapped_ahead_is_written_without_faults() -> None:
+    """And 16 pages at a time: as if it were written, page by page, it takes three times as long."""
+    size = 4096 * 4096
+    with memfd(size, written=size) as fd:
+        segment, before = map_memfd(fd, size), page_faults()
+        assert mappings._fault_in(segment.address, size)
+        mapped = page_faults()
+        ctypes.memset(segment.address, 1, size)
+        assert (mapped - before < 1000, page_faults() - mapped < 100) == (True, True)
+        segment.close()
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def test_pages_that_do_not_exist_are_not_made() -> None:
