@@ -52,7 +52,8 @@ servers: ## install the servers and tools that tests start, from Debian (as root
 		DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::Retries=5 install -qy --no-install-recommends $$missing)
 
 nightly: $(VENV)/.engine .cuda/.fetched ## run what is too long for every change: longer tests, planted faults, chaos, seeds (hours)
-	$(BIN)/pytest -m 'nightly and not gpu' $(ARGS)
+	TESTS_TIMES=5 $(BIN)/pytest -m 'nightly and not gpu' $(ARGS)
+	TESTS_TIMES=5 $(BIN)/pytest tests/cache tests/chaos tests/pool tests/sim tests/tiering -m 'not engine and $(HERE)'
 	TESTS_MODEL_RUNNER=v2 $(BIN)/pytest -m 'engine and not gpu' $(ARGS)
 	$(BIN)/python -m tests.sim.planted_at_the_door
 	$(BIN)/python -m tests.chaos

@@ -8,7 +8,7 @@ import pytest
 
 from tests.bench.restarts import Bench, Case, most_bytes, table
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 CASE = Case(tokens=1024, count=2, layers=2)
 RATE = 500.0

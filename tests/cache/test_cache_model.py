@@ -14,6 +14,7 @@ from kvoffd.cache.block_table import CORRUPT, FREE, READY, SHARD_STATE, WRITING,
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import FillTicket, LoadTicket, StoreTicket
 from kvoffd.errors import BadKeys, NotReady, UnknownLease
+from tests.kit.amount import TIMES
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 
 Name = tuple[int, int, int]
@@ -617,7 +618,7 @@ class ArcMachine(CacheMachine):
 
 
 _SETTINGS = settings(
-    max_examples=80,
+    max_examples=30 * TIMES,
     derandomize=True,  # a red build is the change's fault
     stateful_step_count=50,
     deadline=None,
@@ -626,4 +627,4 @@ _SETTINGS = settings(
 )
 TestCache, TestLearned, TestArc = CacheMachine.TestCase, LearnedMachine.TestCase, ArcMachine.TestCase
 TestCache.settings = _SETTINGS
-TestLearned.settings = TestArc.settings = settings(_SETTINGS, max_examples=20)
+TestLearned.settings = TestArc.settings = settings(_SETTINGS, max_examples=8 * TIMES)

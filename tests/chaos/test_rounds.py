@@ -12,9 +12,10 @@ from tests.chaos.cycles import STAGES, measure_cycles
 from tests.chaos.engine import FENCE_TIMEOUT_S
 from tests.chaos.rounds import run_rounds
 from tests.chaos.supervisor import Supervisor
+from tests.kit.amount import TIMES
 from tests.kit.daemon import DaemonProcess
 
-ROUNDS = 8
+ROUNDS = 3 * TIMES
 LONGEST_STEP_S = FENCE_TIMEOUT_S + 1.0
 """The bound that is promised. The aim is lower, but other processes use the machine; the figure is printed."""
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_rounds_fail_no_request_and_lose_no_byte(keeper: str, pool_file: Path) -> None:
     seed = random.SystemRandom().getrandbits(31)
     print(f"seed {seed}")
-    report = run_rounds(ROUNDS // 2, seed, pool_file if keeper == "file" else None)
+    report = run_rounds(ROUNDS, seed, pool_file if keeper == "file" else None)
     print(report)
     assert report.problems == []
     assert report.counts["blocks compared"] > 30
@@ -53,7 +54,7 @@ ROOM_BYTES = 4 << 20
 def test_killed_clients_leave_nothing_in_the_daemon() -> None:
     seed = random.SystemRandom().getrandbits(31)
     print(f"seed {seed}")
-    killed, before, after = measure_cycles(60, seed)
+    killed, before, after = measure_cycles(30 * TIMES, seed)
     print(killed, before, after)
     assert set(killed) == set(STAGES)
     assert after.descriptors == before.descriptors

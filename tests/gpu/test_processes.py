@@ -22,7 +22,9 @@ def mapped_bytes(admin: AdminClient) -> int:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "apart"])
-@pytest.mark.parametrize("page_bytes", [512, 16384 - 8, 300 * 1024])
+@pytest.mark.parametrize(
+    "page_bytes", [16384 - 8, *(pytest.param(size, marks=pytest.mark.nightly) for size in (512, 300 * 1024))]
+)
 def test_blocks_come_back_byte_for_byte(machine: Machine, kind: str, page_bytes: int) -> None:
     layers = 40 if page_bytes < 16384 else 3  # the former are rows to the pool too
     with machine.exporter(kind, layers=layers, page_bytes=page_bytes) as worker, machine.scheduler() as scheduler:

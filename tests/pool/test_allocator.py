@@ -14,6 +14,7 @@ from kvoffd.errors import BadGeometry, ShardTooLarge
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.system.numa import Locality
 from kvoffd_proto.units import parse_size
+from tests.kit.amount import TIMES
 
 MIB = 1 << 20
 
@@ -127,7 +128,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=20 * TIMES, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -153,7 +154,7 @@ def test_pools_and_regions_that_fit_nothing_are_refused() -> None:
     shares=st.lists(st.integers(1, 256), min_size=1, max_size=6, unique=True),
     data=st.data(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60 * TIMES, deadline=None)
 def test_hardly_anything_is_free_at_the_first_eviction(pool_mib: int, shares: list[int], data: st.DataObject) -> None:
     """Of ``n`` slot sizes, ``n - 1`` leave a region free, and the pool's last region may be too short for any."""
     slots = SlotAllocator(pool_mib * MIB)

@@ -15,6 +15,7 @@ from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.level import Fill
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED
+from tests.kit.amount import TIMES
 from tests.kit.fake_tier import FakeTier, Job
 from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
@@ -318,5 +319,5 @@ class TieringMachine(RuleBasedStateMachine):
 
 TestTiering = TieringMachine.TestCase
 TestTiering.settings = hypothesis_settings(
-    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100 * TIMES, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -16,6 +16,7 @@ import pytest
 
 from kvoffd_client import AdminClient
 from tests.chaos.supervisor import Supervisor
+from tests.kit.amount import TIMES
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
@@ -43,7 +44,7 @@ FULL = [full_blocks(length) for length in LENGTHS]
 BLOCKS = sum(length // BLOCK_TOKENS for length in LENGTHS)
 DEADLINE_S = 60.0
 SHM = Path("/dev/shm")
-CHAOS_ROUNDS = int(os.environ.get("ENGINE_CHAOS_ROUNDS", "3"))
+CHAOS_ROUNDS = 2 * TIMES
 CHAOS_LENGTHS = [1500, 300, 900, 1200, 700, 400]
 CHAOS_TOKENS = 24
 KINDS = ("kill", "stop until the watchdog", "stop shortly", "terminate")

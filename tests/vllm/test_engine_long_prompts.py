@@ -166,9 +166,9 @@ def test_what_another_node_computed_comes_back_whole(filled: Filled) -> None:
 
 
 def test_a_slow_store_is_waited_for_where_computing_takes_longer(filled: Filled) -> None:
-    """25 MB/s: 3.3 s to load, 15 s to compute."""
+    """25 MB/s: 3.3 s to load, 10 s to compute."""
     wanted = PROMPTS[1]
-    with filled.link(25e6) as link, filled.other_node(link.url, rate=333) as engine:
+    with filled.link(25e6) as link, filled.other_node(link.url, rate=500) as engine:
         (answer,) = engine.generate([wanted])
     assert cached([answer]) == full([wanted])
     assert answer.tokens == filled.cold[1].tokens

@@ -11,7 +11,8 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import BLOCK_TOKENS, EngineProcess, prompt, tokens, wait_books, wait_connected
 from tests.kit.models import make_tiny_llama
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+# Nightly: CI has pressure under the second model runner, see test_engine_v2.
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(400)]
 
 PROMPTS = [prompt(seed, length) for seed, length in enumerate([800, 1100, 950, 1030, 870, 1000])]
 MAX_TOKENS = 80
@@ -33,7 +34,7 @@ def wait_settled(daemon: DaemonProcess, ready_blocks: int) -> None:
 @pytest.mark.parametrize(
     ("blocks_per_chunk", "fault", "store_fence_timeout_s"),
     [
-        pytest.param(1, "store slow 0.2", 30.0, id="fences-wait", marks=pytest.mark.nightly),
+        pytest.param(1, "store slow 0.2", 30.0, id="fences-wait"),
         pytest.param(4, "store waits", 0.05, id="fences-give-up"),
     ],
 )

@@ -225,7 +225,6 @@ def test_the_waiting_is_judged_anew_at_each_answer_and_ends_for_good() -> None:
         (1, 1.1, [HIT, HIT, PENDING]),  # a disk that stands still for a moment
         (1, 0.9, [HIT, HIT, PENDING]),
         (1, 1.2, [HIT, HIT, PENDING]),
-        (1, 1.2, [HIT, HIT, PENDING]),
         (1, 1.2, [HIT, HIT, MISS]),
     ):
         assert harness.ask(coming, wait_s) == found

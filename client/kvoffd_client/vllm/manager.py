@@ -79,9 +79,11 @@ LEAST_COMPUTED_S = 0.02
 """A step of an engine is taken to last so long at least."""
 LATE_REPLIES = 3
 """Answers in a row that took longer than a prompt may wait, after which the next prompts do not wait at all."""
-DOUBT_SHARE = 0.04
-"""Part of the time of computing for which a prompt waits although nothing says that it is worth it: a busy machine is
-late, and a speed known from a few blocks may be far off."""
+ANSWER_SHARE = 0.1
+"""Part of the time of computing for which a prompt waits for the daemon's answer: a busy machine is late. A daemon that
+hangs costs as much a few times, see LATE_REPLIES."""
+DOUBT_SHARE = 0.03
+"""The same for blocks of which nothing says that they are worth it: a speed known from a few blocks may be far off."""
 ASK_SHARE, MOST_ASK_S = 0.1, 0.25
 """Part of that time, and the most, that it waits for a shared store to say whether it has the blocks."""
 WAIT_PAUSE_S = 0.1
@@ -438,11 +440,11 @@ class KvoffdManager(OffloadingManager):
 
     def _allowed_s(self, computed_s: float) -> float:
         """How long an answer is waited for, from the sending of its lookup: up to the deadline, and of a long prompt up
-        to DOUBT_SHARE of computing, but no longer than that takes; and not at all where the daemon's last answers all
+        to ANSWER_SHARE of computing, but no longer than that takes; and not at all where the daemon's last answers all
         took longer."""
         if not self._do_no_harm:
             return self._deadline_s
-        allowed_s = min(max(self._deadline_s, DOUBT_SHARE * computed_s), computed_s)
+        allowed_s = min(max(self._deadline_s, ANSWER_SHARE * computed_s), computed_s)
         late = len(self._replies_s) == LATE_REPLIES and min(self._replies_s) > allowed_s
         return 0.0 if late else allowed_s
 

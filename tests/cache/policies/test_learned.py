@@ -29,6 +29,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.simulate.replay import replay
 from kvoffd_proto.messages import READY
 from kvoffd_proto.stats import HitCurve
+from tests.kit.amount import TIMES
 from tests.kit.cuda_abi import compiler
 from tests.kit.made_up_loads import LOADS, Traffic, chat_among_single_requests, trace_of
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
@@ -91,7 +92,7 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50 * TIMES, deadline=None)
 @given(st.lists(steps, max_size=60))
 def test_its_books_are_right_after_any_requests(order: list[tuple[str, list[int], int]]) -> None:
     rig = learned_rig(24, 8)
