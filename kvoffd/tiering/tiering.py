@@ -302,7 +302,10 @@ class Tiering:
         levels = [level for level in self.levels if level.writer.waiting and level.available]
         if not levels:
             return None
-        return np.array([any(block in level.writer.waiting for level in levels) for block in blocks.tolist()], np.bool_)
+        found, numbers = np.zeros(len(blocks), np.bool_), blocks.tolist()
+        for level in levels:
+            found |= np.fromiter(map(level.writer.waiting.__contains__, numbers), np.bool_, len(numbers))
+        return found
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
         names, space = namespace.split(group, keys), space_of(self._cache.group(namespace, group))
