@@ -24,7 +24,6 @@ from kvoffd.config import (
     Limits,
     did_you_mean,
     load_config,
-    removed_advice,
     settings_in_force,
 )
 
@@ -54,9 +53,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix(_UNKNOWN).split()[0].split("=")[0] if message.startswith(_UNKNOWN) else ""
-        if nearest := removed_advice(unknown):
-            message = f"{unknown} {nearest[:-1]}"
-        elif nearest := unknown and did_you_mean(unknown, self._option_string_actions):
+        if nearest := unknown and did_you_mean(unknown, self._option_string_actions):
             message = f"{message} ({nearest})"
         hint = f"{self.prog} --help shows what can be given"
         if "argument COMMAND" in message:

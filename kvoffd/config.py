@@ -430,23 +430,6 @@ class Config:
     """By setting, where its value came from, such as ``flag --pool-size``; defaults are left out."""
 
 
-_REMOVED = {
-    "its value is a constant that nobody had to change; remove it.": """
-        touch_threads credit_size lease_ttl half_stored_timeout job_deadline heartbeat_interval max_frame_size
-        max_namespaces max_jobs_in_flight namespaces_size sessions_size max_jobs_per_message max_keys_per_job
-        max_pieces_per_job max_pieces_in_flight max_keys_per_request max_leases leased_share max_leased_keys
-        max_registrations max_segments cuda_batches cuda_gather pin_linger disk_write_rate shared_write_rate""",
-    "point routers at the engines' own KV event streams, which show the host tiers too.": """
-        event_address event_connect event_replay_address event_node event_heartbeat event_index_size""",
-    "events are not replayed; remove it.": "event_buffer_steps",
-    "there is always room for what is known of the blocks; remove it.": "index_size",
-    "there is no administration over TCP; look over HTTP (http_address), change on the machine itself.": """
-        admin_address admin_key_file admin_clients_file""",
-    "who may connect may read and write blocks as an engine does; remove it.": "block_access block_uids",
-}
-REMOVED = {name: advice for advice, names in _REMOVED.items() for name in names.split()}
-"""Settings of 0.1 that are gone, and what to do. A configuration that has one is refused with that sentence."""
-
 _ENDINGS = {"_bytes_per_day": "_per_day", "_bytes": "_size", "_s": "", "": ""}
 """What a setting's name has in place of the unit that ends its field's name."""
 
@@ -547,16 +530,8 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
 
 def _check_known(key: str, names: Collection[str], where: str) -> None:
     if key not in names:
-        if advice := removed_advice(key):
-            raise ConfigError(f"{where} {advice}")
         advice = did_you_mean(key, names) or f"known are {', '.join(sorted(names))}."
         raise ConfigError(f"{where} is unknown; {advice}")
-
-
-def removed_advice(name: str) -> str:
-    """What to do about a setting of 0.1, given as flag, variable or key; empty where ``name`` is none."""
-    advice = REMOVED.get(name.removeprefix(VARIABLE_PREFIX).lower().lstrip("-").replace("-", "_"))
-    return f"was a setting until 0.2; {advice}" if advice else ""
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:

@@ -143,16 +143,6 @@ def test_config_refusals_name_setting_value_and_source(file: Path) -> None:
         assert str(file) in sentence
 
 
-def test_config_a_setting_of_the_release_before_is_refused_with_what_to_do(file: Path) -> None:
-    file.write_text('event_address = "127.0.0.1:5557"\n')
-    for sentence in (
-        refused("serve", "--config", str(file)),
-        refused("serve", "--event-address=127.0.0.1:5557"),
-        refused("serve", KVOFFD_EVENT_ADDRESS="127.0.0.1:5557"),
-    ):
-        assert "point routers at the engines" in sentence
-
-
 def test_config_a_file_that_is_wrong_is_refused(file: Path, tmp_path: Path) -> None:
     for content, part in (
         (b"pool_size = ", str(file)),
