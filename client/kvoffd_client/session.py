@@ -42,6 +42,8 @@ BACKOFF_MIN_S = 0.05
 """Pause after the first failed attempt to connect; doubles with each further one."""
 BACKOFF_ABSENT_S = 0.25
 """Longest pause between attempts while nobody listens: each costs a system call, and a restart takes a second."""
+BACKOFF_REFUSED_S = 60.0
+"""Longest pause after refusals that follow each other."""
 GPU_REGISTER_S = 30.0
 """The daemon's answer to a registration of GPU memory, for the first of which it starts the CUDA driver."""
 DEAF_AFTER = 3
@@ -86,7 +88,7 @@ class ClientOptions:
     unresponsive_after_s: float = 5.0
     """Without any reply for this long (while one is due) the client counts as not connected until one comes."""
     backoff_max_s: float = 2.0
-    """Longest pause after connections that a daemon took and that failed; also the pause after a refusal."""
+    """Longest pause after connections that a daemon took and that failed; also the pause after the first refusal."""
     operator: bool = False
     """A program of operators: counted nowhere, and the policy neither learns of it nor refuses its stores."""
 
@@ -234,6 +236,8 @@ class Session(Closing):
         # When to connect again.
         self._retry_at = self._ready_at = 0.0
         self._pause_s = self._absent_pause_s = BACKOFF_MIN_S
+        self._refused_pause_s = options.backoff_max_s
+        """After the next refusal."""
         if transport is None:
             from kvoffd_client.transport import SocketTransport
 
@@ -456,6 +460,7 @@ class Session(Closing):
         self._phase, self._ready_at = Phase.READY, now
         self._handshake_deadline = NEVER
         self.refusal, self._last_warning = None, ""
+        self._refused_pause_s = self._options.backoff_max_s
         log.info("%s is connected to the kvoffd daemon in %s", self.name, self.directory)
         self._transport.notify()
 
@@ -484,13 +489,15 @@ class Session(Closing):
             return
         if self._phase is Phase.READY and now - self._ready_at > self._options.backoff_max_s:
             self._pause_s = BACKOFF_MIN_S
-        pause_s = longest_s = self._options.backoff_max_s
+        pause_s, longest_s = self._pause_s, self._options.backoff_max_s
         if self._phase is Phase.IDLE:  # nobody listens
             pause_s, self._absent_pause_s = self._absent_pause_s, min(2 * self._absent_pause_s, BACKOFF_ABSENT_S)
+            self._refused_pause_s = self._options.backoff_max_s  # the next daemon may take this client
         else:
-            if refusal is None:
-                pause_s = self._pause_s
             self._pause_s = min(2 * self._pause_s, longest_s)
+        if refusal is not None:
+            pause_s, longest_s = self._refused_pause_s, max(longest_s, BACKOFF_REFUSED_S)
+            self._refused_pause_s = min(2 * pause_s, longest_s)
         self._retry_at = now + min(pause_s, longest_s) * self._rng.uniform(0.5, 1.0)
         self.refusal = refusal
         self._warn(sentence)

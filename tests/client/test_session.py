@@ -19,7 +19,14 @@ from kvoffd_client import (
     WorkerClient,
     scheduler_client,
 )
-from kvoffd_client.session import BACKOFF_ABSENT_S, BACKOFF_MIN_S, GPU_REGISTER_S, Phase, Session
+from kvoffd_client.session import (
+    BACKOFF_ABSENT_S,
+    BACKOFF_MIN_S,
+    BACKOFF_REFUSED_S,
+    GPU_REGISTER_S,
+    Phase,
+    Session,
+)
 from kvoffd_client.worker_client import JOB_PATIENCE_S, GroupTransfer, Job, submit_of
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
@@ -223,12 +230,21 @@ def test_pauses_grow_with_failed_connections_and_refusals(new_scheduler: Schedul
         assert new_scheduler.wake_at() - now <= BACKOFF_MIN_S
         link.refuse_to_open = False
         now = new_scheduler.wake_at()
-    for _ in range(5):
+    for index in [0, 1, 2, 3, 4, 5, 5, 0]:
         new_scheduler.tick(now)
+        if not index and pauses:  # another daemon, which takes it and refuses it later
+            link.refuse_to_open = True
+            new_scheduler.disconnect("It went away.", now)
+            now = new_scheduler.wake_at()
+            new_scheduler.tick(now)
+            link.refuse_to_open = False
+            now = new_scheduler.wake_at()
+            new_scheduler.tick(now)
         new_scheduler.on_lifeline_message(lifeline.Refused(ErrorCode.TOO_MANY, "Full."), now)
         pauses.append(new_scheduler.wake_at() - now)
+        full = min(BACKOFF_REFUSED_S, OPTIONS.backoff_max_s * 2**index)
+        assert full / 2 <= pauses[-1] <= full
         now = new_scheduler.wake_at()
-    assert all(OPTIONS.backoff_max_s / 2 <= pause <= OPTIONS.backoff_max_s for pause in pauses)
     assert len(set(pauses)) == len(pauses), "no two clients are in step"
 
 
