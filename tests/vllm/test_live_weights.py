@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.parameter import SharedWeightParameter
 from vllm.v1.worker.worker_base import WorkerBase
 
-from kvoffd_client.vllm.live_weights import CHANGING_METHODS, LiveWeights
+from kvoffd_client.vllm.live_weights import CHANGING_METHODS, LiveWeights, has_experts_elsewhere
 
 
 class Model(torch.nn.Module):
@@ -151,6 +153,18 @@ def test_experts_that_move_between_ranks_change_no_digest() -> None:
     model.experts.w13_weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float8_e4m3fn), requires_grad=False)
     found[True].add(LiveWeights(lambda: [model], experts_elsewhere=True).digest())
     assert len(found[True]) == 2
+
+
+def test_experts_count_where_each_rank_keeps_its_own() -> None:
+    def elsewhere(**settings: Any) -> bool:
+        parallel = SimpleNamespace(**{"data_parallel_size": 1, "enable_eplb": False, **settings})
+        load = SimpleNamespace(load_format=settings.get("load_format", "auto"))
+        return has_experts_elsewhere(cast(VllmConfig, SimpleNamespace(parallel_config=parallel, load_config=load)))
+
+    assert not elsewhere()
+    assert elsewhere(data_parallel_size=2)
+    assert elsewhere(enable_eplb=True)
+    assert not elsewhere(enable_eplb=True, load_format="dummy")
 
 
 class Runner:

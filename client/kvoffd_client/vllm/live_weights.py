@@ -53,19 +53,21 @@ CHECKPOINT_FORMATS = frozenset(
 
 
 def has_experts_elsewhere(vllm_config: VllmConfig) -> bool:
-    """Return whether this engine's experts are spread over other engines too, and the fingerprint's files tell which.
+    """Return whether a worker's experts may be any of the model's, and the fingerprint's files tell which those are.
 
-    Under data parallelism vLLM gives each rank other experts, or other parts of all of them.
+    Under data parallelism vLLM gives each rank other experts, or other parts of all of them. EPLB moves them between
+    ranks while they run.
     """
-    spread = vllm_config.parallel_config.data_parallel_size > 1
+    parallel = vllm_config.parallel_config
+    spread = parallel.data_parallel_size > 1 or parallel.enable_eplb
     return spread and str(vllm_config.load_config.load_format) in CHECKPOINT_FORMATS
 
 
 class LiveWeights:
     """The models of one worker. ``models`` returns those that are in memory: the model, and a draft model if any.
 
-    Where ``experts_elsewhere`` is true the engines of other ranks compute with the experts that are here, and this one
-    with theirs: the experts here tell no engine from another, and count for nothing.
+    Where ``experts_elsewhere`` is true other ranks compute with the experts that are here, and this one with theirs:
+    the experts here tell no engine from another, and count for nothing.
 
     Attributes:
         changed: the weights may be others than those of the last digest.
