@@ -307,8 +307,14 @@ class Redis(Store):
             endpoint, port = self._text(self._line(deadline), deadline), self._integer(deadline)
             if fields < 3 or more < 2:
                 raise self._broken("A range of slots has no master")
+            unread = fields - 3 + more - 2
+            if endpoint == "?" and more > 3:  # it prefers host names, and this master has none
+                self._skip_replies(1, deadline)
+                words = range(self._length(self._line(deadline), b"*", MOST_FIELDS))
+                said = [self._text(self._line(deadline), deadline) for _ in words]
+                endpoint, unread = dict(zip(said[::2], said[1::2], strict=False)).get("ip", ""), unread - 2
             found.append(SlotRange(first, last, endpoint, port))
-            self._skip_replies(fields - 3 + more - 2, deadline)
+            self._skip_replies(unread, deadline)
         return found
 
     def _integer(self, deadline: float) -> int:
