@@ -66,8 +66,10 @@ def masters_of(ranges: Sequence[SlotRange], asked: Address) -> dict[Address, lis
     for first, last, endpoint, port in ranges:
         if endpoint and not is_host(endpoint):
             raise ValueError(f"a master has an endpoint that is no host: {quoted(endpoint)}")
-        if not 0 <= first <= last < SLOTS or not 0 < port < 65536:
+        if not 0 <= first <= last < SLOTS or not 0 <= port < 65536:
             raise ValueError(f"a master has slots {first} to {last} at port {port}, which there are not")
+        if not port:
+            continue  # its address is lost: another server is there, as where it restarted without its nodes.conf
         found.setdefault((endpoint or asked[0], port), []).append(range(first, last + 1))
     if sum(len(part) for slots in found.values() for part in slots) > SLOTS or len(found) > MOST_MASTERS:
         raise ValueError(f"its masters are more than {MOST_MASTERS}, or have a slot twice")

@@ -91,13 +91,14 @@ def test_masters_are_where_the_cluster_wants_clients_to_go() -> None:
     name = "valkey-1.example"
     ranges = [
         (0, 5460, "10.0.0.1", 7000),
-        (5461, 8999, name, 7000),
+        (5461, 8998, name, 7000),
+        (8999, 8999, name, 0),
         (9000, 9000, "10.0.0.1", 7000),
         (9001, 16383, "", 7003),
     ]
     assert masters_of([SlotRange(*one) for one in ranges], ("seed", 1)) == {
         ("10.0.0.1", 7000): [range(5461), range(9000, 9001)],
-        (name, 7000): [range(5461, 9000)],
+        (name, 7000): [range(5461, 8999)],
         ("seed", 7003): [range(9001, 16384)],
     }
 
@@ -136,7 +137,7 @@ def test_an_announced_name_is_used_where_the_cluster_prefers_it(
         [(7, 3, "h", 1)],
         [(-5, 5, "h", 1)],
         [(0, 16383, "h", 99999)],
-        [(0, 16383, "h", 0)],
+        [(0, 16383, "h", -1)],
         [(0, 16383, "h\x1b[2J", 1)],
         [(0, 16383, "h..h", 1)],
         [(0, 16383, "h" * 64, 1)],
