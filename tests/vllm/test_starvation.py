@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
 from kvoffd_client.vllm.log import logger
+from tests.vllm.adapter_worker import lora_request
 from tests.vllm.scheduler_harness import SchedulerHarness
 from tests.vllm.vllm_config import HEADS, full_attention, make_config
 
@@ -217,9 +219,11 @@ def test_an_idle_engine_hears_that_its_workers_are_registered_again(make: Make) 
 
 
 @pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("adapter", [None, lora_request(Path("/adapter"))])
 def test_a_prompt_that_another_connector_loads_does_not_wait_for_the_daemon(
-    first: bool, model: Path, tmp_path: Path
+    adapter: LoRARequest | None, first: bool, model: Path, tmp_path: Path
 ) -> None:
+    """Nor until the workers have read its adapter."""
     children = [
         {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
         {
@@ -232,7 +236,7 @@ def test_a_prompt_that_another_connector_loads_does_not_wait_for_the_daemon(
     config.kv_transfer_config.kv_connector = "MultiConnector"
     engine = SchedulerHarness(config, BLOCKS, FULL)
     engine.answers = False
-    engine.add("r", prompt(1, 5), parameters={"do_remote_prefill": True})
+    engine.add("r", prompt(1, 5), parameters={"do_remote_prefill": True}, lora_request=adapter)
     assert engine.step().num_scheduled_tokens
     engine.close()
 

@@ -266,11 +266,11 @@ class KvoffdConnector(OffloadingConnector):
         anyway, and the load of one more block would come before it.
         """
         self._manager.namespace.ask()
-        if self._manager.awaits_adapter(request):
-            return None, False
-        most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
-        self._manager.prepare_scan(request, num_computed_tokens, has_all=num_computed_tokens >= most)
-        tokens, loads = self._find_load(request, num_computed_tokens)
+        tokens, loads = None, False
+        if not self._manager.awaits_adapter(request):
+            most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
+            self._manager.prepare_scan(request, num_computed_tokens, has_all=num_computed_tokens >= most)
+            tokens, loads = self._find_load(request, num_computed_tokens)
         # MultiConnector would put off the load of another connector too, which has all of the prompt.
         return (0, False) if tokens is None and _is_prefilled_elsewhere(request) else (tokens, loads)
 
