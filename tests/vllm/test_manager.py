@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +14,10 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvoffd_client
+from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
+from kvoffd_client.vllm.engine_namespace import MemoryReport
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
     DEFERRED_STORES,
@@ -503,6 +506,35 @@ def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> 
     harness.requests["later"].lora_request = lora_request(1, "silent")
     assert not harness.manager.awaits_adapter(harness.requests["later"])
     assert harness.offer(context) == []
+
+
+def test_what_runs_while_its_adapter_is_another_one_spoils_vllms_own_cache(harness: ManagerHarness) -> None:
+    """A user loads other files in place, and later the first ones again, while a request runs."""
+
+    def report(content: bytes) -> None:
+        namespace = harness.manager.namespace
+        memory = MemoryReport(NamespaceSpec.named("model"), "weights", namespace.generation)
+        for changed in (True, False):
+            one = replace(memory, adapters={1: ("path", content)}, changed=changed, generation=namespace.generation)
+            harness.manager.workers_report(WorkerReport(memory={0: one}))
+
+    def stored(name: str) -> list[bytes] | None:
+        context = harness.new(name)
+        harness.requests[name].lora_request = lora_request(1)
+        harness.manager.look_up(harness.requests[name])
+        harness.client.answer(set())
+        taken = harness.offer(context)
+        harness.manager.complete_store(KEYS, context)
+        return taken
+
+    for content in (b"one", b"one"):
+        report(content)
+        assert stored("runs") == KEYS
+    for content in (b"other", b"one"):
+        report(content)
+    assert stored("again") == []
+    harness.manager.adapters.engine_cache_reset()
+    assert stored("after a reset") == KEYS
 
 
 def test_requests_of_an_adapter_of_old_weights_use_nothing(harness: ManagerHarness) -> None:

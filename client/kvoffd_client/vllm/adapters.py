@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import LoRAConfig
     from vllm.lora.request import LoRARequest
 
-    from kvoffd_client.vllm.engine_namespace import EngineNamespace
+    from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
 
 UNREADABLE = b""
 """In place of a digest: vLLM could not read the adapter."""
@@ -193,6 +193,8 @@ class AdapterContents:
         """Whether one of them is not known yet: one in each step, which waits while it is read."""
         self._cached: dict[tuple[str, str], set[bytes]] = {}
         """By name and path, the contents of which vLLM's own cache may have blocks."""
+        self._digests: dict[tuple[int, int], bytes] = {}
+        """By rank and number, what the worker reported last."""
 
     def content_of(self, adapter: LoRARequest) -> bytes | None:
         """Return the digest of what vLLM computes with; None where it is not known yet, UNREADABLE where it must not
@@ -235,6 +237,23 @@ class AdapterContents:
     def compute_unknown(self, adapter: LoRARequest) -> None:
         """vLLM computes with an adapter whose content nobody knows."""
         self._note(adapter, UNREADABLE)
+
+    def note_reports(self, reports: Mapping[int, MemoryReport], begun: Iterable[LoRARequest]) -> None:
+        """Note with what requests that have begun are computed from now on, whatever they began with."""
+        if len(self._digests) > MAX_CACHED:
+            self._digests.clear()
+        changed = set[int]()
+        for rank, report in reports.items():
+            for number, (_, digest) in (report.adapters or {}).items():
+                if self._digests.setdefault((rank, number), digest) != digest:
+                    self._digests[rank, number] = digest
+                    changed.add(number)
+        for adapter in begun:
+            content = self._namespace.adapter(adapter.lora_int_id, adapter.lora_path)
+            if adapter.lora_int_id in changed:
+                content = UNREADABLE
+            if content is not None:
+                self._note(adapter, content)
 
     def _note(self, adapter: LoRARequest, content: bytes) -> set[bytes]:
         """Note that vLLM computes with this, and return all that it may have in its cache; none where they are many."""

@@ -641,6 +641,8 @@ class KvoffdManager(OffloadingManager):
             self._job_failed(failed)
         if report.memory:
             self.namespace.report(report.memory)
+            requests = [state.request for state in self._requests.values() if state.request is not None]
+            self.adapters.note_reports(report.memory, [one.lora_request for one in requests if one.lora_request])
 
     # --- vLLM's interface ---
 
