@@ -29,30 +29,73 @@ def release_of(version: str) -> tuple[int, int] | None:
 
 
 USED = {
+    "vllm.config:AttentionConfig": "backend hisparse_config indexer_kv_dtype use_non_causal",
+    "vllm.config:AuxOutputConfig": "enabled",
+    "vllm.config:CacheConfig": "enable_prefix_caching kv_cache_dtype_skip_layers prefix_caching_hash_algo",
+    "vllm.config:CompilationConfig": "static_forward_context",
     "vllm.config:KVTransferConfig": """
-        is_kv_consumer is_kv_producer kv_connector_extra_config kv_load_failure_policy""",
+        engine_id is_kv_consumer is_kv_producer kv_connector_extra_config kv_load_failure_policy""",
     "vllm.config:LoRAConfig": "max_loras target_modules",
+    "vllm.config:LoadConfig": "load_format",
     "vllm.config:ModelConfig": """
-        code_revision hf_config max_model_len model model_class_overrides model_impl multimodal_config
-        override_generation_config quantization_config trust_remote_code try_get_generation_config
-        using_transformers_backend""",
+        code_revision dtype enable_cumem_allocator enable_sleep_mode hf_config is_encoder_decoder
+        is_prefix_caching_supported max_model_len model model_class_overrides model_impl multimodal_config
+        override_generation_config quantization quantization_config revision runner_type served_model_name
+        trust_remote_code try_get_generation_config using_transformers_backend""",
+    "vllm.config:MultiModalConfig": "language_model_only mm_processor_cache_gb",
+    "vllm.config:OffloadConfig": "prefetch",
+    "vllm.config:ParallelConfig": """
+        cp_kv_cache_interleave_size data_parallel_size decode_context_parallel_size distributed_executor_backend
+        enable_eplb nnodes_within_dp pipeline_parallel_size prefill_context_parallel_size tensor_parallel_size
+        world_size""",
+    "vllm.config:PrefetchOffloadConfig": "offload_group_size",
     "vllm.config:SchedulerConfig": "long_prefill_token_threshold max_num_batched_tokens max_num_scheduled_tokens",
+    "vllm.config:SpeculativeConfig": "draft_tensor_parallel_size method num_speculative_tokens parallel_drafting",
     "vllm.config:VllmConfig": """
         additional_config attention_config aux_output_config cache_config compilation_config diffusion_config
         kernel_config kv_transfer_config load_config lora_config max_concurrent_batches max_in_flight_tokens
         model_config num_lookahead_tokens num_speculative_tokens offload_config parallel_config scheduler_config
         speculative_config use_v2_model_runner""",
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": "register_connector",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": "_get_connector_metadata",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole": "WORKER",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common:OffloadingWorkerMetadata": "aggregate",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler": """
+        _update_req_states""",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker:OffloadingConnectorWorker": """
+        prepare_store_kv start_kv_transfers""",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector": """
+        bind_gpu_block_pool build_connector_meta build_connector_worker_meta build_prom_metrics get_finished
+        get_num_new_matched_tokens get_required_kvcache_layout handle_preemptions has_pending_push_work on_new_request
+        register_kv_caches requires_piecewise_for_cudagraph reset_cache update_connector_output
+        update_state_after_alloc""",
     "vllm.lora.request:LoRARequest": "load_inplace lora_int_id lora_name lora_path",
-    "vllm.v1.core.block_pool:BlockPool": "get_usage kv_event_queue",
+    "vllm.v1.core.block_pool:BlockPool": "get_new_blocks get_usage kv_event_queue",
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "blocks",
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id is_null",
+    "vllm.v1.core.sched.output:KVConnectorBlockState": "boundary_state_offloads",
+    "vllm.v1.core.sched.output:NewRequestData": "req_id",
     "vllm.v1.core.sched.output:SchedulerOutput": """
         kv_connector_block_state kv_connector_metadata num_scheduled_tokens preempted_req_ids scheduled_new_reqs
         total_num_scheduled_tokens""",
-    "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups kv_cache_layout num_blocks",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups kv_cache_layout needs_kv_cache_zeroing num_blocks",
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "kv_cache_spec layer_names",
     "vllm.v1.kv_cache_interface:KVCacheSpec": "block_size dcp_sharded max_memory_usage_bytes page_size_bytes",
+    "vllm.v1.kv_offload.base:CanonicalKVCacheTensor": "tensor",
     "vllm.v1.kv_offload.base:CanonicalKVCaches": "group_data_refs tensors",
-    "vllm.v1.kv_offload.config:OffloadingConfig": "extra_config replicated_layout",
+    "vllm.v1.kv_offload.base:Locality": "LOCAL",
+    "vllm.v1.kv_offload.base:Medium": "STORAGE",
+    "vllm.v1.kv_offload.base:OffloadPolicy": "REQUEST_LEVEL",
+    "vllm.v1.kv_offload.base:OffloadingSpec": "blocks_per_chunk config tokens_per_block tokens_per_hash",
+    "vllm.v1.kv_offload.base:TierFilter": "allows",
+    "vllm.v1.kv_offload.config:OffloadingCacheConfig": "blocks_per_chunk tokens_per_hash",
+    "vllm.v1.kv_offload.config:OffloadingConfig": """
+        cache enable_kv_cache_events engine_id extra_config groups kv_cache_layout model parallel replicated_layout""",
+    "vllm.v1.kv_offload.config:OffloadingGroupConfig": "group_id tokens_per_block",
+    "vllm.v1.kv_offload.config:OffloadingModelConfig": "dtype",
+    "vllm.v1.kv_offload.config:OffloadingParallelConfig": "data_parallel_index rank world_size",
+    "vllm.v1.kv_offload.factory:OffloadingSpecFactory": "register_spec",
+    "vllm.v1.metrics.cache_hit_source:CacheHitSource": "DISK EXTERNAL_UNSPECIFIED HOST",
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
     "vllm.v1.request:Request": """
         all_token_ids block_hashes cache_salt is_finished kv_transfer_params lora_request mm_features
@@ -103,7 +146,8 @@ def _names_of(cls: type) -> set[str]:
     names = set(dir(cls))
     for base in cls.__mro__:
         names |= vars(base).get("__annotations__", {}).keys()
-        names |= {*getattr(getattr(vars(base).get("__init__"), "__code__", None), "co_names", ())}
+        for made in ("__init__", "__post_init__"):
+            names |= {*getattr(getattr(vars(base).get(made), "__code__", None), "co_names", ())}
     return names
 
 

@@ -114,10 +114,10 @@ class KvoffdConnector(OffloadingConnector):
         offloading = build_offloading_config(vllm_config, kv_cache_config)
         self._block_tokens = min(group.tokens_per_block for group in offloading.groups)
         groups = [kv_cache_config.kv_cache_groups[group.group_id] for group in offloading.groups]
-        specs = [next(iter(iter_layer_specs(group.kv_cache_spec))) for group in groups]
+        specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups]
         self._dense_groups = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
         kinds = {index: get_kv_cache_spec_kind(specs[index]).value for index in self._dense_groups}
-        pages = [spec.page_size_bytes * len(group.layer_names) for spec, group in zip(specs, groups, strict=True)]
+        pages = [spec.page_size_bytes * len(one.layer_names) for spec, one in zip(specs, groups, strict=True)]
         self._manager.loads, self._manager.stores = transfer_config.is_kv_consumer, transfer_config.is_kv_producer
         self._manager.begin_engine(
             shard_bytes=[page * offloading.cache.blocks_per_chunk for page in pages],
@@ -157,8 +157,8 @@ class KvoffdConnector(OffloadingConnector):
         self._digest = weights.digest()
         manager = getattr(weights.runner, "lora_manager", None)
         self._adapters = LiveAdapters(manager, config.lora_config, weights.note_change)
-        specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
-        writes_early = cache.needs_kv_cache_zeroing or any(isinstance(spec, MambaSpec) for spec in specs)
+        specs = [one for group in cache.kv_cache_groups for one in iter_layer_specs(group.kv_cache_spec)]
+        writes_early = cache.needs_kv_cache_zeroing or any(isinstance(one, MambaSpec) for one in specs)
         is_patched = patch_v2_runner_fence(weights.runner, super().handle_preemptions)
         if config.use_v2_model_runner and writes_early and not is_patched:
             raise ValueError(
