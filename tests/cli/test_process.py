@@ -7,9 +7,12 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+
+import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
@@ -106,6 +109,20 @@ def test_a_terminal_that_tells_no_width_will_do(tmp_path: Path) -> None:
 
 
 # --- what goes on until Ctrl-C ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("imported", ["typer", "rich.console"])
+def test_ctrl_c_while_a_command_is_loaded_is_quiet(shared_daemon: DaemonProcess, imported: str) -> None:
+    code = "import sys; from kvoffd_client.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-X", "importtime", "-c", code, "events", "--directory", str(shared_daemon.directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.split("|")[-1].strip() == imported:
+                process.send_signal(signal.SIGINT)
+                break
+        said = [line for line in process.stderr if not line.startswith("import time:")]
+        assert (process.wait(DEADLINE_S), said) == (130, [])
 
 
 def first_line(process: subprocess.Popen[str]) -> str:

@@ -11,6 +11,7 @@ from io import TextIOWrapper
 
 PLAIN = dict(zip("µ…█▒░▁▂▃▄▅▆▇", "u~#+.,:-=+*%", strict=True))
 """What stands for a character where the locale has no such."""
+EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     See ``app.run``. Probes run ``health`` every few seconds: it imports nothing of the rest.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:  # also while modules are imported
+        return EXIT_INTERRUPTED
+
+
+def _run(given: list[str]) -> int:
     open_closed_streams()
     write_any_locale()
     if given[:1] == ["health"]:

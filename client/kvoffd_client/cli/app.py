@@ -18,7 +18,7 @@ from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.paths import is_utf8
 
-EXIT_REFUSED, EXIT_NOT_NOTED, EXIT_INTERRUPTED = 2, 3, 130
+EXIT_REFUSED, EXIT_NOT_NOTED = 2, 3
 COMPLETION = "_KVOFFD_CLI_COMPLETE"
 """The variable by which a shell asks for completions."""
 
@@ -96,8 +96,6 @@ def run(given: list[str]) -> int:
         return status or 0
     except typer.Exit as ended:
         return ended.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader, such as head, has seen enough. Python would complain again when it closes stdout.
         _output_that_fails()

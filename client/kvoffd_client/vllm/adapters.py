@@ -194,7 +194,7 @@ class AdapterContents:
         self._cached: dict[tuple[str, str], set[bytes]] = {}
         """By name and path, the contents of which vLLM's own cache may have blocks."""
         self._digests: dict[tuple[int, int], bytes] = {}
-        """By rank and number, what the worker reported last."""
+        """By rank and number, what the worker reported last since a reset."""
 
     def content_of(self, adapter: LoRARequest) -> bytes | None:
         """Return the digest of what vLLM computes with; None where it is not known yet, UNREADABLE where it must not
@@ -267,3 +267,4 @@ class AdapterContents:
     def engine_cache_reset(self) -> None:
         """vLLM's own cache has no block of before any more."""
         self._cached.clear()
+        self._digests.clear()

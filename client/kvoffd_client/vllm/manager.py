@@ -640,9 +640,11 @@ class KvoffdManager(OffloadingManager):
         for failed in report.failed_jobs.values():
             self._job_failed(failed)
         if report.memory:
-            self.namespace.report(report.memory)
+            generation = self.namespace.generation
+            current = {rank: one for rank, one in report.memory.items() if one.generation == generation}
+            self.namespace.report(current)
             requests = [state.request for state in self._requests.values() if state.request is not None]
-            self.adapters.note_reports(report.memory, [one.lora_request for one in requests if one.lora_request])
+            self.adapters.note_reports(current, [one.lora_request for one in requests if one.lora_request])
 
     # --- vLLM's interface ---
 
