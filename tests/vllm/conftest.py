@@ -101,8 +101,11 @@ def server(home: EngineHome) -> EngineServer:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What the connector logs."""
+    import vllm.logger
+
     from kvoffd_client.vllm.log import logger
 
+    vllm.logger._print_warning_once.cache_clear()
     lines: list[str] = []
 
     class Collect(logging.Handler):
