@@ -466,8 +466,8 @@ def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
     assert consumer.offer(context, [key(9)]) == []
 
 
-def lora_request(number: int, name: str = "adapter") -> LoRARequest:
-    return LoRARequest(name, number, "path")
+def lora_request(number: int, name: str = "adapter", path: str = "path") -> LoRARequest:
+    return LoRARequest(name, number, path)
 
 
 def test_a_request_waits_until_workers_have_read_its_adapter(harness: ManagerHarness) -> None:
@@ -508,33 +508,48 @@ def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> 
     assert harness.offer(context) == []
 
 
+def report_adapter(harness: ManagerHarness, path: str, content: bytes) -> None:
+    """The worker has another adapter under number 1, at the next step too."""
+    namespace = harness.manager.namespace
+    memory = MemoryReport(NamespaceSpec.named("model"), "weights", namespace.generation)
+    for changed in (True, False):
+        one = replace(memory, adapters={1: (path, content)}, changed=changed, generation=namespace.generation)
+        harness.manager.workers_report(WorkerReport(memory={0: one}))
+
+
 def test_what_runs_while_its_adapter_is_another_one_spoils_vllms_own_cache(harness: ManagerHarness) -> None:
     """A user loads other files in place, and later the first ones again, while a request runs."""
-
-    def report(content: bytes) -> None:
-        namespace = harness.manager.namespace
-        memory = MemoryReport(NamespaceSpec.named("model"), "weights", namespace.generation)
-        for changed in (True, False):
-            one = replace(memory, adapters={1: ("path", content)}, changed=changed, generation=namespace.generation)
-            harness.manager.workers_report(WorkerReport(memory={0: one}))
 
     def stored(name: str) -> list[bytes] | None:
         context = harness.new(name)
         harness.requests[name].lora_request = lora_request(1)
         harness.manager.look_up(harness.requests[name])
         harness.client.answer(set())
+        harness.requests[name].num_computed_tokens = 96
         taken = harness.offer(context)
         harness.manager.complete_store(KEYS, context)
         return taken
 
     for content in (b"one", b"one"):
-        report(content)
+        report_adapter(harness, "path", content)
         assert stored("runs") == KEYS
     for content in (b"other", b"one"):
-        report(content)
+        report_adapter(harness, "path", content)
     assert stored("again") == []
     harness.manager.adapters.engine_cache_reset()
     assert stored("after a reset") == KEYS
+
+
+def test_what_waits_while_its_adapter_is_loaded_in_place_of_another_is_not_spoiled(harness: ManagerHarness) -> None:
+    report_adapter(harness, "path", b"one")
+    context = harness.new("waits")
+    harness.requests["waits"].lora_request = lora_request(1, path="moved")
+    assert harness.manager.awaits_adapter(harness.requests["waits"])
+    report_adapter(harness, "moved", b"other")
+    assert not harness.manager.awaits_adapter(harness.requests["waits"])
+    harness.manager.look_up(harness.requests["waits"])
+    harness.client.answer(set())
+    assert harness.offer(context) == KEYS
 
 
 def test_requests_of_an_adapter_of_old_weights_use_nothing(harness: ManagerHarness) -> None:

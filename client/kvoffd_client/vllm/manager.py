@@ -644,7 +644,8 @@ class KvoffdManager(OffloadingManager):
             current = {rank: one for rank, one in report.memory.items() if one.generation == generation}
             self.namespace.report(current)
             requests = [state.request for state in self._requests.values() if state.request is not None]
-            self.adapters.note_reports(current, [one.lora_request for one in requests if one.lora_request])
+            begun = [one.lora_request for one in requests if one.lora_request and one.num_computed_tokens]
+            self.adapters.note_reports(current, begun)
 
     # --- vLLM's interface ---
 
