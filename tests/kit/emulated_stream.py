@@ -88,8 +88,11 @@ class StreamsConnector:
     def set_disabled(self, disabled: bool) -> None:
         """Nothing: what comes next is a dummy run, which has no step."""
 
-    def post_forward(self, _: Any) -> None:
+    def post_forward(self, *_: Any, **__: Any) -> None:
         """Nothing: the host has called it."""
+
+    def finalize_step(self) -> None:
+        """Nothing: of 0.33, after drafts."""
 
 
 def control(worker: Any, lag_s: float = 0.0, events_at_once: bool = False) -> dict[str, Any]:
@@ -125,6 +128,10 @@ def install() -> None:
             output = copy.copy(output)
             output.kv_connector_output = self._of_connector
             return output
+
+        def get_kv_connector_output(self) -> Any:
+            """Asked by 0.33 where a step failed."""
+            return self._of_connector
 
     class Host:
         """The connector's calls of one worker, in the host's thread."""
