@@ -113,7 +113,7 @@ def install() -> None:
     from kvoffd_client.vllm.spec import KvoffdSpec
 
     execute, sample, drafts = CPUWorker.execute_model, CPUWorker.sample_tokens, CPUWorker.take_draft_token_ids
-    dummy, write, get_worker = CPUWorker.execute_dummy_batch, GPUModelRunner.update_requests, KvoffdSpec.get_worker
+    write, get_worker = GPUModelRunner.update_requests, KvoffdSpec.get_worker
 
     class Output(AsyncModelRunnerOutput):
         """A step's output: the stream's, with what the host's calls of the connector gave."""
@@ -205,9 +205,6 @@ def install() -> None:
     def take_draft_token_ids(self: Any) -> Any:
         return STREAM.launch(drafts, self).result()
 
-    def execute_dummy_batch(self: Any) -> None:
-        STREAM.launch(dummy, self).result()
-
     def update_requests(self: Any, scheduler_output: Any) -> None:
         if STREAM.is_current() or not hasattr(self, "steps_on_stream"):
             write(self, scheduler_output)
@@ -218,6 +215,5 @@ def install() -> None:
         return worker
 
     CPUWorker.execute_model, CPUWorker.sample_tokens = execute_model, sample_tokens
-    CPUWorker.take_draft_token_ids, CPUWorker.execute_dummy_batch = take_draft_token_ids, execute_dummy_batch
-    CPUWorker.control_stream = control
+    CPUWorker.take_draft_token_ids, CPUWorker.control_stream = take_draft_token_ids, control
     GPUModelRunner.update_requests, KvoffdSpec.get_worker = update_requests, worker_with_events
