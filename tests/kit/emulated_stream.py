@@ -8,7 +8,6 @@ has come to that place. ``control`` sets how late each forward pass begins.
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -192,12 +191,10 @@ def install() -> None:
             worker.host = Host(runner)
         return getattr(worker, "host", None)
 
-    @functools.wraps(execute)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         host = host_of(self)
         return host.execute(self, scheduler_output) if host else execute(self, scheduler_output)
 
-    @functools.wraps(sample)
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         host = host_of(self)
         return host.sample(self, grammar_output) if host else sample(self, grammar_output)
