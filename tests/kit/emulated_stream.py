@@ -8,7 +8,6 @@ has come to that place. ``control`` sets how late each forward pass begins.
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -88,8 +87,11 @@ class StreamsConnector:
     def set_disabled(self, disabled: bool) -> None:
         """Nothing: what comes next is a dummy run, which has no step."""
 
-    def post_forward(self, _: Any) -> None:
+    def post_forward(self, *_: Any, **__: Any) -> None:
         """Nothing: the host has called it."""
+
+    def finalize_step(self) -> None:
+        """Nothing: of 0.33, after drafts."""
 
 
 def control(worker: Any, lag_s: float = 0.0, events_at_once: bool = False) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def install() -> None:
     from kvoffd_client.vllm.spec import KvoffdSpec
 
     execute, sample, drafts = CPUWorker.execute_model, CPUWorker.sample_tokens, CPUWorker.take_draft_token_ids
-    dummy, write, get_worker = CPUWorker.execute_dummy_batch, GPUModelRunner.update_requests, KvoffdSpec.get_worker
+    write, get_worker = GPUModelRunner.update_requests, KvoffdSpec.get_worker
 
     class Output(AsyncModelRunnerOutput):
         """A step's output: the stream's, with what the host's calls of the connector gave."""
@@ -125,6 +127,10 @@ def install() -> None:
             output = copy.copy(output)
             output.kv_connector_output = self._of_connector
             return output
+
+        def get_kv_connector_output(self) -> Any:
+            """Asked by 0.33 where a step failed."""
+            return self._of_connector
 
     class Host:
         """The connector's calls of one worker, in the host's thread."""
@@ -185,21 +191,16 @@ def install() -> None:
             worker.host = Host(runner)
         return getattr(worker, "host", None)
 
-    @functools.wraps(execute)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         host = host_of(self)
         return host.execute(self, scheduler_output) if host else execute(self, scheduler_output)
 
-    @functools.wraps(sample)
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         host = host_of(self)
         return host.sample(self, grammar_output) if host else sample(self, grammar_output)
 
     def take_draft_token_ids(self: Any) -> Any:
         return STREAM.launch(drafts, self).result()
-
-    def execute_dummy_batch(self: Any) -> None:
-        STREAM.launch(dummy, self).result()
 
     def update_requests(self: Any, scheduler_output: Any) -> None:
         if STREAM.is_current() or not hasattr(self, "steps_on_stream"):
@@ -211,6 +212,5 @@ def install() -> None:
         return worker
 
     CPUWorker.execute_model, CPUWorker.sample_tokens = execute_model, sample_tokens
-    CPUWorker.take_draft_token_ids, CPUWorker.execute_dummy_batch = take_draft_token_ids, execute_dummy_batch
-    CPUWorker.control_stream = control
+    CPUWorker.take_draft_token_ids, CPUWorker.control_stream = take_draft_token_ids, control
     GPUModelRunner.update_requests, KvoffdSpec.get_worker = update_requests, worker_with_events

@@ -42,6 +42,7 @@ def install() -> None:
     topk_topp_sampler.HAS_TRITON = False
     _keep_async_scheduling(CpuPlatform)
     _copy_no_arguments(interpreter)
+    _take_integers_for_masks(interpreter.InterpreterBuilder)
     runner_v2_kernels.install(interpreter)
     emulated_stream.install()
 
@@ -77,3 +78,14 @@ def _copy_no_arguments(interpreter: Any) -> None:
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = patch_lang
+
+
+def _take_integers_for_masks(builder: Any) -> None:
+    """Have the interpreter load by masks that are integers to it, as those that depend on a scalar are; it refuses."""
+    load = builder.create_masked_load
+
+    def create_masked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return load(self, pointers, mask, *others)
+
+    builder.create_masked_load = create_masked_load

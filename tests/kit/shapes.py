@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ class Shape:
         environ: variables of the engine's processes.
         request: arguments of the command ``generate`` beside the prompts.
         prompts: token ids, or whatever the command ``generate`` takes.
-        cached: the tokens that each prompt shall find; None for as many as vLLM's own prefix cache gives.
+        cached: the tokens that each prompt shall find; None for as many as vLLM's own prefix cache gives, or those of
+            them that are in whole blocks, where ``whole_blocks`` is set.
         workers: how many processes register memory.
         varies: a prompt that vLLM has in its own prefix cache may get other tokens than a cold one, since its kernels
             compute the rest in another order.
@@ -46,6 +48,7 @@ class Shape:
     request: Mapping[str, Any] = field(default_factory=dict)
     prompts: Sequence[Any] = field(default_factory=lambda: PROMPTS)
     cached: Sequence[int] | None = None
+    whole_blocks: bool = False
     workers: int = 1
     varies: bool = False
 
@@ -75,13 +78,16 @@ def check_shape(shape: Shape, model: Path, daemon: DaemonProcess, *, restart: bo
             engine.start()
             wait_connected(daemon.directory, shape.workers, PATIENCE_S)
             loaded.append(ask())
-        after = books(daemon.directory)
-    assert cached(cold) == [0] * len(cold)
+        after, log = books(daemon.directory), engine.log
+    assert cached(cold) == [0] * len(cold), cached(cold)
     expected = list(shape.cached or cached(own))
+    if shape.whole_blocks:  # which vLLM makes as large as a state is on this CPU
+        (size,) = {int(size) for size in re.findall(r"Setting attention block size to (\d+) tokens", log)}
+        expected = [each // size * size for each in expected]
     assert all(expected)
     assert shape.varies or tokens(own) == tokens(cold), "vLLM's own prefix cache"
     for answers in loaded:
-        assert cached(answers) == expected
+        assert cached(answers) == expected, (cached(answers), expected)
         assert tokens(answers) == tokens(own)
         assert {answer.finish for answer in answers} == {"length"}
     assert len({tuple(answer.tokens) for answer in cold}) == len(cold), "prompts should differ in their answers"
@@ -215,6 +221,37 @@ def make_tiny_qwen3_next(path: Path) -> Path:
         linear_key_head_dim=128,
         linear_value_head_dim=128,
     )
+
+
+def make_tiny_glm_with_mtp(path: Path) -> Path:
+    """Write a GLM 4.5 of four layers and one that predicts the token after the next (MTP) into the directory ``path``.
+
+    That layer is over the next token's embedding and some of the model's hidden state. All layers add little to the
+    embeddings, so that some of its drafts are right.
+    """
+    layers = COMMON["num_hidden_layers"]
+    sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    experts = {"first_k_dense_replace": layers - 1, **sizes}  # vLLM wants some on either side
+    make_transformers_model(path, "Glm4MoeConfig", num_hidden_layers=layers + 1, **experts)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from safetensors.numpy import load_file, save_file
+
+        weights, ones = load_file(path / "model.safetensors"), np.ones(COMMON["hidden_size"], np.float32)
+        little = {name: each / 10 for name, each in weights.items() if "o_proj" in name or "down_proj" in name}
+        added = {
+            "enorm": ones,
+            "hnorm": ones,
+            "eh_proj": np.hstack([np.diag(ones), np.diag(ones) / 10]),
+            "embed_tokens": weights["model.embed_tokens.weight"],
+            "shared_head.norm": ones,
+            "shared_head.head": weights["lm_head.weight"],
+        }
+        weights |= little | {f"model.layers.{layers}.{name}.weight": each for name, each in added.items()}
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 def make_tiny_deepseek(path: Path) -> Path:

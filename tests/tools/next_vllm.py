@@ -28,6 +28,8 @@ INDEX_TIMEOUT_S = 60
 NEWLY_NEEDED = ("orjson",)
 """What 0.33 imports and the CPU build's environment lacks."""
 DOWNLOAD_TIMEOUT_S = 1800
+PYTEST_ARGS = ("tests/vllm", "-m", "not gpu and not shapes")
+"""Where none are given, which is what this command does not know itself."""
 
 
 def newest() -> str:
@@ -87,8 +89,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--version", help="another version than the newest")
-    parser.add_argument("pytest_args", nargs="*", default=["tests/vllm", "-m", "not gpu and not shapes"])
-    options = parser.parse_args()
+    options, pytest_args = parser.parse_known_args()
     directory: Path = options.directory.absolute()
     directory.mkdir(parents=True, exist_ok=True)
     version = options.version or newest()
@@ -99,7 +100,8 @@ def main() -> int:
     tree = overlay(download(version, directory), package, directory)
     print(*changes(package, tree / "vllm"), sep="\n", flush=True)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))}
-    return subprocess.run([sys.executable, "-m", "pytest", *options.pytest_args], cwd=ROOT, env=environ).returncode
+    command = [sys.executable, "-m", "pytest", *(pytest_args or PYTEST_ARGS)]
+    return subprocess.run(command, cwd=ROOT, env=environ).returncode
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Engines:
 
     def __init__(self, model: Path) -> None:
         settings = {"max_num_batched_tokens": STEP_TOKENS, "max_num_seqs": 8, "max_model_len": 1024}
+        self.model = model
         self.daemon = DaemonProcess("256MiB", faults=True)
         self.engine = EngineProcess(
             model,
@@ -188,3 +189,20 @@ def test_own_hits_wait_for_no_store(engines: Engines) -> None:
     assert tokens(found) == tokens(expected)
     assert max(waits) < LONGEST_WAIT_S / 2
     engines.settle()
+
+
+@pytest.mark.nightly
+def test_an_engine_of_new_processes_runs_too(engines: Engines) -> None:
+    """As vLLM starts them for users of a CPU. It loads what the forked engine stored."""
+    prompts = [prompt(seed, 400) for seed in (95, 96)]
+    engines.engine.control_stream()
+    expected = engines.engine.generate(prompts)
+    wait_stored(engines.daemon.directory)
+    with EngineProcess(engines.model, engines.daemon.directory, v2=True, fork=False, patient=True) as engine:
+        wait_connected(engines.daemon.directory, pids=lambda: engine.pids)
+        engine.control_stream(lag_s=0.02)
+        found = engine.generate(prompts)
+        assert engine.control_stream()["ahead"] > 2, "the host did not run ahead of the stream"
+        assert "Using V2 Model Runner" in engine.log
+    assert cached(found) == [full_blocks(400)] * 2
+    assert tokens(found) == tokens(expected)

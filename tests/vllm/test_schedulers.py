@@ -22,6 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffd_client import NamespaceSpec
+from kvoffd_client.vllm.compat import HAS_DEFECTS_OF_0_32
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
 from kvoffd_proto.errors import ErrorCode
@@ -190,14 +191,29 @@ def test_a_session_s_next_part_stores_its_own_blocks(connector: KvoffdConnector)
     assert stored_in_two_steps(connector, output, request) == [8, 9, 10]
 
 
+@pytest.mark.parametrize("is_forgotten_by_vllm", [True, *([False] if HAS_DEFECTS_OF_0_32 else [])])
 def test_a_request_that_resumes_under_the_second_runner_has_its_new_blocks_alone(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_forgotten_by_vllm: bool
 ) -> None:
-    """vLLM's own scheduler makes a new request of it there, and the offloading scheduler would store its old blocks."""
+    """vLLM's own scheduler makes a new request of it there, and the offloading scheduler would store its old blocks.
+
+    0.32 forgets them only where it asks whether the request can be loaded; ``forget_session_blocks`` does in any case.
+    """
     config = make_config(model, {"directory": str(tmp_path)})
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     scheduler, hasher = make_scheduler(config, 10)
-    known = scheduler.connector.connector_scheduler._req_status
+    half = scheduler.connector.connector_scheduler
+    known, ask = half._req_status, half.get_num_new_matched_tokens
+
+    def ask_and_keep(request: Request, *given: Any, **named: Any) -> Any:
+        (group,) = known[request.request_id].group_states
+        kept = list(group.block_ids)
+        found = ask(request, *given, **named)
+        group.block_ids[:] = kept
+        return found
+
+    if not is_forgotten_by_vllm:
+        half.get_num_new_matched_tokens = ask_and_keep
     for name in ("first", "second"):
         prompt = [hash(name) % 1000] * PROMPT_TOKENS
         sampling = SamplingParams(max_tokens=100, ignore_eos=True)
