@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
+from kvoffd.pool.slot_table import BAD_RECORD
 from kvoffd.system.native import SlotIndex, Structure, native
 from kvoffd_proto import messages
 
@@ -253,6 +254,11 @@ class BlockTable(Structure):
     def set_checksum(self, slot: int, checksum: int) -> None:
         """Enter the checksum of a shard that was published without one."""
         self._native.blocks_set_checksum(self.address, slot, checksum)
+
+    def set_corrupt(self, slot: int) -> None:
+        """Note that a slot holds wrong bytes. A successor does not use it either, whatever holds it now."""
+        self.shard[slot] = (self.shard[slot] & ~np.uint8(UNVERIFIED)) | CORRUPT
+        self.records["state"][slot] = BAD_RECORD
 
     def drop(self, blocks: BlockIds, key_bytes: int, ranks: int, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
         """Take blocks of one group out of the index, for a reason that is noted if it is not 0. They are DROPPED then,

@@ -329,8 +329,6 @@ static void release(struct blocks *x, uint32_t block)
         x->numbers[released->slots++] = at;
         released->unverified += (x->shard[at] & UNVERIFIED) != 0;
         released->corrupt += (x->shard[at] & CORRUPT) != 0;
-        if (x->shard[at] & CORRUPT)
-            set_record(record_of(x, at), BAD_RECORD);
         x->state[at] = x->shard[at] & CORRUPT ? NOT_FIRST : FREE;
         x->shard[at] &= CORRUPT;
         at = next;
@@ -371,7 +369,7 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t c
             note(x, hashed, reason);
         x->state[block] = DROPPED;
         do {
-            set_record(record_of(x, at), FREE_RECORD);
+            set_record(record_of(x, at), x->shard[at] & CORRUPT ? BAD_RECORD : FREE_RECORD);
             at = x->next[at];
         } while (at != block);
         release(x, block);

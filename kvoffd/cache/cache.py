@@ -1100,7 +1100,7 @@ class Cache:
         if record["checksum"] != checksum:
             self.mismatches += 1
             self.unverified_slots -= shard & UNVERIFIED != 0
-            self.blocks.shard[slot] = (shard & ~UNVERIFIED) | CORRUPT
+            self.blocks.set_corrupt(slot)
             group = self._of_block(slot)
             names = self.blocks.keys(head, group.key_bytes)
             if self.blocks.state[head[0]] != DROPPED:

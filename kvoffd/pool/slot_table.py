@@ -37,7 +37,7 @@ import numpy.typing as npt
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES, page_up
-from kvoffd.system.files import read_boot_id
+from kvoffd.system.files import begins_as, read_boot_id
 from kvoffd_proto.units import format_size
 
 MAGIC = b"KVOFFDST"
@@ -51,6 +51,8 @@ MAX_GENERATION = 2**62 - 1
 READY_RECORD = int.from_bytes(b"kvREADY!", "little")
 """State of a record whose slot is whole; no flipped bit of another state makes it."""
 FREE_RECORD = 0
+BAD_RECORD = int.from_bytes(b"!kvBAD!!", "little")
+"""State of a record whose slot holds wrong bytes: it is never used again."""
 RECORD = np.dtype(
     {
         "names": [
@@ -120,8 +122,8 @@ class TableGeometry:
 
 
 def is_table(fd: int) -> bool:
-    """Whether the file begins as a table of kvoffd does, of this release or any other."""
-    return os.pread(fd, len(MAGIC), 0) == MAGIC
+    """Whether the file is a table of kvoffd, of this release or any other, although its first bytes may be damaged."""
+    return begins_as(os.pread(fd, HEADER.size, 0), MAGIC)
 
 
 def check_table(fd: int, wanted: TableGeometry) -> None:
@@ -130,18 +132,17 @@ def check_table(fd: int, wanted: TableGeometry) -> None:
         header, size = os.pread(fd, HEADER.size + CRC.size, 0), os.fstat(fd).st_size
     except OSError as error:
         raise BadTable(f"The slot table cannot be read: {error.strerror}.") from error
-    if header[: len(MAGIC)] != MAGIC:
+    if not begins_as(header, MAGIC):
         raise BadTable("The file is no slot table of kvoffd.")
     if len(header) < HEADER.size + CRC.size:
         raise BadTable("The slot table is cut off in its header.")
+    if header[HEADER.size :] != CRC.pack(zlib.crc32(header[: HEADER.size])):
+        raise BadTable("The slot table's header is damaged.")
     _, version, _, boot_id, pool_bytes, region_bytes, _ = HEADER.unpack_from(header)
     if version != FORMAT_VERSION:
         raise BadTable(f"The slot table has format {version}, and this release reads format {FORMAT_VERSION}.")
     if boot_id != read_boot_id():
         raise BadTable("The slot table is from before the machine's last boot.")
-    # The numbers are looked at only behind the CRC: damaged ones may be of any size.
-    if header[HEADER.size :] != CRC.pack(zlib.crc32(header[: HEADER.size])):
-        raise BadTable("The slot table's header is damaged.")
     if pool_bytes != wanted.pool_bytes:
         raise BadTable(
             f"The existing pool has {format_size(pool_bytes)} ({pool_bytes} bytes), and "

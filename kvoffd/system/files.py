@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import eq
 from pathlib import Path
 from uuid import UUID
 
@@ -119,6 +120,13 @@ def try_lock(fd: int) -> bool:
 def is_regular(status: os.stat_result) -> bool:
     """Whether it is a regular file with at most one name."""
     return stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
+
+
+def begins_as(content: bytes, magic: bytes) -> bool:
+    """Whether a file that begins with ``content`` is one of ours: it has the magic, or where bits flipped most of it, and
+    more behind. Else it is plainly something else."""
+    alike = sum(map(eq, content, magic))
+    return alike == len(magic) or (len(content) > len(magic) and alike >= len(magic) * 3 // 4)
 
 
 def foreign_owner(status: os.stat_result, what: str) -> str:

@@ -33,6 +33,7 @@ from kvoffd.system.files import (
     FileInUse,
     aligned_buffer,
     allocate_in_steps,
+    begins_as,
     claim_file,
     foreign_owner,
     held_bytes,
@@ -304,7 +305,7 @@ class DiskFile:
         size = self.calls.stat(self.fd).st_size
         name = aligned_buffer(PAGE_BYTES)
         read_all(self.calls, self.fd, [name[: min(size, PAGE_BYTES)]], 0)
-        if size and bytes(name[:8]) not in (_DISK_MAGIC, _OLD_MAGIC):
+        if size and not any(begins_as(bytes(name[:size]), magic) for magic in (_DISK_MAGIC, _OLD_MAGIC)):
             raise DiskError(
                 f"{self.path} is no disk tier's file and is left as it is; name another directory, or remove it."
             )

@@ -25,14 +25,21 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.pool.allocator import SlotAllocator, page_up
-from kvoffd.pool.slot_table import READY_RECORD, RECORD, RECORD_BYTES, BadTable, SlotTable, TableGeometry, check_table
+from kvoffd.pool.slot_table import (
+    BAD_RECORD,
+    READY_RECORD,
+    RECORD,
+    RECORD_BYTES,
+    BadTable,
+    SlotTable,
+    TableGeometry,
+    check_table,
+)
 from kvoffd.system.native import native
 from kvoffd_proto.messages import GroupSpec
 
 MIB = 1 << 20
 PTRACE_TRACEME, PTRACE_SINGLESTEP = 0, 9
-BAD = int.from_bytes(b"!kvBAD!!", "little")
-"""State of a record whose slot is in quarantine."""
 POOL, REGION = 4 * MIB, MIB // 4
 GEOMETRY = TableGeometry(POOL, REGION)
 NEXT_NUMBER = 100
@@ -210,11 +217,11 @@ def test_a_rank_that_is_there_twice_keeps_what_is_newer() -> None:
 def test_quarantined_slots_stay_so() -> None:
     pool = Pool()
     slots = pool.store(9, 0, keys_of(1, 2, 3, key_bytes=32))
-    pool.table.records["state"][slots[1]] = BAD
+    pool.table.records["state"][slots[1]] = BAD_RECORD
     successor, recovered = check(pool)
     assert recovered.quarantined.tolist() == slots[1].tolist()
     assert successor.blocks.shard[slots[1]] == CORRUPT
-    assert successor.table.records["state"][slots[1]] == BAD
+    assert successor.table.records["state"][slots[1]] == BAD_RECORD
     successor.slots.take(20480, 1000)
     assert len(successor.found()) == 2
 

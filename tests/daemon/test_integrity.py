@@ -138,3 +138,17 @@ def test_integrity_recovered_blocks_are_compared_in_the_background(
         with CheckedEngine(daemon, engine.truth) as engine:
             assert engine.get(range(KEYS)) == [number for number in range(KEYS) if number != 5]
             engine.put([5])
+
+
+def test_integrity_a_slot_that_a_lease_held_when_the_daemon_was_killed_is_not_used_again(
+    daemon_that: Callable[..., DaemonProcess], pool_file: Path
+) -> None:
+    with daemon_that(verify_share="1") as daemon, CheckedEngine(daemon) as engine, CheckedEngine(daemon) as other:
+        engine.put([1])
+        flip(pool_file, engine.truth[1])
+        assert other.lookup(keys(1)) == 1
+        assert engine.get([1]) == []
+        assert balanced(daemon).quarantined_bytes == 0, "the lease holds it"
+        daemon.kill()
+        daemon.start()
+        assert balanced(daemon).quarantined_bytes == PAGE

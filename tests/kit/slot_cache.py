@@ -33,7 +33,7 @@ from kvoffd.cache.queues import Queues
 from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.cache.tickets import Held, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
-from kvoffd.pool.slot_table import SlotTable, TableGeometry
+from kvoffd.pool.slot_table import BAD_RECORD, READY_RECORD, SlotTable, TableGeometry
 from kvoffd.system.numa import Locality
 from kvoffd_proto.events import MEDIUM_CPU
 from kvoffd_proto.messages import GroupSpec
@@ -237,7 +237,8 @@ def check_invariants(cache: Cache) -> None:
             assert table.records["rank"][slot] == rank
             unverified += bool(shard & UNVERIFIED)
             assert state == DROPPED or not shard & CORRUPT
-            readable = bool(table.records["state"][slot])
+            readable = table.records["state"][slot] == READY_RECORD
+            assert (table.records["state"][slot] == BAD_RECORD) == bool(shard & CORRUPT), "a successor uses it"
             if not group.dead:  # whose number no successor knows
                 assert readable == (shard & SHARD_STATE == WRITTEN and state != DROPPED), "a successor is misled"
         writing = any(shard & SHARD_STATE == WRITING_SHARD for shard in shards)

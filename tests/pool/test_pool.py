@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -17,7 +18,7 @@ from kvoffd.pool import backing as backing_module
 from kvoffd.pool.allocator import PoolSegment, cut_pool
 from kvoffd.pool.backing import FileBacking, MemfdBacking
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.slot_table import FREE_RECORD, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
+from kvoffd.pool.slot_table import CRC, FREE_RECORD, HEADER, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.numa import Locality
 
@@ -46,18 +47,20 @@ def successor(fds: tuple[int, int], size: int = 8 * MIB, on_discard: Callable[[]
 
 
 def test_a_table_that_cannot_be_trusted_is_not_taken_over() -> None:
-    spoiled = (
-        (16, bytes(16), "last boot"),
-        (0, b"x", "no slot table"),
-        (8, b"\x63", "format"),
-        (40, b"\xff", "damaged"),
-    )
-    for at, bytes_, sentence in spoiled:
+    spoiled: list[tuple[int, bytes, bool, str]] = [
+        (16, bytes(16), True, "last boot"),
+        (8, b"\x63", True, "format"),
+        (0, b"precious", False, "no slot table"),
+        *((at, b"\xaa", False, "damaged") for at in range(HEADER.size + CRC.size)),
+    ]
+    for at, bytes_, sums, sentence in spoiled:
         first = Pool(8 * MIB, region_bytes=4 * MIB)
         fds = kept(first)
         first.close()
         assert os.pread(fds[1], len(bytes_), at) != bytes_
         os.pwrite(fds[1], bytes_, at)
+        if sums:
+            os.pwrite(fds[1], CRC.pack(zlib.crc32(os.pread(fds[1], HEADER.size, 0))), HEADER.size)
         second = successor(fds)
         assert sentence in second.cold_reason
         assert not second.recovered

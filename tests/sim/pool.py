@@ -87,7 +87,7 @@ class WatchedPool:
         watched = *((blocks, name) for name in ("take", "publish", "drop", "release", "replace")), (slots, "free")
         for owner, name in watched:
             setattr(owner, name, lambda *given, _name=name: getattr(self, _name)(*given))
-        for written, name in ((table, "save_namespaces"), (blocks, "set_checksum")):
+        for written, name in ((table, "save_namespaces"), (blocks, "set_checksum"), (blocks, "set_corrupt")):
             setattr(written, name, self._written(getattr(written, name)))
         for offset, owner, first_block, length in records_of(cache):
             slot = Slot(offset, _size_of(cache, offset), "ready", owner, first_block)

@@ -101,6 +101,7 @@ def test_a_foreign_file_is_left_as_it_is(tmp_path: Path) -> None:
         lambda disk, index: index.write_bytes(bytes(1 << 20)),
         lambda disk, index: disk.write_bytes(b"KVOFFDDK".ljust(1 << 20, b"x")),
         lambda disk, index: disk.write_bytes(b"kvoffdD4".ljust(1 << 20, b"x")),
+        lambda disk, index: disk.write_bytes(b"kvOffdD4" + disk.read_bytes()[8:]),
     ],
 )
 def test_files_of_no_use_are_emptied_and_that_is_said(spoil: Callable[[Path, Path], object], tmp_path: Path) -> None:
