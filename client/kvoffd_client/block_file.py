@@ -8,7 +8,9 @@ block by block, rank by rank, without gaps. ``__metadata__`` holds
 * ``namespace``: the geometry, see ``Geometry.to_json``,
 * ``blocks``: ``group:key:first block:checksums`` of each block, in the order of the file, with ``;`` between. Checksums
   are those of the shards by rank, XXH3 of 64 bits in hex, with ``,`` between,
-* ``checksum``: XXH3 of ``namespace``, a blank and ``blocks``; so that damage to them is found.
+* ``generation``: when the namespace was last reset or cleared before the export; see ``BlockClient.generation``,
+* ``checksum``: XXH3 of ``namespace``, ``blocks`` and ``generation``, with blanks between; so that damage to them is
+  found. Version 1 has no generation.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from kvoffd_client.session import Closing
 from kvoffd_proto.admin import BlockInfo
 from kvoffd_proto.messages import READY
 
-FORMAT, VERSION = "kvoffd-blocks", "1"
+FORMAT, VERSION = "kvoffd-blocks", "2"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """What safetensors itself reads."""
@@ -95,28 +97,29 @@ def _runs(geometry: Geometry, group: int) -> Iterator[tuple[str, str, list[int],
             first += count
 
 
-def _header_of(geometry: Geometry, entries: Sequence[Entry]) -> bytes:
+def _header_of(geometry: Geometry, entries: Sequence[Entry], generation: int) -> bytes:
     """The header of a file of these blocks, as JSON, without padding."""
-    namespace, blocks = geometry.to_json(), ";".join(entry.text for entry in entries)
+    parts = namespace, blocks, _ = geometry.to_json(), ";".join(entry.text for entry in entries), str(generation)
     metadata = {
         "format": FORMAT,
         "version": VERSION,
         "namespace": namespace,
         "blocks": blocks,
-        "checksum": _metadata_checksum(namespace, blocks),
+        "generation": str(generation),
+        "checksum": _metadata_checksum(*parts),
     }
     return msgspec.json.encode({"__metadata__": metadata, **_tensors_of(geometry, entries)})
 
 
-def _metadata_checksum(namespace: str, blocks: str) -> str:
-    return f"{checksum_of(f'{namespace} {blocks}'.encode()):016x}"
+def _metadata_checksum(*parts: str) -> str:
+    return f"{checksum_of(' '.join(parts).encode()):016x}"
 
 
 class BlockFile(Closing):
     """A file of blocks, opened for reading. Its header is checked as a whole; its blocks are when they are read.
 
-    ``entries`` are its blocks in the order of the file, of ``data_bytes`` together. Raises BlockFileError where it is
-    no whole file of blocks.
+    ``entries`` are its blocks in the order of the file, of ``data_bytes`` together, and of a ``generation``. Raises
+    BlockFileError where it is no whole file of blocks.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -146,19 +149,21 @@ class BlockFile(Closing):
             raise self._no_block_file(f"its header is damaged: {error}") from error
         if metadata.get("format") != FORMAT:
             raise self._no_block_file("it holds other tensors than blocks")
-        if metadata.get("version") != VERSION:
+        if metadata.get("version") not in ("1", VERSION):
             raise BlockFileError(
                 f"{self.path} has version {metadata.get('version')!r} of the format, this kvoffd reads {VERSION}; "
                 "install the release that wrote it."
             )
         namespace, blocks = metadata.get("namespace", ""), metadata.get("blocks", "")
-        if metadata.get("checksum") != _metadata_checksum(namespace, blocks):
+        generation = (metadata["generation"],) if "generation" in metadata else ()
+        if metadata.get("checksum") != _metadata_checksum(namespace, blocks, *generation):
             raise BlockFileError(
                 f"{self.path} is damaged: its list of blocks does not match its checksum. Export again."
             )
         try:
             self.geometry = geometry = Geometry.of_json(namespace)
             self.entries = [Entry.parse(item) for item in blocks.split(";") if item]
+            self.generation = int(*generation)
         except ValueError as error:
             raise self._no_block_file(str(error)) from error
         self._starts: list[int] = []
@@ -215,12 +220,14 @@ class BlockFileWriter(Closing):
     BlockFileError; OSError where the file cannot be written.
     """
 
-    def __init__(self, path: Path, geometry: Geometry, wanted: Sequence[tuple[int, bytes]]) -> None:
-        self._path, self._geometry = path, geometry
+    def __init__(
+        self, path: Path, geometry: Geometry, wanted: Sequence[tuple[int, bytes]], generation: int = 0
+    ) -> None:
+        self._path, self._geometry, self._generation = path, geometry, generation
         self.entries: list[Entry] = []
         self.data_bytes = 0
         most = [Entry(group, key, MAX_FIRST_BLOCK, (0,) * geometry.world_size) for group, key in wanted]
-        self._data_at = -(-(LENGTH_BYTES + len(_header_of(geometry, most))) // ALIGNMENT) * ALIGNMENT
+        self._data_at = -(-(LENGTH_BYTES + len(_header_of(geometry, most, generation))) // ALIGNMENT) * ALIGNMENT
         if self._data_at > MAX_HEADER_BYTES:
             raise BlockFileError(
                 f"{len(wanted)} blocks are more than one file of safetensors can list; export them in parts, with "
@@ -246,7 +253,7 @@ class BlockFileWriter(Closing):
     def finish(self) -> None:
         """Write the header and give the file its name."""
         self._file.truncate(self._data_at + self.data_bytes)
-        header = _header_of(self._geometry, self.entries).ljust(self._data_at - LENGTH_BYTES)
+        header = _header_of(self._geometry, self.entries, self._generation).ljust(self._data_at - LENGTH_BYTES)
         assert len(header) == self._data_at - LENGTH_BYTES, "space was made for more"
         self._file.seek(0)
         self._file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
@@ -294,6 +301,7 @@ def export_blocks(
     if path.exists():
         raise BlockFileError(f"{path} exists; remove it or name another file.")
     geometry = client.geometry(namespace)
+    generation = client.generation(geometry.fingerprint)
     wanted: list[list[BlockInfo]] = []
     for group in range(len(geometry.groups)):
         listed = (
@@ -304,7 +312,7 @@ def export_blocks(
     done, passed = Exported(), 0
     try:
         named = [(group, info.key) for group, infos in enumerate(wanted) for info in infos]
-        with BlockFileWriter(path, geometry, named) as writer:
+        with BlockFileWriter(path, geometry, named, generation) as writer:
             for group, infos in enumerate(wanted):
                 for read in client.read_blocks(geometry.fingerprint, infos, group):
                     for block in read.blocks:
@@ -334,14 +342,21 @@ class Imported:
 
 
 def import_blocks(
-    client: BlockClient, file: BlockFile, *, beside: bool = False, progress: Progress = lambda done, total: None
+    client: BlockClient,
+    file: BlockFile,
+    *,
+    beside: bool = False,
+    stale: bool = False,
+    progress: Progress = lambda done, total: None,
 ) -> Imported:
     """Store all blocks of ``file``, each compared with its checksum before. Opens the namespace where no engine has.
 
     Args:
         beside: open the file's namespace although one of the same label and another fingerprint is open.
+        stale: store blocks although the namespace was reset or cleared since they were exported.
 
     Raises:
+        BlockUnavailable: the namespace was reset or cleared since.
         BlockFileError: the file is damaged, or no engine here would read its blocks.
         DaemonUnavailable, RequestRefused: the daemon went away or says no; what was stored until then stays.
     """
@@ -350,7 +365,8 @@ def import_blocks(
     passed, groups = 0, sorted({entry.group for entry in file.entries})
     for group in groups:
         numbers = [number for number, entry in enumerate(file.entries) if entry.group == group]
-        for written in client.write_blocks(geometry, group, map(file.read, numbers), len(numbers)):
+        generation = None if stale else file.generation
+        for written in client.write_blocks(geometry, group, map(file.read, numbers), len(numbers), generation):
             done.blocks += written.stored
             done.bytes += written.stored * geometry.block_bytes(group)
             done.present += written.present

@@ -374,6 +374,10 @@ class BlockClient(AdminClient):
         fingerprint = self.find_namespace(namespace)
         return Geometry.of_reply(fingerprint, self.ask(DescribeNamespace, fingerprint))
 
+    def generation(self, fingerprint: bytes) -> int:
+        """When the blocks of an open namespace were last reset or cleared, in microseconds since 1970; 0 for never."""
+        return self.ask(DescribeNamespace, fingerprint).generation
+
     def list_blocks(self, namespace: str | bytes, group: int = 0, prefix: str = "") -> Iterator[BlockInfo]:
         """Yield the blocks of a group whose keys begin with some hex digits, in no order."""
         if len(prefix) > MAX_KEY_DIGITS:
@@ -433,11 +437,19 @@ class BlockClient(AdminClient):
         return written.stored > 0
 
     def write_blocks(
-        self, geometry: Geometry, group: int, blocks: Iterable[Block], count: int
+        self, geometry: Geometry, group: int, blocks: Iterable[Block], count: int, generation: int | None = None
     ) -> Iterator[BlocksWritten]:
-        """Store so many blocks of a group, some at a time. Opens the namespace where no engine has."""
+        """Store so many blocks of a group, some at a time. Opens the namespace where no engine has.
+
+        ``generation``: that of the blocks, if known. Raises BlockUnavailable where they were reset or cleared since.
+        """
         with self._buffer(geometry, group, count) as buffer:
             for some in _batches(blocks, buffer.capacities[group]):
+                if generation is not None and generation < self.generation(geometry.fingerprint):
+                    raise BlockUnavailable(
+                        f"The namespace {geometry.label!r} was reset or cleared here since the blocks were exported: "
+                        "they may be stale. Add --stale to import them all the same."
+                    )
                 yield buffer.write(group, some)
 
     def _buffer(self, geometry: Geometry, group: int, count: int) -> _Buffer:

@@ -306,11 +306,6 @@ class Cache:
         if not group.blocks_in[DROPPED]:
             del self._groups[group.number]
 
-    def set_generation(self, namespace: Namespace, generation: int) -> None:
-        """Note the generation of blocks that are stored from now on, when all of earlier ones are gone."""
-        namespace.generation = generation
-        self._save()
-
     def forget_namespace(self, namespace: Namespace) -> None:
         """Forget a namespace that has no block in the index and that nobody has open; its name is free for another."""
         assert not namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
@@ -335,7 +330,7 @@ class Cache:
         for rank, shards in enumerate(record.shards):
             if shards is not None:
                 namespace.describe_shards(rank, shards)
-        namespace.generation, namespace.recovered = record.generation, True
+        namespace.generation = record.generation
         self.namespaces[namespace.fingerprint] = namespace
         self._give_number(namespace, record.number)
         return self._current[namespace]

@@ -130,8 +130,6 @@ class Namespace:
         """Since when it is known that it is empty and nobody has it open."""
         self.generation = 0
         """Of its blocks: it is raised whenever all that there are become stale."""
-        self.recovered = False
-        """It was there in an earlier daemon's pool."""
         self.number = 0
         """By which the slot table's records name it: a new one with each reset."""
         self.counters = Counters()

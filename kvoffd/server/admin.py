@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvoffd.errors import KvoffdError
 from kvoffd.server.handlers import Pending, answers, filled
 from kvoffd.server.namespaces import forget_idle
+from kvoffd.server.requests import CLEARED_UNKEPT
 from kvoffd.server.sessions import Session
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
@@ -24,8 +25,6 @@ FLEET_WAIT_S = 1.5
 LISTED_PLACES, LISTED_SHARDS = 65536, 2048
 """One page of a listing looks at so many places of the index, and has so many shards: a few milliseconds."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
-STATE_WAIT_S = 1.5
-"""For ``kvoffd.state`` to be written."""
 
 
 @answers(a.Clear)
@@ -42,7 +41,7 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
                 count += cache.reset(namespace, generation=service.state.generation(namespace.fingerprint))
     forget_idle(service)
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
-    return service.removed(message.request_id, count)
+    return service.once_kept(m.Done(message.request_id, count), CLEARED_UNKEPT)
 
 
 @answers(a.ResetFleet)
@@ -69,7 +68,7 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
 def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pending:
     """Set a namespace's quota, and have it written for the next daemon before the answer, which says where that
     failed."""
-    quotas, state = service.cache.quotas, service.state
+    quotas = service.cache.quotas
     if message.quota_bytes is None:
         quotas.pop(message.namespace, None)
     else:
@@ -77,22 +76,15 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
             why = f"{most} namespaces, open or not, have a quota, the most there may be; take those of others away."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         quotas[message.namespace] = message.quota_bytes
-    state.save_quotas(quotas)
+    service.state.save_quotas(quotas)
     logger.info(
         "Session %d (%s) set the quota of the namespace %s: %s.",
         *(session.id, session.peer, message.namespace.hex()[:12]),
         "none" if message.quota_bytes is None else format_size(message.quota_bytes),
     )
 
-    def poll(late: bool) -> m.Done | None:
-        if not late and not state.file.is_saved:
-            return None
-        if problem := state.file.problem:
-            why = f"The quota holds until the daemon ends, and the next one may not have it: {problem}."
-            raise KvoffdError(why, ErrorCode.NOT_NOTED)
-        return m.Done(message.request_id, 1)
-
-    return Pending(poll, service.clock() + STATE_WAIT_S)
+    otherwise = "The quota holds until the daemon ends, and the next one may not have it."
+    return service.once_kept(m.Done(message.request_id, 1), otherwise)
 
 
 @answers(a.Trace)

@@ -1,12 +1,19 @@
 """Files from one daemon to the next: generations and quotas of namespaces, and what the policy learned.
 
-A namespace's **generation** is raised whenever its blocks become stale: by a reset and by a clear. Pools and disks note
-the generation in which a block was stored. Blocks of a lower one are void wherever they are found again: in a disk that
-was away, an older copy of a file, another pool.
+A namespace's **generation** is raised whenever its blocks become stale: by a reset and by a clear. Pools, disks and
+files of exported blocks note the generation in which a block was stored. A block of a lower one is void, wherever and
+whenever it is found: in a disk that was away or could not be written to, an older copy of a file, another pool. Nothing
+else keeps away what was cleared, so a reset is answered when ``kvoffd.state`` is on its device.
+
+A generation is a point in time, in microseconds since 1970, above all that state file, pools and disks have shown. So
+one that is raised after the state file was lost is above all from before. Where none was raised, the highest that is
+found counts. One in the future was raised before the clock was set back: nobody can tell whether it is from before or
+after those that are known, so all blocks that there are become void.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -22,8 +29,9 @@ import msgspec
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.policy import Policy
 from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
 from kvoffd.system.files import open_directory
-from kvoffd.system.mappings import is_hugetlbfs
+from kvoffd.system.mappings import filesystem_magic, is_hugetlbfs
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import start
 from kvoffd_proto.messages import Count
@@ -34,14 +42,20 @@ logger = logging.getLogger(__name__)
 STATE_FILE, POLICY_SUFFIX = "kvoffd.state", ".policy"
 MAX_STATE_BYTES = 16 << 20
 MAX_NAMES = 4096
-"""Namespaces with a generation, of each shared store, and of those not shared: the oldest are forgotten, but for those
-of namespaces that there are."""
+"""Namespaces with a generation of their own, here and in each shared store, and of those that are not shared.
+
+The oldest are forgotten, but for those that are there. All others then count as reset when they were, or
+are not shared either.
+"""
 RETRY_S = 5.0
 """After which a write that failed is tried again: a file system may have been full for a moment."""
+READ_TRIES, READ_PAUSE_S = 3, 0.2
 CLOSE_S = 2.0
 """For a file to be written when the daemon ends."""
 POLICY_EVERY_S = 300.0
 MAX_POLICY_BYTES = 1 << 20
+IN_MEMORY = 0x01021994, 0x858458F6
+"""``f_type`` of tmpfs and ramfs: a reboot loses what is there."""
 
 
 class StateFile:
@@ -60,8 +74,9 @@ class StateFile:
         self._changed = threading.Condition()
         self._content = b""
         """What was saved last."""
-        self._due = self._ends = False
-        """Whether the content is to be written, or is being written."""
+        self._ends = False
+        self.saved = self.tried = self.written = 0
+        """Numbers of what was saved last, of what it was last tried to write, and of what is on the device."""
         self._problem = ""
         """Why that failed the last time."""
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
@@ -76,16 +91,29 @@ class StateFile:
                 raise ValueError(f"it has {found.st_size} bytes, more than {self._max_bytes}")
             return file.read(self._max_bytes)
 
+    @property
+    def outlives_reboot(self) -> bool:
+        """Whether its file system is on a device."""
+        try:
+            directory = open_directory(Path(self.path).parent)
+        except OSError:
+            return True  # nothing can be written there, which is said
+        try:
+            return filesystem_magic(directory) not in IN_MEMORY
+        finally:
+            os.close(directory)
+
     def save(self, content: bytes) -> None:
         """Write it soon, in place of what is still to be written."""
         with self._changed:
-            self._content, self._due = content, True
+            self._content = content
+            self.saved += 1
             self._changed.notify_all()
 
     @property
     def is_saved(self) -> bool:
         """Whether what was saved last is written, or could not be."""
-        return not self._due
+        return self.tried == self.saved
 
     @property
     def problem(self) -> str:
@@ -95,9 +123,10 @@ class StateFile:
     def flush(self, timeout_s: float) -> bool:
         """Wait until all is written, or has failed once more; False where that takes longer."""
         with self._changed:
-            self._due = self._due or bool(self._problem)
+            if self._problem:
+                self.tried = min(self.tried, self.saved - 1)
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._due, timeout_s)
+            return self._changed.wait_for(lambda: self.is_saved, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """As ``flush``; then the thread ends."""
@@ -110,21 +139,27 @@ class StateFile:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._due or self._ends, RETRY_S if self._problem else None)
-                if self._ends and not self._due:
+                self._changed.wait_for(lambda: not self.is_saved or self._ends, RETRY_S if self._problem else None)
+                if self._ends and self.is_saved:
                     return
-                content = self._content
+                number, content = self.saved, self._content
             problem = ""
             try:
                 self._write(content)
-            except OSError as error:
+            except Exception as error:
                 problem = f"{self.path} cannot be written: {error}"
+                if not isinstance(error, OSError):
+                    logger.exception("Writing %s failed: a bug; it is tried again.", self.path)
             with self._changed:
                 if problem and not self._problem:
                     logger.warning("%s.", problem)
-                self._problem, self._due = problem, self._content is not content
+                self.written = self.written if problem else number
+                self._problem, self.tried = problem, number
                 self._changed.notify_all()
-            self.on_saved()
+            try:
+                self.on_saved()
+            except Exception:
+                logger.exception("Nobody hears that %s was written: a bug.", self.path)
 
     def _write(self, content: bytes) -> None:
         """Raises OSError: then the file is as it was."""
@@ -150,27 +185,47 @@ class StateFile:
 
 def _open_own(path: str, flags: int) -> int:
     """Follows no link, and does not block: somebody may have put a FIFO there."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("it is a link") from error
+        raise
 
 
-class Content(msgspec.Struct, forbid_unknown_fields=True):
-    """``kvoffd.state`` behind its CRC-32. Namespaces go by their fingerprints."""
+class Resets(msgspec.Struct):
+    """What keeps away what was cleared. Namespaces go by their fingerprints."""
 
     last: Count = 0
-    """The highest generation that was ever given."""
+    """The highest generation that was ever given or found."""
     floor: Count = 0
     """Generation of all namespaces that have none of their own: of the last time that all were cleared."""
     generations: dict[bytes, Count] = {}
     fleet: dict[str, dict[bytes, Count]] = {}
     """By URL of a shared store, the generations that were followed."""
     unshared: dict[bytes, bool] = {}
-    """Namespaces that an engine has reset: no shared store is asked for them until the fleet is reset."""
-    missed: dict[str, dict[bytes, bool]] = {}
-    """By a disk's directory, the namespaces of which blocks were invalidated that it may still have."""
+    """True: an engine has reset the namespace, and no shared store is asked for it until the fleet is reset. False: the
+    fleet was, since ``shares_others`` is False."""
+    shares_others: bool = True
+    """Whether the other namespaces are shared. Not once it was lost which were reset."""
+
+
+class Quotas(msgspec.Struct):
     quotas: dict[bytes, Count] = {}
+
+
+class Counted(msgspec.Struct):
     lifetime: Lifetime = Lifetime()
     disk_spent: tuple[float, float] = (0.0, 0.0)
     """Bytes of the day's writes to disks that were spent, and when that was, in seconds since 1970."""
+
+
+PARTS: dict[bytes, type[msgspec.Struct]] = {b"resets": Resets, b"quotas": Quotas, b"counted": Counted}
+"""Of ``kvoffd.state``, by name. Each is a line: the CRC-32 of the rest, the name, and the content as JSON."""
+
+
+class StateUnreadable(KvoffdError):
+    """There is a file, and the system does not let it be read. The message says what to do."""
 
 
 class State:
@@ -179,98 +234,169 @@ class State:
     It does not lie beside the pool's file: a reset holds for whatever pool comes next.
 
     Attributes:
-        known: to be read; the methods change it.
         is_there: whether there is a namespace. Very many resets by one client make the daemon forget no other's.
     """
 
-    def __init__(self, file: StateFile) -> None:
-        self.file = file
+    def __init__(self, file: StateFile, wall_clock: Callable[[], float] = time.time) -> None:
+        self.file, self._wall_clock = file, wall_clock
         self.is_there: Callable[[bytes], bool] = lambda fingerprint: False
-        self.known = Content()
+        self.resets, self.quotas, self.counted = Resets(), Quotas(), Counted()
+        self._lines = dict.fromkeys(PARTS, b"")
 
     def restore(self) -> None:
-        """Take over what the file has. One of no use is as none, and the log says so."""
+        """Take over what the file has.
+
+        What is damaged of it costs only itself. Where that is what keeps away what was cleared, all that there is
+        becomes void, and nothing is shared until it is reset on all nodes.
+
+        Raises StateUnreadable.
+        """
         try:
-            checksum, _, body = self.file.read().partition(b"\n")
-            if checksum != b"%08x" % zlib.crc32(body):
-                raise ValueError("its checksum is wrong")
-            self.known = msgspec.json.decode(body, type=Content)
-        except FileNotFoundError:
+            content, why = self._read(), "it is damaged"
+        except ValueError as error:
+            content, why = b"", str(error)
+        if content is None:
             return
-        except (OSError, ValueError, RecursionError) as error:
-            what = "%s is of no use: %s. No quota and no reset of before is known."
-            logger.warning(what, self.file.path, error)
-            if not isinstance(error, OSError):
-                self._save()  # so that the next daemon finds nothing wrong
+        found = _parts_of(content)
+        self.resets, self.quotas, self.counted = (found.get(name, kind()) for name, kind in PARTS.items())  # type: ignore[assignment]
+        lost = ", ".join(name.decode() for name in PARTS if name not in found)
+        if lost:
+            logger.warning("Of %s the following is of no use, since %s: %s.", self.file.path, why, lost)
+        if b"resets" not in found:
+            logger.warning(
+                "What was cleared or reset before is not known. So all blocks of before are void, and no namespace is "
+                "shared with other nodes until `kvoffd-cli clear --all-nodes`."
+            )
+            self.resets.shares_others = False
+            self.raise_all()
+        if content != self._encoded(*PARTS):
+            self._save(*PARTS)  # so that the next daemon finds nothing wrong
+
+    def _read(self) -> bytes | None:
+        """None where there is no file. Raises StateUnreadable; ValueError where it is none of ours."""
+        for _ in range(READ_TRIES):
+            try:
+                return self.file.read()
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                problem = error
+                time.sleep(READ_PAUSE_S)
+        raise StateUnreadable(
+            f"{self.file.path}, which says what was cleared, cannot be read ({problem.strerror}); mend that. "
+            "Without the file what was cleared may come back from disks and shared stores."
+        )
 
     # --- generations -----------------------------------------------------------------------------
 
     def generation(self, fingerprint: bytes) -> int:
         """Of blocks that are stored now; those of lower ones are void. For any thread."""
-        return self.known.generations.get(fingerprint, self.known.floor)
+        return self.resets.generations.get(fingerprint, self.resets.floor)
 
     def raise_generation(self, fingerprint: bytes) -> None:
         """All blocks of a namespace that there are anywhere are void."""
-        self._set_generation(fingerprint, self.known.last + 1)
+        self._set_generation(fingerprint, self._next())
 
     def raise_all(self) -> None:
         """All blocks of all namespaces are void."""
-        self.known.last = self.known.floor = self.known.last + 1
-        self.known.generations.clear()
-        self._save()
+        self.resets.last = self.resets.floor = self._next()
+        self.resets.generations.clear()
+        self._save(b"resets")
 
-    def found(self, fingerprint: bytes, generation: int) -> None:
-        """A pool or disk has blocks of a generation. A higher one than is known counts: its file was lost."""
-        if generation > self.generation(fingerprint):
+    def found(self, fingerprint: bytes, generation: int) -> bool:
+        """A pool or disk has blocks of a generation. Returns whether they count.
+
+        A higher one than is known counts from now on: what was known was lost.
+        """
+        if generation <= (known := self.generation(fingerprint)):
+            return generation == known
+        if is_sound := generation <= self._now():
             self._set_generation(fingerprint, generation)
+        else:
+            logger.warning("The clock was set back: a namespace was reset in the future. All its blocks are void.")
+            self.resets.last = max(self.resets.last, generation)
+            self.raise_generation(fingerprint)
+        return is_sound
+
+    def _now(self) -> int:
+        return int(1e6 * self._wall_clock())
+
+    def _next(self) -> int:
+        """A generation above all that are known."""
+        if (now := self._now()) <= self.resets.last:
+            logger.info("The clock is behind the last reset; generations are counted on from that.")
+        return max(now, self.resets.last + 1)
 
     def _set_generation(self, fingerprint: bytes, generation: int) -> None:
-        self.known.last = max(self.known.last, generation)
-        put_newest(self.known.generations, fingerprint, generation, MAX_NAMES, self.is_there)
-        self._save()
-
-    def missed(self, directory: str, fingerprint: bytes) -> None:
-        """A disk could not note that blocks of a namespace were invalidated: none of its comes back with it."""
-        put_newest(self.known.missed.setdefault(directory, {}), fingerprint, True, MAX_NAMES, self.is_there)
-        self._save()
-
-    def caught_up(self, directory: str) -> None:
-        """A disk has noted all that was removed."""
-        del self.known.missed[directory]
-        self._save()
+        self.resets.last = max(self.resets.last, generation)
+        gone = put_newest(self.resets.generations, fingerprint, generation, MAX_NAMES, self.is_there)
+        self.resets.floor = max(self.resets.floor, gone or 0)
+        self._save(b"resets")
 
     # --- what is shared --------------------------------------------------------------------------
 
+    def is_unshared(self, fingerprint: bytes) -> bool:
+        """Whether nothing of a namespace may come from shared stores, nor go there."""
+        return self.resets.unshared.get(fingerprint, not self.resets.shares_others)
+
     def unshare(self, fingerprint: bytes) -> None:
-        """An engine reset a namespace here alone."""
-        put_newest(self.known.unshared, fingerprint, True, MAX_NAMES, self.is_there)
-        self._save()
+        """An engine reset a namespace here alone: what others have of it may be stale."""
+        self._set_unshared(fingerprint, True)
 
     def followed(self, fingerprint: bytes, generations: Mapping[str, int]) -> None:
         """A namespace was reset on all nodes; the generations are those of the shared stores, by URL."""
-        self.known.unshared.pop(fingerprint, None)
+        self.resets.unshared.pop(fingerprint, None)
+        if not self.resets.shares_others:
+            self._set_unshared(fingerprint, False)
         for url, generation in generations.items():
-            put_newest(self.known.fleet.setdefault(url, {}), fingerprint, generation, MAX_NAMES, self.is_there)
-        self._save()
+            put_newest(self.resets.fleet.setdefault(url, {}), fingerprint, generation, MAX_NAMES, self.is_there)
+        self._save(b"resets")
+
+    def _set_unshared(self, fingerprint: bytes, unshared: bool) -> None:
+        if put_newest(self.resets.unshared, fingerprint, unshared, MAX_NAMES, self.is_there):
+            self.resets.shares_others = False
+        self._save(b"resets")
 
     # --- quotas, totals and the file -------------------------------------------------------------
 
     def save_quotas(self, quotas: Mapping[bytes, int]) -> None:
-        self.known.quotas = dict(quotas)
-        self._save()
+        self.quotas.quotas = dict(quotas)
+        self._save(b"quotas")
 
     def save_lifetime(self, lifetime: Lifetime) -> None:
-        if lifetime != msgspec.structs.replace(self.known.lifetime, since=lifetime.since):
-            self.known.lifetime = lifetime
-            self._save()
+        if lifetime != msgspec.structs.replace(self.counted.lifetime, since=lifetime.since):
+            self.counted.lifetime = lifetime
+            self._save(b"counted")
 
     def note_disk_spent(self, nbytes: float) -> None:
-        self.known.disk_spent = nbytes, time.time()
-        self._save()
+        self.counted.disk_spent = nbytes, self._wall_clock()
+        self._save(b"counted")
 
-    def _save(self) -> None:
-        body = msgspec.json.encode(self.known)
-        self.file.save(b"%08x\n" % zlib.crc32(body) + body)
+    def _save(self, *changed: bytes) -> None:
+        self.file.save(self._encoded(*changed))
+
+    def _encoded(self, *changed: bytes) -> bytes:
+        """The file's content. What protects is there twice, so that damage to one place costs none of it."""
+        for name, part in zip(PARTS, (self.resets, self.quotas, self.counted), strict=True):
+            if name in changed or not self._lines[name]:
+                body = name + b" " + msgspec.json.encode(part)
+                self._lines[name] = b"%08x %s\n" % (zlib.crc32(body), body)
+        return b"".join([*self._lines.values(), self._lines[b"resets"]])
+
+
+def _parts_of(content: bytes) -> dict[bytes, msgspec.Struct]:
+    """The parts of a state file that are whole."""
+    lines = content.split(b"\n")
+    if len(lines[0]) == 8:  # as 0.2 wrote it
+        lines = [b"%s %s %s" % (lines[0], name, b"".join(lines[1:])) for name in PARTS]
+    found: dict[bytes, msgspec.Struct] = {}
+    for line in lines:
+        checksum, _, body = line.partition(b" ")
+        name, _, encoded = body.partition(b" ")
+        if name in PARTS and checksum in (b"%08x" % zlib.crc32(body), b"%08x" % zlib.crc32(encoded)):
+            with suppress(ValueError, RecursionError):
+                found[name] = msgspec.json.decode(encoded, type=PARTS[name])
+    return found
 
 
 def state_file(config: Config) -> StateFile:

@@ -83,16 +83,15 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
     Blocks of namespaces that were reset or cleared while another pool was used are not among them.
     """
     started = time.monotonic()
-    cache.quotas.update(state.known.quotas)
+    cache.quotas.update(state.quotas.quotas)
     policy.restore()
     if not pool.recovered:
         return
     snapshot = pool.table.load_namespaces(NamespaceSnapshot) or NamespaceSnapshot(1, ())
     known = {}
     for record in snapshot.namespaces:
-        if record.generation < state.generation(record.fingerprint):
+        if not state.found(record.fingerprint, record.generation):
             continue
-        state.found(record.fingerprint, record.generation)
         try:
             groups = cache.restore_namespace(record)
         except KvoffdError as error:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
 logger = logging.getLogger(__name__)
+CLEARED_UNKEPT = "A kill or a reboot may bring back what was cleared, from disks and shared stores."
 UNUSED = {"late": MissReason.LATE, "skipped": MissReason.SKIPPED}
 """Why a lease ends whose blocks were not loaded."""
 _other_versions = RareWarnings(logger)
@@ -222,18 +223,19 @@ def release(service: Service, session: Session, message: m.Release) -> m.Done:
 
 
 @answers(m.Invalidate)
-def invalidate(service: Service, session: Session, message: m.Invalidate) -> Pending:
-    """Forget blocks."""
+def invalidate(service: Service, session: Session, message: m.Invalidate) -> m.Done:
+    """Forget blocks, now: after a kill a disk may have some still, which are compared with their checksums as any."""
     namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
     _check_count(groups, namespace, service.config.limits)
-    count = service.cache.invalidate(namespace, groups)
-    service.tiers.invalidated(message.namespace)
-    return service.removed(message.request_id, count, message.namespace)
+    return m.Done(message.request_id, service.cache.invalidate(namespace, groups))
 
 
 @answers(m.ReportEngine)
 def report_engine(service: Service, session: Session, message: m.ReportEngine) -> m.Done:
     counters = session.namespaces[message.namespace].counters
+    if 0 < message.prefill_tokens_per_second < m.LEAST_PER_SECOND:
+        why = f"No engine computes {message.prefill_tokens_per_second} tokens a second; report 0 where it is not known."
+        raise KvoffdError(why, ErrorCode.MALFORMED)
     if message.prefill_tokens_per_second:  # else it has computed nothing yet, as after its restart
         counters.prefill_tokens_per_second = message.prefill_tokens_per_second
     counters.loaded(0)  # what was loaded before the speed was known
@@ -262,7 +264,13 @@ def report_requests(service: Service, session: Session, message: m.ReportRequest
 
 @answers(m.Reset)
 def reset(service: Service, session: Session, message: m.Reset) -> Pending:
-    """Drop every block of a namespace that the session has opened."""
+    """Drop every block of a namespace that the session has opened, and share nothing of it from now on."""
     count = service.reset(session.namespaces[message.namespace])
     service.tiers.namespace_reset(message.namespace)
-    return service.removed(message.request_id, count)
+    if service.tiers.shared and not service.state.file.outlives_reboot:
+        raise KvoffdError(
+            f"It is done, but a reboot undoes it: {service.state.file.path}, which says that the namespace is not "
+            "shared any more, is in memory. Clear it on all nodes, or name a directory on a disk as STATE_DIRECTORY.",
+            ErrorCode.NOT_KEPT,
+        )
+    return service.once_kept(m.Done(message.request_id, count), CLEARED_UNKEPT)

@@ -46,10 +46,8 @@ from kvoffd_proto.errors import ErrorCode
 logger = logging.getLogger(__name__)
 _refused = RareWarnings(logger, logging.INFO)
 
-REMOVAL_WAIT_S = 0.5
-"""For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
-STATE_WAIT_S = 1.0
-"""Then for ``kvoffd.state`` to be written."""
+STATE_WAIT_S = 1.5
+"""For ``kvoffd.state`` to be written; the client waits for 2 s."""
 _REQUESTS = "requests"
 """Beside the names of error codes."""
 MAX_PENDING = 64
@@ -95,7 +93,7 @@ class Service:
             config, cache, pool, events, clock, host.post, lambda: host.now() < self.jobs.quiet_at, state
         )
         self.scrubber = Scrubber(cache, clock)
-        self.traffic = TrafficCounts(cache, clock, state.known.lifetime)
+        self.traffic = TrafficCounts(cache, clock, state.counted.lifetime)
         self.tracer = Tracer(cache, clock)
         self.curve = HitRatioCurve(cache.slots.pool_bytes, clock)
         self.pending: list[Pending] = []
@@ -276,33 +274,22 @@ class Service:
         self.state.raise_generation(namespace.fingerprint)
         return self.cache.reset(namespace, generation=self.state.generation(namespace.fingerprint))
 
-    def removed(self, request_id: int, count: int, invalidated: bytes | None = None) -> Pending:
-        """The reply to a request that removed blocks: once they stay away after a kill too, or that takes long.
+    def once_kept(self, reply: m.Done, otherwise: str) -> Pending:
+        """``reply`` once all that is known now is in ``kvoffd.state``, on its device.
 
-        Where a disk takes long ``kvoffd.state`` makes it so for the next daemon: by a generation, or, where only blocks
-        were ``invalidated``, by the name of their namespace. Raises NOT_NOTED where that is not written either.
+        Raises NOT_KEPT, with what happens ``otherwise``, where that cannot be written, or takes long.
         """
-        unsaved, since = self.tiers.unsaved_removals(), self.clock()
-        missed = invalidated is None
+        file, number = self.state.file, self.state.file.saved
 
         def poll(late: bool) -> m.Done | None:
-            nonlocal missed
-            if not (files := unsaved()):
-                return m.Done(request_id, count)
-            if invalidated is not None and not missed and self.clock() >= since + REMOVAL_WAIT_S:
-                self.tiers.missed(invalidated)
-                missed = True
-            if not late and not (missed and self.state.file.is_saved and self.clock() >= since + REMOVAL_WAIT_S):
+            tried = file.tried >= number
+            if file.written >= number:
+                return reply
+            if not tried and not late:
                 return None
-            said = f"What was removed is gone here, but it is not noted yet in {' and '.join(files)}"
-            if self.state.file.problem:
-                said += ": a kill or a power cut before it is would bring it back."
-                logger.warning("%s", said)
-                raise KvoffdError(said, ErrorCode.NOT_NOTED)
-            logger.warning("%s. %s has it noted for the next daemon.", said, self.state.file.path)
-            return m.Done(request_id, count)
+            raise KvoffdError(f"It is done, but {file.problem}. {otherwise}", ErrorCode.NOT_KEPT)
 
-        return Pending(poll, since + REMOVAL_WAIT_S + STATE_WAIT_S)
+        return Pending(poll, self.clock() + STATE_WAIT_S)
 
     # --- work of its own ---------------------------------------------------------------------------
 

@@ -255,7 +255,7 @@ def _disk_stats(disk: Disk) -> s.DiskStats:
 def _shared_stats(service: Service) -> list[s.SharedStats]:
     if (tiering := service.tiers.tiering) is None:
         return []
-    unshared = sum(one.fingerprint in tiering.unshared for one in service.cache.namespaces.values())
+    unshared = sum(tiering.is_unshared(one.fingerprint) for one in service.cache.namespaces.values())
     return [
         filled(
             s.SharedStats,

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffd.cache.cache import Cache
@@ -50,8 +50,6 @@ class Disk:
     """Why it could not be opened."""
     tier: DiskTier | None = None
     opener: threading.Thread | None = None
-    invalidated: set[bytes] = field(default_factory=set)
-    """Namespaces of which blocks were invalidated while it did not serve: none of theirs come back with it."""
 
     @property
     def state(self) -> DiskState:
@@ -101,7 +99,7 @@ class Tiers:
                         post=self._post,
                         listener=self.use(),
                         ask_deadline_s=config.shared_ask_deadline_s,
-                        generations=dict(self._state.known.fleet.get(url, {})),
+                        generations=dict(self._state.resets.fleet.get(url, {})),
                     )
                     for url, open_one in zip(config.shared, stores, strict=True)
                 ]
@@ -129,11 +127,10 @@ class Tiers:
             deadline_s=config.disk_deadline_s,
             trickle_bytes=self._trickle_bytes,
         )
-        self.tiering = Tiering(self._cache, self._events, self._clock, settings, self._engines_busy)
-        spent, at = self._state.known.disk_spent
+        parts = self._cache, self._events, self._clock, settings, self._engines_busy
+        self.tiering = Tiering(*parts, self._state.is_unshared)
+        spent, at = self._state.counted.disk_spent
         self.tiering.disks.writer.budget.restore(spent, time.time() - at)
-        for fingerprint in self._state.known.unshared:
-            self.tiering.unshare(fingerprint)
         self._cache.tiers = self.tiering
         return self.tiering
 
@@ -145,41 +142,10 @@ class Tiers:
             self._state.unshare(fingerprint)
             if self.shared:
                 logger.info("An engine reset a namespace; its blocks are not shared with other nodes any more.")
-        if self.tiering is not None:
-            (self.tiering.reshare if everywhere else self.tiering.unshare)(fingerprint)
-
-    def invalidated(self, fingerprint: bytes) -> None:
-        """Blocks were invalidated. It reaches directories that serve through the cache; here those that do not."""
-        for disk in self._disks:
-            if disk.tier is None:
-                disk.invalidated.add(fingerprint)
-
-    def missed(self, fingerprint: bytes) -> None:
-        """Have the next daemon take nothing of a namespace from disks that have not noted what was removed."""
-        for disk in self._disks:
-            if disk.tier is None or not disk.tier.removals_kept()():
-                self._state.missed(disk.size.directory, fingerprint)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
         """Remove what disks have of a namespace that need not be open, or of all; returns how many blocks."""
         return 0 if self.tiering is None else self.tiering.remove_all(fingerprint)
-
-    def unsaved_removals(self) -> Callable[[], list[str]]:
-        """Returns what names the files that have not noted yet what was removed up to now: a kill or a power cut could
-        bring it back.
-
-        What is removed from a directory that is being opened is so when it is open; where that failed it never is.
-        """
-        saved = {disk.size.directory: disk.tier.removals_kept() for disk in self._disks if disk.tier is not None}
-        away = [disk for disk in self._disks if disk.tier is None and disk.invalidated]
-
-        def unsaved() -> list[str]:
-            late = [disk.size.directory for disk in away if disk.tier is None or not disk.tier.removals_kept()()]
-            late += [directory for directory, kept in saved.items() if not kept()]
-            file = self._state.file
-            return [file.path, *late] if not file.is_saved or (late and file.problem) else late
-
-        return unsaved
 
     def tick(self) -> None:
         if (tiering := self.tiering) is None:
@@ -191,16 +157,8 @@ class Tiers:
         for disk in self._disks:
             if disk.tier is not None:
                 disk.errors.sample(disk.tier.stats().errors)
-        self._note_caught_up()
         if (spent := tiering.disks.writer.budget.to_note()) is not None:
             self._state.note_disk_spent(spent)
-
-    def _note_caught_up(self) -> None:
-        """Have the next daemon use all of disks that have noted by now what they had missed."""
-        for disk in self._disks if self._state.known.missed else ():
-            directory = disk.size.directory
-            if directory in self._state.known.missed and disk.tier is not None and disk.tier.removals_kept()():
-                self._state.caught_up(directory)
 
     def take_voided(self) -> set[bytes]:
         """Fingerprints of namespaces that were reset for all nodes since the last call.
@@ -210,7 +168,7 @@ class Tiers:
         """
         found = {fingerprint for tier in self.shared for fingerprint in tier.take_voided()}
         for fingerprint in found:
-            self.use().unshare(fingerprint)
+            self._state.unshare(fingerprint)
         return found
 
     @property
@@ -273,7 +231,6 @@ class Tiers:
             if disk.tier is not None and not disk.tier.close(0.0 if disk.tier.hangs else left_s):
                 logger.warning("The disk at %s does not answer; it is left open.", disk.size.directory)
                 closed = False
-        self._note_caught_up()
         for tier in self.shared:
             if not tier.close(max(CLOSE_STEP_S, until - time.monotonic())):
                 logger.warning("%s does not answer; it is left open.", tier.name)
@@ -334,34 +291,26 @@ class Tiers:
             format_size(disk.size.size_bytes),
             "" if tier.direct else ", through the page cache, since it refuses O_DIRECT",
         )
-        missed = disk.invalidated | self._state.known.missed.get(disk.size.directory, {}).keys()
         for fingerprint, generation in tier.found_generations.items():
-            # It may have been raised since the file was read.
-            if generation < self._state.generation(fingerprint) or fingerprint in missed:
-                tier.remove_all(fingerprint, wiped=fingerprint in missed)
-            elif generation > self._state.generation(fingerprint):
-                self._raised_elsewhere(fingerprint, generation)
+            known = self._state.generation(fingerprint)  # it may have been raised since the file was read
+            if not self._state.found(fingerprint, generation):
+                tier.remove_all(fingerprint)
+            if self._state.generation(fingerprint) > known:
+                self._raised_elsewhere(fingerprint)
         tiering.disks.writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
         tiering.disks.tiers.append(tier)
 
-    def _raised_elsewhere(self, fingerprint: bytes, generation: int) -> None:
-        """A disk has blocks of a higher generation than is known: what was known was lost, as when the machine started.
-
-        Other disks have what was there before. So may the pool have, if it is an earlier daemon's; what this daemon has
-        stored itself is of now.
-        """
+    def _raised_elsewhere(self, fingerprint: bytes) -> None:
+        """A disk has shown that a namespace was reset and that this was forgotten, as when the machine started. So what
+        the pool and other disks have of it may be from before."""
+        generation = self._state.generation(fingerprint)
         for disk in self:
             if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
                 disk.tier.remove_all(fingerprint)
-        self._state.found(fingerprint, generation)
-        if (namespace := self._cache.namespaces.get(fingerprint)) is None:
-            return
-        if self.tiering is not None:  # what comes up is of before
-            self.tiering.namespace_forgotten(namespace)
-        if namespace.recovered:
+        if (namespace := self._cache.namespaces.get(fingerprint)) is not None:
+            if self.tiering is not None:  # what comes up is of before
+                self.tiering.namespace_forgotten(namespace)
             self._cache.reset(namespace, keep_tiers=True, generation=generation)
-        else:
-            self._cache.set_generation(namespace, generation)
 
 
 def shared_stores(config: Config) -> OpenStores:

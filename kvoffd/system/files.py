@@ -123,8 +123,10 @@ def is_regular(status: os.stat_result) -> bool:
 
 
 def begins_as(content: bytes, magic: bytes) -> bool:
-    """Whether a file that begins with ``content`` is one of ours: it has the magic, or where bits flipped most of it, and
-    more behind. Else it is plainly something else."""
+    """Whether a file that begins with ``content`` is one of ours: it has the magic, or most of it where bits flipped.
+
+    Else, or where nothing is behind, it is plainly something else.
+    """
     alike = sum(map(eq, content, magic))
     return alike == len(magic) or (len(content) > len(magic) and alike >= len(magic) * 3 // 4)
 

@@ -9,9 +9,15 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def put_newest(known: dict[K, V], key: K, value: V, most: int, stays: Callable[[K], bool] = lambda key: False) -> None:
-    """Enter ``key`` as the newest; beyond ``most`` the oldest goes for which ``stays`` is false, if there is one."""
+def put_newest(
+    known: dict[K, V], key: K, value: V, most: int, stays: Callable[[K], bool] = lambda key: False
+) -> V | None:
+    """Enter ``key`` as the newest; beyond ``most`` the oldest goes for which ``stays`` is false, if there is one.
+
+    Returns the value of what went.
+    """
     known.pop(key, None)
     known[key] = value
     if len(known) > most and (oldest := next((one for one in known if not stays(one)), None)) is not None:
-        del known[oldest]
+        return known.pop(oldest)
+    return None

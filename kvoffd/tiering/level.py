@@ -101,7 +101,7 @@ class Level:
         coming: where fills are noted as long as lookups may wait for them.
         promoted: called with each block that came up.
         shared: other nodes use it too.
-        unshared: fingerprints of namespaces of which nothing is shared.
+        is_unshared: whether nothing is shared of a namespace, by its fingerprint.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Level:
         coming: Coming,
         engines_busy: Callable[[], bool],
         promoted: Callable[[Level, int], None],
-        unshared: Collection[bytes] = (),
+        is_unshared: Callable[[bytes], bool] = lambda fingerprint: False,
         *,
         shared: bool,
     ) -> None:
@@ -153,7 +153,7 @@ class Level:
             shared=shared,
             idle=lambda: not self.waiting_blocks,
             engines_busy=engines_busy,
-            left_out=unshared,
+            leaves_out=is_unshared,
         )
 
     @property

@@ -33,8 +33,6 @@ LOGGED_S = 600.0
 """An error of a tier is logged again after so long."""
 MOST_LOGGED = 1024
 """Kinds of errors of tiers, each of every server, of which it is known when they were logged."""
-MOST_UNSHARED = 32_768
-"""Namespaces that are not shared: those that there are, and the latest others."""
 
 SETTLED = bytes([READY, *COMING])
 """States of keys that are there, or will be, without anything to be done about it."""
@@ -92,8 +90,8 @@ class Tiering:
     Attributes:
         disks: the level of this node's disks, which may have none.
         stores: a level for each store that nodes share, in the order in which they are asked.
-        unshared: fingerprints of namespaces whose blocks here became stale: what others have under the same keys may be
-            stale too.
+        is_unshared: whether a namespace's blocks here became stale, by its fingerprint: what others have under the same
+            keys may be stale too, so no store is asked for it or given anything of it.
     """
 
     def __init__(
@@ -103,11 +101,12 @@ class Tiering:
         clock: Callable[[], float],
         settings: TieringSettings,
         engines_busy: Callable[[], bool] = lambda: False,
+        is_unshared: Callable[[bytes], bool] = lambda fingerprint: False,
     ) -> None:
         self._cache, self._clock = cache, clock
         self._coming: Coming = {}
         self._parts = cache, clock, self._coming, engines_busy, self._promoted
-        self.unshared: dict[bytes, None] = {}
+        self.is_unshared = is_unshared
         self.disks = Level([], settings, *self._parts, shared=False)
         self.levels = [self.disks]
         self._answers_due = 0.0
@@ -128,14 +127,14 @@ class Tiering:
 
     def share(self, tier: Tier, settings: TieringSettings) -> None:
         """Use a store that nodes share, for what the pool and the levels before it do not have."""
-        self.levels.append(Level([tier], settings, *self._parts, self.unshared, shared=True))
+        self.levels.append(Level([tier], settings, *self._parts, self.is_unshared, shared=True))
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 
     def find(self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], again: bool) -> list[bytes]:
         namespace = lease.namespace
         levels = [level for level in self.levels if level.available]
-        if levels and namespace.fingerprint in self.unshared:
+        if levels and self.is_unshared(namespace.fingerprint):
             levels = [level for level in levels if not level.shared]
         every = [self._cache.group(namespace, group) for group, _ in groups]
         if not levels or not groups or not every[0].lengths:
@@ -356,13 +355,6 @@ class Tiering:
         """Nobody has the namespace open, and the pool nothing of it. What disks and stores have of it stays."""
         self._forget_fills(namespace)
         self._uncounted.pop(namespace, None)
-
-    def unshare(self, fingerprint: bytes) -> None:
-        """Share nothing of a namespace until ``reshare``."""
-        put_newest(self.unshared, fingerprint, None, MOST_UNSHARED, lambda one: one in self._cache.namespaces)
-
-    def reshare(self, fingerprint: bytes) -> None:
-        self.unshared.pop(fingerprint, None)
 
     # --- what the tiers call: see TierListener ----------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, islice
@@ -244,7 +244,7 @@ class Writer:
         engines_busy: whether engines copy. They go first: writing takes memory bandwidth, cores and time of the
             interpreter from them. While they copy, or wait for the tiers, only what ``settings`` call a trickle is
             written, or one block.
-        left_out: fingerprints of namespaces of which nothing is written.
+        leaves_out: whether nothing is written of a namespace, by its fingerprint.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Writer:
         shared: bool,
         idle: Callable[[], bool],
         engines_busy: Callable[[], bool],
-        left_out: Collection[bytes] = (),
+        leaves_out: Callable[[bytes], bool] = lambda fingerprint: False,
     ) -> None:
         self._cache, self._tiers = cache, tiers
         self._generations = cache.table.records["generation"]
@@ -269,7 +269,7 @@ class Writer:
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes that may be read out of the pool at once, and are pinned that long."""
         self._cold_bytes = cache.slots.pool_bytes // COLD_PART
-        self._idle, self._engines_busy, self._left_out = idle, engines_busy, left_out
+        self._idle, self._engines_busy, self._leaves_out = idle, engines_busy, leaves_out
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
         self.waiting: _Noted = {}
         """Blocks that are to be written, in that order."""
@@ -468,7 +468,7 @@ class Writer:
         share has a bench of its own."""
         namespace = group.namespace
         bench = namespace.of_bench and not self._shared
-        return bool(self._tiers) and not (group.dead or bench or namespace.fingerprint in self._left_out)
+        return bool(self._tiers) and not (group.dead or bench or self._leaves_out(namespace.fingerprint))
 
     def _wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which keys no tier has or is being given, and one is to have."""

@@ -62,8 +62,6 @@ REGIONS_AT_ONCE = 64
 REMOVED_AT_ONCE = 2048
 """Blocks of a namespace that is removed as a whole, whose slots are freed before the daemon's thread does other work:
 a few milliseconds."""
-WIPED_AT_ONCE = 256
-"""Headers that go in one call of the index's thread: one write each."""
 LOOKED_AT_ONCE = 4096
 """Slots that the hand passes, or takes of a region of another size, before the daemon's thread does other work: a
 millisecond or two."""
@@ -85,7 +83,6 @@ FULL_PART = 15 / 16
 """Of what it held when it last evicted, from which on it has no room: regions of several sizes are never all full."""
 _HOUR_S = 3600
 _NEVER = 2**32 - 1
-_NO_HEADER = aligned_buffer(HEADER_BYTES)
 
 
 class DiskOptions(NamedTuple):
@@ -122,21 +119,13 @@ class Job:
     """Of a read."""
     block: Block | None = None
     """Of a write."""
-    replaces: tuple[int, bytes] | None = None
-    """The block that the slot's record names until a write is done."""
-    removals: list[int] = field(default_factory=list)
-    """Those that are not kept before a write has ended and is noted."""
 
 
 @dataclass(slots=True, eq=False)
 class Note:
-    """Something to be written to the index. ``gone``: slots whose records go. ``wiped``: where headers go too, offsets
-    in the file. ``removals``: kept once that is on the device."""
+    """Something to be written to the index. ``gone``: slots whose records are cleared."""
 
     gone: list[int] = field(default_factory=list)
-    wiped: list[int] = field(default_factory=list)
-    number: int = 0
-    removals: list[int] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
     """By region, the pages of a slot."""
     written_bytes: int = 0
@@ -163,17 +152,6 @@ class _Known:
 
     def __post_init__(self) -> None:
         self.slot_bytes = HEADER_BYTES + sum(map(page_up, self.space.lengths))
-
-
-class _Leaving(NamedTuple):
-    """A space that was removed as a whole and has slots still."""
-
-    known: _Known
-    regions: list[int]
-    """That may have some of them."""
-    removal: int
-    wiped: bool
-    """Headers go too."""
 
 
 def _failed(file: DiskFile, job: Job, verb: str, error: OSError) -> End:
@@ -470,17 +448,15 @@ class DiskTier(Tier):
         self._writing: dict[tuple[int, bytes], Job] = {}
         self._put_aside: set[int] = set()
         self._used_when_full = 0
-        self._evicted: dict[int, dict[tuple[int, bytes], int]] = {}
-        """By slot size, the slots that the hand took and that are written to next, by what their records still name."""
-        self._unkept: dict[int, int] = {}
-        """Numbers of removals, and of notes that clear records, in order: those that a kill or a power cut could still
-        undo, and how many notes they wait for. A removal needs all the notes before it too."""
-        self._last_number = self._last_removal = self._region_note = self._noted_bytes = 0
-        """``_region_note``: the number of the note of a region that goes."""
-        self._may_differ = False
-        """Whether blocks were written over since the files were synced: a power cut may bring them back."""
-        self._leaving: deque[_Leaving] = deque()
-        self._failed_notes: list[Note] = []
+        self._evicted: dict[int, list[int]] = {}
+        """By slot size, the slots that the hand took and that are written to next. Their records go then."""
+        self._leaving: deque[tuple[_Known, list[int]]] = deque()
+        """Spaces that were removed as a whole and have slots still, and the regions that may have some of them."""
+        self._region_note: Note | None = None
+        """That of a region that goes."""
+        self._unsized: set[int] = set()
+        """Regions whose size could not be noted."""
+        self._noted_bytes = 0
         self._pause_s = 0.0
         self._write_at = -inf
         self._closed = False
@@ -720,7 +696,7 @@ class DiskTier(Tier):
             self.counters.refused_writes += 1
             return False
         assert all(block.checksums), "without them nothing could tell that a block is whole"
-        slot, replaces = taken
+        slot = taken
         if known.number > self._last_space:
             if (before := self._spaces.get(space.tag)) is not None:  # its namespace has another geometry now
                 written = [name for tag, name in self._writing if tag == space.tag]
@@ -729,7 +705,6 @@ class DiskTier(Tier):
             self._last_space = known.number
             self._spaces[space.tag] = self._numbered[known.number] = known
         self._writing[space.tag, key] = job = self._job(known, key, slot, offsets, on_end, block=block)
-        job.replaces = replaces
         self._writes.put(job)
         return True
 
@@ -745,18 +720,17 @@ class DiskTier(Tier):
             )
         return fits
 
-    def _take(self, size: int) -> tuple[int, tuple[int, bytes] | None] | None:
-        """A slot of a size, and what its record names."""
+    def _take(self, size: int) -> int | None:
+        """A slot of a size."""
         if self._blocks + len(self._writing) < self._most_blocks and len(slots := self._slots.take(size, 1)):
             slot = int(slots[0])
             if (number := slot // self._slots.slots_per_region) not in self._regions:
                 self._open_region(number, size)
                 self._notes.put(Note(sizes={number: size // PAGE_BYTES}))
-            return slot, None
+            return slot
         if not self._evicted.get(size) and not self._evict_some(size):
             return None
-        name = next(iter(self._evicted[size]))
-        return self._evicted[size].pop(name), name
+        return self._evicted[size].pop(0)
 
     def _evict_some(self, size: int) -> bool:
         """Have the hand go on until it has some slots of this size. What was used since it came by stays.
@@ -764,7 +738,7 @@ class DiskTier(Tier):
         A region of another size at which it comes goes as a whole, unless most of it is of use; its slots are free when
         that is noted, and nothing else is evicted until then.
         """
-        if self._leaving or self._region_note in self._unkept:  # slots come free without
+        if self._leaving or self._region_note is not None:  # slots come free without
             return False
         left = LOOKED_AT_ONCE
         for _ in range(2 * len(self._regions)):
@@ -778,20 +752,19 @@ class DiskTier(Tier):
             if victims and other:
                 for place in victims:
                     self._drop(first + place)
-                self._note_gone([first + place for place in victims])
-                self._region_note = self._last_number
+                self._region_note = self._note_gone([first + place for place in victims])
                 return False
             if victims:
                 self._used_when_full = self._slots.used_bytes
-                evicted = self._evicted.setdefault(size, {})
                 for place in victims:
-                    evicted[self._drop(first + place)] = first + place
+                    self._drop(first + place)
+                self._evicted.setdefault(size, []).extend(first + place for place in victims)
                 return True
             left -= region.slots if other else (region.hand or region.slots) - hand
             if left <= 0:  # it goes on from here with the next write
                 return False
         for unused in [one for one in self._evicted if one != size]:  # they keep regions for sizes that nobody writes
-            self._note_gone(list(self._evicted.pop(unused).values()))
+            self._note_gone(self._evicted.pop(unused))
         return False
 
     def _all_of(self, region: _Region) -> list[int]:
@@ -863,7 +836,6 @@ class DiskTier(Tier):
             del self._writing[name]
         if result is Result.DONE:
             self._pause_s = 0.0
-            self._may_differ = True
             self.counters.written_blocks += 1
             self.counters.written_bytes += job.nbytes
             self._noted_bytes += job.nbytes
@@ -884,10 +856,8 @@ class DiskTier(Tier):
             self._blocks += 1
             self._bytes += job.space.nbytes
             self._listener.blocks_stored(self, job.space, [job.key])
-            if job.removals:  # of what was in the slot before
-                self._notes.put(Note(removals=job.removals))
         else:
-            self._note_gone([job.slot], job.removals, wiped=bool(job.removals))
+            self._note_gone([job.slot])
         self._unpin([job.slot])
         job.on_end(Result.GONE if result is Result.DONE and not kept else result)
 
@@ -897,107 +867,56 @@ class DiskTier(Tier):
         slots = self._slots_of(space.tag, list(dict.fromkeys(keys)))
         for slot in slots:
             self._drop(slot)
-        self._remove(slots, {(space.tag, key) for key in keys})
+        for key in keys:
+            self._writing.pop((space.tag, key), None)  # it is dropped when it ends
+        self._note_gone(slots)
 
-    def remove_all(self, fingerprint: bytes | None, *, wiped: bool = False) -> int:
-        """See Tier. ``wiped``: the generation stays, and the same keys may be written again."""
+    def remove_all(self, fingerprint: bytes | None) -> int:
         removed = {tag: one for tag, one in self._spaces.items() if fingerprint in (None, one.space.fingerprint)}
-        names = [name for evicted in self._evicted.values() for name in evicted]
-        names += [name for job in self._writing.values() if (name := job.replaces) is not None]
-        leaving: list[_Known] = []
+        for name in [name for name in self._writing if name[0] in removed]:
+            del self._writing[name]
         for tag, known in removed.items():
             del self._spaces[tag]
             self._blocks -= known.blocks
             self._bytes -= known.blocks * known.space.nbytes
-            if known.blocks:
-                leaving.append(known)
-            else:
-                del self._numbered[known.number]
-        self._remove([], {name for name in [*names, *self._writing] if name[0] in removed}, leaving, wiped=wiped)
-        return sum(known.blocks for known in leaving)
+            if not self._leaving:
+                self._post(self._clear_some)
+            self._leaving.append((known, list(self._regions)))
+        return sum(known.blocks for known in removed.values())
 
-    def _remove_some(self) -> None:
+    def _clear_some(self) -> None:
         """Free some slots of what was removed as a whole."""
         if not self._leaving:
             return
-        leaving, slots = self._leaving[0], list[int]()
-        for number in leaving.regions[-REGIONS_AT_ONCE:][::-1]:
+        (known, regions), slots = self._leaving[0], list[int]()
+        for number in regions[-REGIONS_AT_ONCE:][::-1]:
             if (region := self._regions.get(number)) is not None:  # or it was taken for others
-                there = np.flatnonzero(region.space_numbers == leaving.known.number)[: REMOVED_AT_ONCE - len(slots)]
+                there = np.flatnonzero(region.space_numbers == known.number)[: REMOVED_AT_ONCE - len(slots)]
                 for place in there.tolist():
                     slots.append(number * self._slots.slots_per_region + place)
                     self._clear(region, place, slots[-1])
                 if len(slots) == REMOVED_AT_ONCE:  # there may be more
                     break
-            leaving.regions.pop()
-        if leaving.regions:
-            self._unkept[leaving.removal] += 1
-        else:
+            regions.pop()
+        if not regions:
             self._leaving.popleft()
-            del self._numbered[leaving.known.number]
-        self._note_gone(slots, [leaving.removal], wiped=leaving.wiped)
+            del self._numbered[known.number]
+        self._note_gone(slots)
         if self._leaving and not self._closed:
-            self._post(self._remove_some)
+            self._post(self._clear_some)
 
-    def _remove(
-        self,
-        slots: list[int],
-        names: set[tuple[int, bytes]],
-        leaving: Sequence[_Known] = (),
-        *,
-        wiped: bool = True,
-    ) -> None:
-        """Have the records of slots cleared, and all else that could bring blocks of these names back.
-
-        ``leaving``: spaces with so many blocks that these are cleared in parts.
-        """
-        gone = list(slots)
-        for evicted in self._evicted.values():
-            gone += [evicted.pop(name) for name in names & evicted.keys()]
-        # What is written over such a block, or is to be one, is looked at when it ends.
-        jobs = [job for name, job in self._writing.items() if name in names or job.replaces in names]
-        if not (gone or jobs or leaving or self._may_differ):
-            return
-        self._may_differ = False  # once that is noted
-        self._last_number += 1
-        self._last_removal = removal = self._last_number
-        self._unkept[removal] = 1 + len(jobs) + len(leaving)
-        if leaving and not self._leaving:
-            self._post(self._remove_some)
-        self._leaving += [_Leaving(known, list(self._regions), removal, wiped) for known in leaving]
-        for job in jobs:
-            job.removals.append(removal)
-            if (job.space.tag, job.key) in names:
-                del self._writing[job.space.tag, job.key]
-        self._note_gone(gone, [removal], wiped=True)
-
-    def removals_kept(self) -> Callable[[], bool]:
-        last = self._last_removal
-        return lambda: next(iter(self._unkept), last + 1) > last
-
-    def _note_gone(self, slots: Sequence[int], removals: Sequence[int] = (), *, wiped: bool = False) -> None:
-        """Have the records of slots cleared; until then nothing else is written there.
-
-        ``wiped``: their headers too. Else, where a block is removed and written again into the same slot, a power cut
-        may leave the new record and the removed bytes.
-        """
+    def _note_gone(self, slots: Sequence[int]) -> Note:
+        """Have the records of slots cleared, and the slots free then: what was written there before would be lost."""
         for slot in slots:
             region, place = self._at(slot)
             region.pins[place] += 1
-        at_once = WIPED_AT_ONCE if wiped else len(slots)
-        parts = [slots[at : at + at_once] for at in range(0, len(slots), at_once or 1)] or [[]] * bool(removals)
-        for removal in removals:
-            self._unkept[removal] += len(parts) - 1
-        for part in parts:
-            self._last_number += 1
-            self._unkept[self._last_number] = 1
-            headers = list(map(self._offset, part)) if wiped else []
-            self._notes.put(Note(list(part), headers, self._last_number, list(removals)))
-        if slots and not removals:
-            self._may_differ = True  # what is removed later wants it on the device
+        note = Note(list(slots))
+        if slots:
+            self._notes.put(note)
+        return note
 
-    def _drop(self, slot: int) -> tuple[int, bytes]:
-        """A block is not there any more; its slot is still taken. Returns its name."""
+    def _drop(self, slot: int) -> None:
+        """A block is not there any more; its slot is still taken."""
         region, place = self._at(slot)
         key, known = region.key(place), self._numbered[region.spaces[place]]
         tag = known.space.tag
@@ -1007,7 +926,6 @@ class DiskTier(Tier):
             self._blocks -= 1
             self._bytes -= known.space.nbytes
             self._listener.blocks_removed(self, known.space, [key])
-        return tag, key
 
     def _clear(self, region: _Region, place: int, slot: int) -> None:
         """Have the block of a slot not be found any more."""
@@ -1038,12 +956,8 @@ class DiskTier(Tier):
                 file.write_slot_pages(region, pages)
             for first, count in runs_of(note.gone):
                 file.write_records(first, np.zeros(count, RECORD))
-            for offset in note.wiped:
-                write_all(file.calls, file.fd, [_NO_HEADER], offset)
             if note.written_bytes:
                 file.write_head(is_open=True, written_bytes=note.written_bytes)
-            if note.removals:
-                file.sync()
             self._physical_bytes = file.physical_bytes()
             self.removed = file.is_removed()
         except OSError as error:
@@ -1055,12 +969,9 @@ class DiskTier(Tier):
         if end.result is not Result.DONE:
             assert end.fault is not None
             self._error(end.fault, end.sentence)
-            self._failed_notes.append(note)
-            return
-        for number in [note.number, *note.removals] if note.number else note.removals:
-            self._unkept[number] -= 1
-            if not self._unkept[number]:
-                del self._unkept[number]
+            self._unsized |= note.sizes.keys()
+        if note is self._region_note:
+            self._region_note = None
         self._unpin(note.gone)
 
     # --- the rest --------------------------------------------------------------------------------
@@ -1103,12 +1014,9 @@ class DiskTier(Tier):
             self._reads.end(Result.DEADLINE)
             self._writes.end(End(Result.DEADLINE))
         elif not (self._notes.waiting or self._notes.running or self._closed):
-            failed, self._failed_notes = self._failed_notes, []
-            for note in failed:
-                self._notes.put(note)
-            if not failed:
-                self._notes.put(Note(written_bytes=self._noted_bytes))
-                self._noted_bytes = 0
+            sizes = {one: self._regions[one].slot_bytes // PAGE_BYTES for one in self._unsized & self._regions.keys()}
+            self._notes.put(Note(sizes=sizes, written_bytes=self._noted_bytes))
+            self._unsized, self._noted_bytes = set(), 0
 
     def stats(self) -> TierStats:
         return replace(
@@ -1134,12 +1042,11 @@ class DiskTier(Tier):
         self._reads.end(Result.CANCELLED)
         self._writes.end(End(Result.CANCELLED))
         while self._leaving:
-            self._remove_some()
+            self._clear_some()
             if time.monotonic() >= until:
                 return False
         if not all([one.close(until) for one in (self._reads, self._writes, self._notes)]):  # noqa: C419
             return False
-        self._note_last()
         try:
             self._file.write_head(is_open=False, written_bytes=self._noted_bytes, sync=True)
         except OSError as error:
@@ -1147,19 +1054,6 @@ class DiskTier(Tier):
         self._file.close()
         self._pool = memoryview(b"")
         return True
-
-    def _note_last(self) -> None:
-        """Once more what could not be noted; if blocks would come back that were removed, the index is emptied."""
-        notes, self._failed_notes = self._failed_notes, []
-        for note in notes:
-            self._note_ended(note, self._note([note])[0])
-        if any(note.removals or 0 < note.number <= self._last_removal for note in self._failed_notes):
-            try:
-                self._file.calls.truncate(self._file.index_fd, 0)
-            except OSError as error:
-                why = f"{self._file.path} still has blocks that were removed ({error.strerror or error})."
-                why += " Remove it, unless the log says that kvoffd.state has it noted."
-                self._error(DiskFault.FORGET_FAILED, why)
 
     def _bug(self, error: Exception) -> End:
         logger.error("A thread of %s failed.", self.name, exc_info=error)

@@ -39,6 +39,8 @@ MAGIC = b"kvoffdB1"
 _HEAD = struct.Struct("<8sQIHHI")
 _SHARD = struct.Struct("<QQI")
 _SUM = struct.Struct("<Q")
+MOST_GENERATION = 2**62
+"""Of a block that is believed: others can follow."""
 MOST_FIRST_BLOCK = 0xFFFF
 """The last engine block of a key that a shard may begin with: the cache has no room for more."""
 
@@ -62,7 +64,7 @@ class Space(NamedTuple):
 
     Attributes:
         fingerprint: of the namespace, 32 bytes.
-        generation: counts the namespace's resets.
+        generation: when the namespace was last reset, in microseconds since 1970, or a little more; 0 for never.
         group: index of the group in the namespace.
         lengths: bytes of a block's shard, by rank.
         tag: 64 bits of a hash of the first three.
@@ -148,7 +150,7 @@ def parse_header(data: bytes | memoryview) -> Block | None:
     _, generation, group, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)
     key_at = _HEAD.size + fingerprint_bytes
     shards_at = key_at + key_bytes
-    if group > 0xFFFF or shards_at + ranks * _SHARD.size > HEADER_BYTES:
+    if generation > MOST_GENERATION or group > 0xFFFF or shards_at + ranks * _SHARD.size > HEADER_BYTES:
         return None
     lengths = [_SHARD.unpack_from(data, shards_at + rank * _SHARD.size)[0] for rank in range(ranks)]
     space = make_space(bytes(data[_HEAD.size : key_at]), generation, group, lengths)
@@ -260,8 +262,8 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
-        """Have nobody on this node read these blocks any more, nor what is being written of them; see
-        ``removals_kept``.
+        """Have nobody on this node read these blocks any more, nor what is being written of them. After a kill a disk
+        may have them again, as they were written.
 
         Args:
             why: ``invalidated``; ``partial``, where the pool has more of them now, which others are to have too; or
@@ -273,12 +275,8 @@ class Tier(ABC):
         """Remove what there is of a namespace, of whatever generation, also what is being written; None: of all.
 
         Returns how many blocks could be read. The listener is called for none. A store that others use only forgets
-        what it knows.
+        what it knows. After a kill the namespace's generation keeps away what a disk has still.
         """
-
-    def removals_kept(self) -> Callable[[], bool]:
-        """What says whether all that was removed up to now stays away also after a kill or a power cut."""
-        return lambda: True
 
     @property
     def lifetime_bytes(self) -> int:

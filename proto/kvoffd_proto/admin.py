@@ -206,6 +206,9 @@ class NamespaceDescribed(Reply, frozen=True):
     groups: Annotated[list[GroupSpec], doc("KV cache groups.")]
     description: Annotated[str, doc("What the fingerprint was made of, as JSON.")]
     shards: Annotated[list[RankSpec | None], doc("Shards by rank and group; nil if unknown.")]
+    generation: Annotated[
+        Count, doc("When its blocks were last reset or cleared, in microseconds since 1970; 0 for never.")
+    ] = 0
 
 
 @exchange(ADMIN)

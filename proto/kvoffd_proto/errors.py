@@ -46,4 +46,4 @@ class ErrorCode(IntEnum):
     UNSUPPORTED = 28, "The daemon was built without what this message asks for."
     CHECKSUM = 29, "A block's bytes in the pool do not match their checksum; the block is dropped, recompute it."
     BAD_ARGUMENT = 30, "An administrator named something that is not there, or that cannot be done now."
-    NOT_NOTED = 31, "It is done, but could not be written down: a kill or a power cut may undo it."
+    NOT_KEPT = 31, "It is done, but could not be written to a device: a kill or a reboot may undo it."

@@ -28,7 +28,7 @@ MAX_PAGES = 8192
 BLOCK_ID_BYTES = TOKEN_ID_BYTES = COUNT_BYTES = 4
 
 
-def doc(description: str | None = None, **bounds: int) -> Meta:
+def doc(description: str | None = None, **bounds: float) -> Meta:
     """Describe a field or a type of fields for the reference page, with the bounds that msgspec checks."""
     return Meta(description=description, **bounds)  # type: ignore[call-overload, no-any-return]
 
@@ -273,8 +273,10 @@ MAX_REPORTED = 1_000_000
 """In one message: sums of what anybody may claim must stay numbers."""
 MAX_PROBLEM = 512
 """Characters of a sentence that says why an engine is not served."""
-MOST_PER_SECOND = 1e12
-"""Infinity is no speed."""
+LEAST_PER_SECOND, MOST_PER_SECOND = 1e-6, 1e12
+"""Of a speed that is not 0: what is reckoned with it must stay a number."""
+MOST_TIME_S = 1e11
+"""In seconds since 1970."""
 Speed = Annotated[float, doc(ge=0, le=MOST_PER_SECOND)]
 
 
@@ -481,7 +483,9 @@ class ReportEngine(Request[Done], frozen=True):
     """Tells how fast an engine computes, and what it left out since its last report."""
 
     namespace: Fingerprint
-    prefill_tokens_per_second: Annotated[Speed, doc("Prompt tokens that it computes a second; 0 if not known.")]
+    prefill_tokens_per_second: Annotated[
+        Speed, doc("Prompt tokens that it computes a second, 1e-6 at least; 0 if not known.")
+    ]
     skipped_loads: Annotated[int, doc("Loads left out, as computing is faster.", ge=0, le=MAX_REPORTED)] = 0
     paused_stores: Annotated[int, doc("Stores left out, as it had waited too often.", ge=0, le=MAX_REPORTED)] = 0
     late_lookups: Annotated[int, doc("Lookups that it did not wait for.", ge=0, le=MAX_REPORTED)] = 0
@@ -495,7 +499,7 @@ class RequestReport(Wire, frozen=True):
     """What became of one request of an engine: why it hit or missed."""
 
     request: Annotated[str, doc("The engine's id of the request.", max_length=128)]
-    decided_at: Annotated[Seconds, doc("When it was known, in seconds since 1970.")]
+    decided_at: Annotated[float, doc("When it was known, in seconds since 1970.", ge=0, le=MOST_TIME_S)]
     tokens: Annotated[Count, doc("Tokens of its prompt.")]
     keys: Annotated[Count, doc("Keys asked for; 0 without an answer, and for less than a block.")]
     found_pool: Annotated[Count, doc("Of these, keys that the pool had.")]

@@ -325,7 +325,6 @@ class DiskFault(StrEnum):
     RECORD_FAILED = "record_failed", "writes of records that failed; see dmesg and the drive's own report"
     SHORT_READ = "short_read", "reads that ended too soon; see dmesg and the drive's own report"
     NO_SPACE = "no_space", "writes that found no space, though it was allocated; see the file system"
-    FORGET_FAILED = "forget_failed", "files that may bring removed blocks back; remove them"
     HUNG = "hung", "times that a call did not return for long, and nothing was read and written; see dmesg"
     BUG = "bug", "bugs; please report the traceback in the daemon's log"
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvoffd_client import AdminClient, GroupKeys, RequestRefused
+from kvoffd_client import AdminClient, GroupKeys
 from tests.daemon.refused_calls import refusing
 from tests.kit.checked import (
     STEP,
@@ -28,7 +27,7 @@ from tests.kit.checked import (
 from tests.kit.daemon import DaemonProcess
 from tests.kit.linux import tmpfs
 from tests.kit.waiting import wait_until
-from tests.kit.wire import books, invalidate, keys
+from tests.kit.wire import books, keys
 
 BLOCK_BYTES = 65536
 IN_POOL = 32
@@ -165,35 +164,6 @@ def test_a_kill_behind_the_answer_brings_nothing_back(daemon: DaemonProcess) -> 
             daemon.kill()
         with running(daemon) as engine:
             assert engine.lookup(keys(0)) == disk_of(daemon).blocks == 0, how
-
-
-@pytest.mark.parametrize("drop", ["clear", "invalidate"])
-@pytest.mark.parametrize("state_too", [False, True])
-def test_what_cannot_be_written_down_stays_away_once_it_can(daemon: DaemonProcess, state_too: bool, drop: str) -> None:
-    """The kernel refuses writes to the disk, and where ``state_too`` to ``kvoffd.state``. Then both are mended."""
-    with CheckedEngine(daemon) as engine, AdminClient(daemon.directory) as admin:
-        put_on_disk(daemon, engine, 48)
-        limit = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (0 if state_too else 16384, limit[1]))
-        both = f"not noted yet in {daemon.directory}/kvoffd.state and /"
-        with pytest.raises(RequestRefused, match=both) if state_too else nullcontext():
-            if drop == "clear":
-                admin.clear()
-            else:
-                invalidate(engine.scheduler, engine.namespace.fingerprint, keys(*range(48)))
-        engine.truth.drop()
-        assert engine.lookup(keys(3)) == 0
-        if state_too:
-            resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, limit)
-            daemon.stop()
-        else:
-            daemon.kill()
-    with running(daemon, engine.truth) as engine:
-        assert engine.lookup(keys(3)) == 0
-        put_on_disk(daemon, engine, 16)
-    daemon.stop()
-    with running(daemon, engine.truth) as engine:
-        assert engine.has([3]), "only what was there before is gone"
 
 
 def test_clear_reaches_namespaces_that_nobody_opened(daemon: DaemonProcess) -> None:

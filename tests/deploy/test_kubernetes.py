@@ -147,6 +147,15 @@ def test_the_pool_is_in_memory_that_outlives_the_daemon() -> None:
             assert mount["name"] not in [m["name"] for m in other.get("volumeMounts", [])]
 
 
+def test_on_a_node_what_was_cleared_outlives_a_reboot() -> None:
+    (pod,) = filter(None, map(pod_of, manifests("daemonset")))
+    (daemon,) = pod["containers"]
+    (mount,) = [m for m in daemon["volumeMounts"] if m["mountPath"] == environment(daemon)["STATE_DIRECTORY"]]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
+    assert volume["hostPath"] == {"path": "/var/lib/kvoffd", "type": "DirectoryOrCreate"}
+    assert f"chmod 0700 /pool {mount['mountPath']}" in pod["initContainers"][0]["command"][-1]
+
+
 def user_of(pod: Manifest, container: Manifest) -> int:
     return {**pod["securityContext"], **container.get("securityContext", {})}["runAsUser"]
 
@@ -229,7 +238,7 @@ def test_on_selinux_nodes_the_directories_are_for_all_containers() -> None:
     assert pod["securityContext"]["seLinuxOptions"] == {"type": "spc_t", "level": "s0"}
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     (init,) = [c for c in pod["initContainers"] if c["name"] == "own-directory"]
-    assert "chcon --type=container_file_t --range=s0 /run/kvoffd /pool" in init["command"][-1]
+    assert "chcon --type=container_file_t --range=s0 /run/kvoffd /pool /state" in init["command"][-1]
 
 
 def forbidden(of_pod: Manifest, container: Manifest) -> set[str]:

@@ -37,6 +37,8 @@ class TieringHarness(CacheRig):
         self.memory = PoolBytes(self.slots.pool_bytes)
         self.tier_events = FoldedEvents(MEDIUM_STORAGE)
         self.engines_busy = False
+        self.unshared: set[bytes] = set()
+        """Namespaces that are not shared."""
         self._lookups, self._waiting = 0, list[int]()
         self.tiering = Tiering(
             self.cache,
@@ -44,6 +46,7 @@ class TieringHarness(CacheRig):
             self.clock,
             settings or TieringSettings(),
             lambda: self.engines_busy,
+            lambda fingerprint: fingerprint in self.unshared,
         )
         self.cache.tiers = self.tiering
         self.found: set[tuple[bytes, int, bytes]] = set()

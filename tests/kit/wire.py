@@ -30,7 +30,7 @@ import msgspec
 import zmq
 from msgspec import structs
 
-from kvoffd_client import SchedulerClient, SharedMemory
+from kvoffd_client import SharedMemory
 from kvoffd_client.session import Closing
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import admin as a
@@ -67,17 +67,6 @@ def key(number: int) -> bytes:
 
 def keys(*numbers: int) -> list[bytes]:
     return list(map(key, numbers))
-
-
-def invalidate(scheduler: SchedulerClient, namespace: bytes, keys: Sequence[bytes]) -> None:
-    """As an engine does, but wait for the answer. Raises RequestRefused."""
-    answers: list[Any] = []
-    with scheduler._transport.lock:
-        message = m.Invalidate(scheduler._next_request_id(), namespace, [m.GroupKeys(0, b"".join(keys))])
-        scheduler._send(message, scheduler._transport.now(), lambda reply, _: answers.append(reply), TIMEOUT_S)
-    scheduler._transport.wait(lambda: bool(answers), TIMEOUT_S)
-    if isinstance(answers[0], Exception):
-        raise answers[0]
 
 
 # --- what is sent ----------------------------------------------------------------------------------
@@ -434,9 +423,9 @@ class WireClient(Closing):
         """Drop blocks; how many there were."""
         return int(self.ask(m.Invalidate, namespace, [m.GroupKeys(0, b"".join(keys))]).count)
 
-    def report(self, skipped_loads: int, namespace: bytes = NAMESPACE) -> None:
+    def report(self, skipped_loads: int, namespace: bytes = NAMESPACE, tokens_per_second: float = 1.0) -> None:
         """Report what an engine counted."""
-        self.ask(m.ReportEngine, namespace, 1.0, skipped_loads)
+        self.ask(m.ReportEngine, namespace, tokens_per_second, skipped_loads)
 
     def reset(self, namespace: bytes = NAMESPACE) -> int:
         """Drop every block of a namespace; how many there were."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import threading
 import zlib
+from base64 import b64encode
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ import pytest
 from kvoffd.cache.queues import Queues
 from kvoffd.config import Config
 from kvoffd.server import persistence
-from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile
+from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile, StateUnreadable
+from kvoffd_proto.stats import Lifetime
 from tests.kit.clock import Clock
 from tests.kit.waiting import wait_until
 
@@ -36,12 +40,24 @@ def open_file(tmp_path: Path) -> Iterator[Open]:
         file.close(10.0)
 
 
+Next = Callable[[], State]
+NOW = 1_700_000_000
+
+
 @pytest.fixture
-def next_state(open_file: Open) -> Callable[[], State]:
+def clock() -> Clock:
+    """In seconds since 1970."""
+    clock = Clock()
+    clock.now = NOW
+    return clock
+
+
+@pytest.fixture
+def next_state(open_file: Open, clock: Clock) -> Next:
     """What the next daemon knows."""
 
     def restored() -> State:
-        state = State(open_file(STATE_FILE))
+        state = State(open_file(STATE_FILE), clock)
         state.restore()
         return state
 
@@ -51,62 +67,135 @@ def next_state(open_file: Open) -> Callable[[], State]:
 # --- generations and quotas ------------------------------------------------------------------------
 
 
-def test_so_many_names_are_known_and_those_of_namespaces_that_there_are_stay(
-    monkeypatch: pytest.MonkeyPatch, next_state: Callable[[], State]
-) -> None:
-    monkeypatch.setattr(persistence, "MAX_NAMES", 10)
+def test_a_generation_is_a_time_and_above_all_that_were_seen(next_state: Next, clock: Clock) -> None:
     state = next_state()
-    state.is_there = {ONE}.__contains__
-    for name in (OTHER, ONE, *(bytes([number]) for number in range(20))):
-        state.raise_generation(name)
-        state.unshare(name)
-    assert state.file.flush(10.0)
-    again = next_state()
-    assert list(again.known.unshared) == [ONE, *(bytes([number]) for number in range(11, 20))]
-    assert (again.generation(ONE), again.generation(OTHER), again.generation(b"\x13")) == (2, 0, 22)
-
-
-def test_damage_of_any_byte_is_seen(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, next_state: Callable[[], State]
-) -> None:
-    state, path = next_state(), tmp_path / STATE_FILE
-    state.raise_generation(ONE)
-    state.followed(OTHER, {"a": 17})
-    assert state.file.flush(10.0)
-    whole = path.read_bytes()
-    for at in range(len(whole)):
-        for damaged in (whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], whole[:at]):
-            caplog.clear()
-            path.write_bytes(damaged)
-            state.restore()
-            assert "is of no use" in caplog.text
-            assert state.file.flush(10.0)
-
-
-def test_a_file_of_deeply_nested_brackets_is_of_no_use(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, next_state: Callable[[], State]
-) -> None:
-    body = b'{"lifetime":{"x":' + b"[" * 50_000
-    (tmp_path / STATE_FILE).write_bytes(b"%08x\n" % zlib.crc32(body) + body)
-    assert next_state().generation(ONE) == 0
-    assert "is of no use" in caplog.text
-
-
-def test_generations_only_rise_and_all_are_raised_at_once(next_state: Callable[[], State]) -> None:
-    state = next_state()
-    numbers = [state.generation(ONE)]
+    numbers, us = [state.generation(ONE)], 1_000_000 * NOW
     for change in (
         lambda: state.raise_generation(ONE),
-        lambda: state.found(ONE, 7),
-        lambda: state.found(ONE, 3),
+        lambda: state.found(ONE, us - 5),
         lambda: state.raise_generation(ONE),
+        lambda: setattr(clock, "now", NOW + 2),
+        lambda: state.found(ONE, us + 7),
+        lambda: setattr(clock, "now", NOW - 100),  # it is set back
         state.raise_all,
         lambda: state.raise_generation(ONE),
     ):
         change()
         numbers.append(state.generation(ONE))
-    assert numbers == [0, 1, 7, 7, 8, 9, 10]
-    assert state.generation(OTHER) == 9, "all: also those that nobody has heard of yet"
+    assert numbers == [0, us, us, us + 1, us + 1, us + 7, us + 7, us + 8, us + 9]
+    assert state.generation(OTHER) == us + 8, "all: also those that nobody has heard of yet"
+
+
+def test_of_what_a_pool_or_disk_shows_the_highest_generation_counts(next_state: Next, clock: Clock) -> None:
+    """But for one in the future: it was raised before the clock was set back, or after."""
+    state, us = next_state(), 1_000_000 * NOW
+    assert [state.found(ONE, one) for one in (0, 17, 17, 5)] == [True, True, True, False]
+    assert not state.found(ONE, us + 1)
+    assert state.generation(ONE) > us + 1
+
+
+def test_the_oldest_names_are_forgotten_on_the_safe_side(monkeypatch: pytest.MonkeyPatch, next_state: Next) -> None:
+    """Those of namespaces that there are stay."""
+    monkeypatch.setattr(persistence, "MAX_NAMES", 10)
+    state = next_state()
+    state.is_there = {ONE}.__contains__
+    for name in (OTHER, ONE, *(bytes([number]) for number in range(9))):
+        state.raise_generation(name)
+        state.unshare(name)
+    was = [state.generation(name) for name in (ONE, OTHER)]
+    for number in range(9, 20):
+        state.raise_generation(bytes([number]))
+        state.unshare(bytes([number]))
+    assert state.file.flush(10.0)
+    again = next_state()
+    assert again.generation(ONE) == was[0]
+    assert again.generation(OTHER) >= was[1]
+    assert again.is_unshared(ONE)
+    assert again.is_unshared(OTHER)
+    again.followed(OTHER, {})
+    assert not again.is_unshared(OTHER)
+    assert len(again.resets.generations) == len(again.resets.unshared) == 10
+
+
+def test_damage_of_any_byte_costs_its_part_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, next_state: Next, clock: Clock
+) -> None:
+    """What protects is there twice. Where both are lost, all that there was is void, and nothing is shared."""
+    state, path = next_state(), tmp_path / STATE_FILE
+    state.raise_generation(ONE)
+    state.unshare(OTHER)
+    state.save_quotas({ONE: 5})
+    state.save_lifetime(Lifetime(1.0, 2, 3.0))
+    assert state.file.flush(10.0)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    whole, known = path.read_bytes(), state.generation(ONE)
+    file = StateFile(str(path), 100_000)
+    clock.now += 1
+    for at in range(len(whole)):
+        for damaged in (whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], whole[:at]):
+            assert file.flush(10.0)
+            path.write_bytes(damaged)
+            found = State(file, clock)
+            found.restore()
+            void = found.generation(ONE) > known
+            assert found.generation(ONE) >= known
+            assert found.is_unshared(OTHER)
+            assert found.is_unshared(ONE) == void
+            lost = [found.quotas.quotas != {ONE: 5}, found.counted.lifetime != Lifetime(1.0, 2, 3.0), void]
+            two_lines_in_one = whole[at : at + 1] == b"\n"
+            assert sum(lost) <= 1 + two_lines_in_one or len(damaged) < len(whole)
+            assert not void or len(damaged) < whole.index(b"\n")
+    file.close()
+
+
+def test_a_total_that_cannot_be_costs_itself_alone(next_state: Next) -> None:
+    state = next_state()
+    state.raise_generation(ONE)
+    state.save_lifetime(Lifetime(1.0, 2, inf))
+    assert state.file.flush(10.0)
+    again = next_state()
+    assert (again.generation(ONE), again.counted.lifetime) == (state.generation(ONE), Lifetime())
+
+
+def test_a_file_of_deeply_nested_brackets_is_of_no_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, next_state: Next
+) -> None:
+    body = b'resets {"last":' + b"[" * 50_000
+    (tmp_path / STATE_FILE).write_bytes(b"%08x %s" % (zlib.crc32(body), body))
+    assert next_state().generation(ONE) == 1_000_000 * NOW
+    assert "is of no use" in caplog.text
+
+
+def test_what_0_2_wrote_is_read(tmp_path: Path, next_state: Next) -> None:
+    names = {b64encode(ONE).decode(): 7}
+    known = {"last": 9, "floor": 2, "generations": names, "missed": {"/mnt": {}}, "quotas": names}
+    body = json.dumps(known).encode()
+    (tmp_path / STATE_FILE).write_bytes(b"%08x\n%s" % (zlib.crc32(body), body))
+    state = next_state()
+    assert (state.generation(ONE), state.generation(OTHER), state.quotas.quotas) == (7, 2, {ONE: 7})
+
+
+def test_a_read_that_fails_is_not_the_same_as_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, next_state: Next
+) -> None:
+    state = next_state()
+    state.raise_generation(ONE)
+    assert state.file.flush(10.0)
+    content, read, failing = (tmp_path / STATE_FILE).read_bytes(), StateFile.read, [1]
+
+    def fails(file: StateFile) -> bytes:
+        if failing:
+            failing.pop()
+            raise OSError(5, "Input/output error")
+        return read(file)
+
+    monkeypatch.setattr(StateFile, "read", fails)
+    monkeypatch.setattr(persistence, "READ_PAUSE_S", 0.0)
+    assert next_state().generation(ONE) == state.generation(ONE)
+    failing[:] = [1] * 100
+    with pytest.raises(StateUnreadable, match="cannot be read"):
+        next_state()
+    assert (tmp_path / STATE_FILE).read_bytes() == content
 
 
 # --- how files are read and written ----------------------------------------------------------------
@@ -125,6 +214,26 @@ def test_a_file_is_on_the_device_before_it_has_its_name(
     assert file.flush(10.0)
     assert calls == [str(tmp_path / "file.new"), "replace", str(tmp_path)]
     assert file.read() == b"all of it"
+
+
+def test_a_file_whose_writing_raises_whatever_is_written_later(
+    monkeypatch: pytest.MonkeyPatch, open_file: Open
+) -> None:
+    real, raised = os.replace, list[str]()
+
+    def replace(old: str, new: str) -> None:
+        if not raised:
+            raised.append(new)
+            raise RuntimeError("surprise")
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(persistence, "RETRY_S", 0.01)
+    file = open_file("file")
+    file.save(b"all of it")
+    wait_until(lambda: file.written == file.saved == 1)
+    assert raised
+    assert (file.read(), file.problem) == (b"all of it", "")
 
 
 def test_a_file_system_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> None:

@@ -33,8 +33,6 @@ class FakeDisk:
         self.names = {b"one", b"other"}
         """Namespaces that it has blocks of, all of this generation."""
         self.errors: dict[str, int] = {}
-        self.kept = True
-        """Whether what was removed stays so after a kill."""
 
     @property
     def found_generations(self) -> dict[bytes, int]:
@@ -53,13 +51,9 @@ class FakeDisk:
         self.closes.append(deadline_s)
         return not self.hangs
 
-    def remove_all(self, fingerprint: bytes, *, wiped: bool = False) -> int:
+    def remove_all(self, fingerprint: bytes) -> int:
         self.names = self.names - {fingerprint}
-        self.kept = False
         return 1
-
-    def removals_kept(self) -> Callable[[], bool]:
-        return lambda: self.kept
 
 
 class TiersRig:
@@ -110,9 +104,6 @@ def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: TiersRig
     rig.opened()
     assert [disk.state for disk in rig.tiers] == [DiskState.FAILED]
     assert "surprise" in next(rig.tiers.problems)[1]
-    assert rig.tiers.unsaved_removals()() == []
-    rig.tiers.invalidated(b"one")
-    assert rig.tiers.unsaved_removals()() == ["/somewhere"], "the next daemon may find it there"
 
 
 def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig) -> None:
@@ -137,25 +128,9 @@ def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(rig
         assert disk.names == left
 
 
-def test_invalidated_blocks_do_not_come_with_a_late_directory(rig: TiersRig) -> None:
-    rig.attach(disk := FakeDisk())
-    rig.tiers.invalidated(b"one")
-    unsaved = rig.tiers.unsaved_removals()
-    assert unsaved() == ["/somewhere"]
-    rig.opened()
-    assert disk.names == {b"other"}
-    assert unsaved() == ["/somewhere"]
-    disk.kept = True
-    assert unsaved() == rig.tiers.unsaved_removals()() == []
-
-
-@pytest.mark.parametrize("recovered", [False, True])
-def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_other_disks_are_older(
-    rig: TiersRig, recovered: bool
-) -> None:
-    """As when the machine was started. The pool's blocks are older too if they are an earlier daemon's."""
+def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_all_else_is_older(rig: TiersRig) -> None:
+    """As when the machine was started. What came up from another disk until then may be from before too."""
     space = rig.rig.open("one")
-    space.recovered = recovered
     rig.rig.store(space, keys_of(1, 2))
     disks = FakeDisk(), FakeDisk(generation=5)
     for number, disk in enumerate(disks):
@@ -163,10 +138,22 @@ def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_other_disks_are_
         rig.attach(disk, f"/mnt/{number}")
         rig.opened()
     assert [disk.names for disk in disks] == [set(), {space.fingerprint}]
-    assert (rig.saved.generation(space.fingerprint), space.generation) == (5, 5)
-    assert space.ready_blocks == (0 if recovered else 2)
+    assert (rig.saved.generation(space.fingerprint), space.generation, space.ready_blocks) == (5, 5, 0)
     rig.saved.raise_generation(space.fingerprint)
-    assert rig.saved.generation(space.fingerprint) == 6
+    rig.attach(disk := FakeDisk(generation=5), "/mnt/late")
+    disk.names = {space.fingerprint}
+    rig.opened()
+    assert disk.names == set(), "what is raised after the loss is above all from before"
+
+
+def test_a_disk_with_a_generation_of_the_future_is_void_with_all_else(rig: TiersRig) -> None:
+    space = rig.rig.open("one")
+    rig.rig.store(space, keys_of(1, 2))
+    rig.attach(disk := FakeDisk(generation=2**61))
+    disk.names = {space.fingerprint}
+    rig.opened()
+    assert (disk.names, space.ready_blocks) == (set(), 0)
+    assert space.generation == rig.saved.generation(space.fingerprint) > 2**61
 
 
 def test_what_was_spent_of_the_days_writes_is_known_to_the_next_daemon(tmp_path: Path) -> None:

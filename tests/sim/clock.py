@@ -94,6 +94,10 @@ class Process:
         self._clock = clock
         self._backlog: deque[Event] = deque()
 
+    @property
+    def now(self) -> float:
+        return self._clock.now
+
     def run(self, event: Event) -> None:
         """Let ``event`` happen in this process: now, when it goes on (in this order), or never if it has died."""
         if not self.alive:

@@ -276,12 +276,10 @@ class SimDaemon:
         self._removals[sender, request.request_id] = tiers.dropped(request, last)
 
     def _removal_answered(self, sender: bytes, reply: m.AnyReply) -> None:
-        """What a request removed must not come back once that was said: the disk has noted it, or the state."""
+        """What a request removed must not come back once that was said."""
         for_good = self._removals.pop((sender, reply.request_id), None)
         if for_good is not None and isinstance(reply, m.Done):
             for_good()
-            for tier in self.tiers.shared if self.tiers is not None else ():
-                tier.objects.left |= tier.left
             self.world.faults.counts["disk_kept"] += 1
 
     def _holdings(self) -> tuple[object, ...]:

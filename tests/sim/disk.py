@@ -269,14 +269,14 @@ class SimDisk:
         rest, state = self.file.copy(), State(self._service.state.file)
         rest.lose_power(self._rng)
         state.restore()
-        options, missed = DiskOptions(region_bytes=self.file.region_bytes), state.known.missed.get("/", {})
+        options = DiskOptions(region_bytes=self.file.region_bytes)
         tier = self._open(
             rest, options, lambda call: None, Mock(TierListener), ReadsWithoutThreads, WorkersWithoutThreads, state
         )
         return [
             BlockName(space.fingerprint, space.group, key)
             for space, key in names_of(tier)
-            if space.fingerprint not in missed and _is_whole(rest, tier, space, key)
+            if _is_whole(rest, tier, space, key)
         ]
 
     def _check_stale(self, read: object, name: BlockName, offset: int) -> None:

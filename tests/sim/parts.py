@@ -19,7 +19,7 @@ from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.server.events import EventLog
 from kvoffd.server.memory import Host
-from kvoffd.server.persistence import PolicyFile, State, StateFile
+from kvoffd.server.persistence import RETRY_S, PolicyFile, State, StateFile
 from kvoffd.server.recovery import restore
 from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
@@ -149,7 +149,10 @@ def make_service(
 
 
 class NoStateFile(StateFile):
-    """Nothing outlived the daemon, and nothing will."""
+    """Nothing outlived the daemon, and nothing will, which is all the same."""
+
+    outlives_reboot = True
+    saved = tried = written = 0
 
     def __init__(self) -> None:
         pass
@@ -169,41 +172,47 @@ class NoPolicyFile(PolicyFile):
 
 
 class SimStateFile(StateFile):
-    """``kvoffd.state``: written a moment later, unless the daemon is dead by then."""
+    """``kvoffd.state``: written a moment later, unless the daemon is dead by then, or that fails."""
 
-    def __init__(self, written: list[bytes], process: Process, rng: random.Random) -> None:
+    outlives_reboot = True
+
+    def __init__(self, kept: list[bytes], process: Process, rng: random.Random) -> None:
         self.path = "kvoffd.state"
-        self._written = written
+        self._kept = kept
         """What outlives daemons, last."""
         self._process = process
         self._rng = rng
-        self._last: bytes | None = None
+        self._content, self._problem = b"", ""
+        self.saved = self.tried = self.written = 0
         self._longest_s = rng.choice((0.0, 0.01, 0.6))
+        self._fails = rng.choice((0.0, 0.0, 0.0, 0.5))
 
     def read(self) -> bytes:
-        if not self._written:
+        if not self._kept:
             raise FileNotFoundError
-        return self._written[-1]
+        return self._kept[-1]
 
     def save(self, content: bytes) -> None:
-        self._last = content
-        self._process.after(self._rng.uniform(0.0, self._longest_s), partial(self._put, content))
+        self._content = content
+        self.saved += 1
+        self._process.after(self._rng.uniform(0.0, self._longest_s), partial(self._put, self.saved))
 
-    def _put(self, content: bytes) -> None:
-        if content is self._last:
-            self._written[:], self._last = [content], None
+    def _put(self, number: int) -> None:
+        if number < self.saved:
+            return
+        self.tried = number
+        if self._rng.random() < self._fails:
+            self._problem = "it cannot be written"
+            self._process.after(RETRY_S, partial(self._put, number))
+        else:
+            self._problem = ""
+            self._kept[:], self.written = [self._content], number
 
-    @property
-    def is_saved(self) -> bool:
-        return self._last is None
 
-    @property
-    def problem(self) -> str:
-        return "" if self.is_saved else "it takes long"
-
-
-def make_state(written: list[bytes], process: Process, rng: random.Random) -> State:
-    state = State(SimStateFile(written, process, rng))
+def make_state(kept: list[bytes], process: Process, rng: random.Random) -> State:
+    slow_s = rng.choice((0, 0, 0, 3600))
+    """How far behind the clock of this life's machine is."""
+    state = State(SimStateFile(kept, process, rng), lambda: 1_700_000_000 - slow_s + process.now)
     state.restore()
     return state
 

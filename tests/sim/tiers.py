@@ -78,7 +78,7 @@ class SimTiers(Tiers):
     def check_followed(self) -> None:
         """After a tick: what other nodes reset is reset here."""
         for tier in self.shared:
-            followed = self._state.known.fleet.get(tier.name, {})
+            followed = self._state.resets.fleet.get(tier.name, {})
             if any(followed.get(fingerprint, 0) < number for fingerprint, number in tier._generations.items()):
                 raise Broken("other nodes have reset a namespace, and this one has not")
 
@@ -89,7 +89,8 @@ class SimTiers(Tiers):
         )
 
     def dropped(self, request: m.Invalidate | m.Reset | a.Clear, before: int) -> Callable[[], None]:
-        """Check what a request has dropped, before anybody else is served: as ``SimDisk.dropped``."""
+        """Check what a request has dropped, before anybody else is served: as ``SimDisk.dropped``. What was invalidated
+        may come back after a kill."""
         if isinstance(request, m.Invalidate):
             namespace = self._cache.namespace(request.namespace)
             names = {
@@ -97,8 +98,16 @@ class SimTiers(Tiers):
                 for part in request.groups
                 for key in namespace.split(part.group, part.keys)
             }
-            return self.disk.dropped(names.__contains__, before)
-        return self.disk.dropped(lambda name: request.namespace in (None, name.fingerprint), before)
+            self.disk.dropped(names.__contains__, before)
+            return lambda: None
+        for_good = self.disk.dropped(lambda name: request.namespace in (None, name.fingerprint), before)
+
+        def kept() -> None:
+            for_good()
+            for tier in self.shared if isinstance(request, m.Reset) else ():
+                tier.objects.left |= tier.left & {request.namespace}
+
+        return kept
 
     def readable(self, namespace: Namespace) -> Readable:
         """What is on disk of a namespace."""

@@ -334,18 +334,13 @@ def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: 
     rig.check()
 
 
-def test_memory_of_namespaces_and_servers_is_bounded(
+def test_memory_of_servers_that_failed_is_bounded(
     rig: TieringHarness, shared: FakeTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvoffd.tiering.tiering.MOST_UNSHARED", 100)
     monkeypatch.setattr("kvoffd.tiering.tiering.MOST_LOGGED", 100)
-    space, reports = rig.open(), rig.tiering
-    rig.tiering.unshare(space.fingerprint)
+    reports = rig.tiering
     for number in range(1000):
-        rig.tiering.unshare(number.to_bytes(32, "big"))
         reports.error(shared, f"timeout 10.0.{number}.1:6379", "It does not answer.")
-    others = [number.to_bytes(32, "big") for number in range(901, 1000)]
-    assert list(rig.tiering.unshared) == [space.fingerprint, *others]
     assert len(reports._logged) == 100
     logged = len(caplog.records)
     reports.error(shared, "timeout 10.0.999.1:6379", "It does not answer.")

@@ -239,10 +239,10 @@ class TieringMachine(RuleBasedStateMachine):
         """An engine reset a namespace; or all nodes did."""
         fingerprint = self.spaces[space].fingerprint
         if back:
-            self.rig.tiering.reshare(fingerprint)
+            self.rig.unshared.discard(fingerprint)
             self.unshared.pop(fingerprint, None)
         else:
-            self.rig.tiering.unshare(fingerprint)
+            self.rig.unshared.add(fingerprint)
             self.unshared.setdefault(fingerprint, {job for store in self.stores_of_nodes for job in store.jobs})
 
     @invariant()

@@ -194,14 +194,14 @@ class DiskRig:
         found = self.tier.find(space, [key_of(number) for number in numbers], prefix=False)
         return [number for number, state in zip(numbers, found, strict=True) if state]
 
-    def remove(self, *numbers: int, space: Space = SPACE) -> Callable[[], bool]:
+    def remove(self, *numbers: int, space: Space = SPACE) -> None:
         self.tier.remove(space, [key_of(number) for number in numbers], "invalidated")
-        return self.tier.removals_kept()
 
-    def remove_for_good(self, *numbers: int) -> None:
-        kept = self.remove(*numbers)
-        self.work()
-        assert kept()
+    def reset(self, fingerprint: bytes) -> int:
+        """As a reset does that is noted; returns the namespace's generation then."""
+        self.generations[fingerprint] = generation = self.generations.get(fingerprint, 0) + 1
+        self.tier.remove_all(fingerprint)
+        return generation
 
     def check(self) -> None:
         """The books are right, and the listener knows what is there."""

@@ -188,43 +188,13 @@ def test_a_block_that_fits_no_region_is_reported_once(rig: DiskRig) -> None:
 # --- what is removed ---------------------------------------------------------------------------------
 
 
-def test_what_is_removed_stays_away_once_that_is_kept(rig: DiskRig) -> None:
+def test_what_is_removed_is_gone_and_not_there_after_a_restart(rig: DiskRig) -> None:
     rig.write(block_of(1), block_of(2))
-    kept = rig.remove(1)
+    rig.remove(1, 77)
     assert rig.there([1, 2]) == [2]
-    assert not kept()
-    rig.work()
-    assert kept()
-    assert rig.remove(1, 77)(), "there is nothing to be noted"
-    for seed in range(8):
-        rig.cut_power(Random(seed))
-        assert 1 not in rig.there([1, 2])
+    rig.restart()
+    assert rig.there([1, 2]) == [2]
     rig.check()
-
-
-def test_what_was_evicted_before_it_was_removed_stays_away_too(rig: DiskRig) -> None:
-    """Its bytes and its record are there until another block is written over them."""
-    rig.write(*map(block_of, range(CAPACITY)))
-    assert rig.tier._evict_some(16 << 10)
-    assert rig.there([0, 1]) == [1]
-    rig.remove_for_good(0)
-    rig.kill()
-    assert 0 not in rig.there([0])
-    rig.check()
-
-
-def test_written_over_then_removed_a_block_stays_away(rig: DiskRig) -> None:
-    rig.write(*map(block_of, range(CAPACITY)))
-    rig.tier.removals_kept()
-    for file in rig.files.files.values():
-        file.pending.clear()
-        file.durable = bytearray(file.data)
-    rig.write(block_of(100))
-    assert 0 not in rig.there([0])
-    rig.remove_for_good(0)
-    for seed in range(8):
-        rig.cut_power(Random(seed))
-        assert rig.read(block_of(0)) is None
 
 
 def test_keys_of_several_lengths_are_found_and_removed() -> None:
@@ -243,45 +213,22 @@ def test_keys_of_several_lengths_are_found_and_removed() -> None:
     rig.check()
 
 
-def test_written_again_a_block_is_never_its_old_bytes() -> None:
-    """The new record may be on the device and the new bytes not: the old ones would match it."""
+def test_written_again_after_a_reset_a_block_is_never_its_old_bytes() -> None:
+    """The new record may be on the device and the new bytes not."""
     places = set()
     for seed in range(40):
         rig = DiskRig()
         rig.write(*map(block_of, range(CAPACITY)))
         before = rig.tier._slots_of(SPACE.tag, [key_of(0)])[0]
-        rig.remove_for_good(0)
-        assert rig.write(block_of(0, version=1), version=1) == [Result.DONE]
-        places.add(rig.tier._slots_of(SPACE.tag, [key_of(0)])[0] == before)
+        new = SPACE._replace(generation=rig.reset(ONE))
+        new = make_space(*new[:4])
+        rig.work()
+        assert rig.write(block_of(0, new, version=1), version=1) == [Result.DONE]
+        places.add(rig.tier._slots_of(new.tag, [key_of(0)])[0] == before)
         rig.cut_power(Random(seed))
-        rig.read(block_of(0, version=1), version=1)  # which compares what it finds
-    assert places == {True}
-
-
-def test_a_removal_waits_for_what_clears_the_record_already() -> None:
-    """A block that a failed read dropped is removed too: its record is still there, or not on the device yet."""
-    for seed in range(-1, 20):
-        rig = DiskRig()
-        rig.write(*map(block_of, range(3)))
-        rig.remove(2)
-        rig.work()
-        rig.files.fault = fails_always("read")
-        ends = rig.begin_read(block_of(1))
-        rig.reads.work()
-        rig.deliver()
-        rig.files.fault = no_fault
-        assert ends == [Result.FAILED]
-        if seed >= 0:
-            rig.work()
-        kept = rig.remove(1)
-        assert not kept()
-        rig.work()
-        assert kept()
-        if seed < 0:
-            rig.kill()
-        else:
-            rig.cut_power(Random(seed))
-        assert 1 not in rig.there([1])
+        rig.read(block_of(0, new, version=1), version=1)  # which compares what it finds
+        assert {space for space, _ in names_of(rig.tier)} <= {new}
+    assert True in places
 
 
 def test_records_of_a_region_whose_size_was_lost_are_gone(rig: DiskRig) -> None:
@@ -291,7 +238,6 @@ def test_records_of_a_region_whose_size_was_lost_are_gone(rig: DiskRig) -> None:
         rig.deliver()
     rig.kill()
     assert rig.there([1, 2]) == []
-    rig.remove_for_good(1, 2)
     rig.write(block_of(3))
     rig.restart()
     assert rig.there([1, 2, 3]) == [3]
@@ -312,13 +258,12 @@ def test_sizes_that_nobody_writes_give_their_regions_back() -> None:
 def test_removed_while_it_is_written_it_is_not_there(ok: bool) -> None:
     rig = DiskRig(merge_bytes=1)
     ends = rig.begin_write(block_of(1))
-    kept = rig.remove(1)
+    rig.remove(1)
     assert rig.tier.wants(SPACE, [key_of(1)]) == [True]
     again = rig.begin_write(block_of(1, version=1), version=1)
     if not ok:
         rig.files.fault = fails_first("write")
     rig.work()
-    assert kept()
     assert ends == [Result.GONE if ok else Result.FAILED]
     rig.files.fault = no_fault
     assert again == [DONE]
@@ -328,34 +273,38 @@ def test_removed_while_it_is_written_it_is_not_there(ok: bool) -> None:
     rig.check()
 
 
-@pytest.mark.parametrize("cleared_first", [False, True])
-def test_removed_while_it_is_read_it_is_gone(rig: DiskRig, cleared_first: bool) -> None:
+def test_removed_while_it_is_read_it_is_gone(rig: DiskRig) -> None:
     rig.write(block_of(1))
     ends = rig.begin_read(block_of(1))
     rig.remove(1)
-    if cleared_first:
-        rig.notes.work()
     rig.work()
     assert ends == [Result.GONE]
     assert not rig.listener.kinds, "a disk is no worse for it"
     rig.check()
 
 
-def test_a_removal_that_cannot_be_noted_is_tried_again(rig: DiskRig) -> None:
-    rig.write(block_of(1))
-    rig.files.fault = fails_always("note")
-    kept = rig.remove(1)
-    for _ in range(30):
-        rig.tier.tick()
-        rig.work()
-    assert not kept()
-    assert rig.listener.kinds["record_failed"] >= 2
-    assert len(rig.tier._failed_notes) == 1
-    rig.files.fault = no_fault
+def test_the_size_of_a_region_that_cannot_be_noted_is_noted_later(rig: DiskRig) -> None:
+    rig.files.fault = fails_first("note")
+    rig.begin_write(block_of(1))
+    rig.notes.work()
     rig.work()
+    assert rig.listener.kinds == {"record_failed": 1}
     rig.tier.tick()
     rig.work()
-    assert kept()
+    rig.kill()
+    assert rig.there([1]) == [1]
+
+
+def test_slots_whose_records_cannot_be_cleared_are_written_to_all_the_same(rig: DiskRig) -> None:
+    rig.write(*map(block_of, range(CAPACITY)))
+    rig.files.fault = fails_always("note")
+    rig.remove(*range(CAPACITY))
+    rig.work()
+    rig.files.fault = no_fault
+    rig.check()
+    assert rig.write(*map(block_of, range(100, 100 + CAPACITY))) == [DONE] * CAPACITY
+    rig.restart()
+    assert rig.there(range(CAPACITY)) == []
     rig.check()
 
 
@@ -367,9 +316,7 @@ def test_all_of_a_namespace_is_removed(rig: DiskRig, fingerprint: bytes | None, 
     writing = rig.begin_write(block_of(9))
     count = rig.tier.remove_all(fingerprint)
     assert count == 3 - len(left)
-    kept = rig.tier.removals_kept()
     rig.work()
-    assert kept()
     found = [number for number, space in enumerate(spaces, 1) if rig.there([number], space)]
     assert found == left
     assert writing == [DONE if fingerprint and fingerprint != ONE else Result.GONE]
@@ -385,32 +332,18 @@ def test_all_of_a_large_namespace_is_removed_in_parts(rig: DiskRig, monkeypatch:
     rig.write(*map(block_of, range(9)))
     assert rig.tier.remove_all(ONE) == 9
     assert rig.tier.stats().blocks == 0
-    kept = rig.tier.removals_kept()
     rig.listener.blocks.clear()
     rig.posted.popleft()()
-    assert not kept()
     if end == "restart":
         rig.restart()
         assert rig.tier.found_blocks == 0
         return
     rig.begin_write(block_of(3))  # again, and it stays
     rig.work()
-    assert kept()
     rig.check()
     rig.kill()
     assert rig.there(range(9)) == [3]
     assert rig.read(block_of(3)) is DONE
-
-
-def test_a_disk_that_noted_no_removal_is_emptied_at_its_close(rig: DiskRig) -> None:
-    rig.write(block_of(1), block_of(2))
-    rig.files.fault = fails_always("note")
-    rig.remove(1)
-    rig.work()
-    assert rig.tier.close(1.0)
-    rig.files.fault = no_fault
-    rig.open()
-    assert rig.tier.found_blocks == 0
 
 
 # --- what another daemon, or an older copy, has left -----------------------------------------------------
@@ -655,26 +588,21 @@ def test_whatever_happens_bytes_are_right() -> None:
 
 
 def live(random: Random) -> None:
-    """Several lives of a disk: kills in the middle of calls, power cuts, failures and flipped bits."""
+    """Several lives of a disk: resets, kills in the middle of calls, power cuts, failures and flipped bits."""
     files, spaces = MemoryDisk(), [SPACE, make_space(OTHER, 0, 1, [3000, 9000])]
     rig = DiskRig(files, most_writes=4, most_reads=random.choice((1, 4)))
-    written: set[tuple[int, int]] = set()
-    """Space and number of blocks of which a write was begun since they were removed for good."""
     for _ in range(300):
         at, number = random.randrange(2), random.randrange(40)
         block = block_of(number, spaces[at])
-        match random.randrange(12):
+        match random.randrange(13):
             case 0 | 1 | 2 | 3:
-                if rig.begin_write(block) is not None:
-                    written.add((at, number))
-                    rig.work()
+                rig.begin_write(block)
+                rig.work()
             case 4 | 5 | 6:
                 assert rig.read(block) in (None, DONE, Result.GONE, Result.CORRUPT, Result.FAILED)
             case 7:
-                kept = rig.remove(number, space=spaces[at])
-                rig.work()
-                if kept():
-                    written.discard((at, number))
+                rig.remove(number, space=spaces[at])
+                assert rig.there([number], spaces[at]) == []
             case 8:
                 files.fault = random.choice((fails_first("write"), fails_first("note"), fails_first("read")))
             case 9:
@@ -687,15 +615,20 @@ def live(random: Random) -> None:
             case 11:
                 files.fault = no_fault
                 rig.begin_write(block)
-                written.add((at, number))
                 if tasks := rig.writes.begin():
                     files.fault = fails_first("note") if random.random() < 0.5 else lambda name, number: PAGE
                     if random.random() < 0.5:
                         rig.tier._write(tasks)
                     files.fault = no_fault
                 rig.cut_power(random) if random.random() < 0.5 else rig.kill()
-        there = {(spaces.index(space), int.from_bytes(key, "big")) for space, key in names_of(rig.tier)}
-        whole = {one for one in there if one in written or rig.read(block_of(one[1], spaces[one[0]])) is not DONE}
-        assert whole == there, "what was removed is back"
+            case 12:
+                fingerprint, _, group, lengths, _ = spaces[at]
+                rig.begin_write(block)
+                spaces[at] = make_space(fingerprint, rig.reset(fingerprint), group, lengths)
+                rig.listener.blocks = {(space.tag, key) for space, key in names_of(rig.tier)}
+                if random.random() < 0.5:
+                    files.fault = no_fault
+                    rig.cut_power(random) if random.random() < 0.5 else rig.kill()
+        assert {space for space, _ in names_of(rig.tier)} <= {*spaces}, "what was reset is back"
         rig.work()
         rig.check()

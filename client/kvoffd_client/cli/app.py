@@ -15,10 +15,9 @@ from typer.core import TyperGroup
 from kvoffd_client.cli.health import fitted
 from kvoffd_client.cli.target import CliError
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.paths import is_utf8
 
-EXIT_REFUSED, EXIT_NOT_NOTED = 2, 3
+EXIT_REFUSED = 2
 COMPLETION = "_KVOFFD_CLI_COMPLETE"
 """The variable by which a shell asks for completions."""
 
@@ -79,8 +78,7 @@ def make_command(names: Iterable[str] = COMMANDS) -> TyperGroup:
 def run(given: list[str]) -> int:
     """Run ``kvoffd-cli`` with these arguments; return the exit status.
 
-    0 is success, 2 an error with one sentence on stderr, 3 done but not written down, 130 Ctrl-C; each command's help
-    names the others.
+    0 is success, 2 an error with one sentence on stderr, 130 Ctrl-C; each command's help names the others.
     """
     for word in given:
         if not is_utf8(word):
@@ -101,8 +99,7 @@ def run(given: list[str]) -> int:
         _output_that_fails()
         return 0
     except (CliError, KvoffdClientError) as error:
-        _refuse(str(error))
-        return EXIT_NOT_NOTED if getattr(error, "code", None) is ErrorCode.NOT_NOTED else EXIT_REFUSED
+        return _refuse(str(error))
     except OSError as error:
         where = error.filename or _output_that_fails()
         return _refuse(f"{f'{where}: ' if where else ''}{error.strerror or error}.")

@@ -188,6 +188,9 @@ def import_(
         bool,
         typer.Option("--beside", help="Import although a namespace of that label and another fingerprint is open."),
     ] = False,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Import although the namespace was reset or cleared since the export.")
+    ] = False,
     show_list: Annotated[bool, typer.Option("--list", help="Show what is in the file, and import nothing.")] = False,
     directory: Directory = None,
     json: Json = False,
@@ -195,21 +198,21 @@ def import_(
     """Put the blocks of a file into the pool.
 
     Opens the blocks' namespace where no engine has done so yet. Blocks that are in the pool are skipped, so that the
-    command may be repeated. The eviction policy has no say: a full pool evicts others. A file that is damaged, or of
-    an engine whose bytes differ, is refused.
+    command may be repeated. The eviction policy has no say: a full pool evicts others. A file that is damaged, from
+    before a reset, or of an engine whose bytes differ, is refused.
 
     Exit status: 0 done, 1 some blocks are not in the pool at the end, 2 an error.
     """
     from kvoffd_client import BlockFile, import_blocks
 
     if show_list:
-        if beside:
-            raise CliError("--list imports nothing; leave --beside away.")
+        if beside or stale:
+            raise CliError("--list imports nothing; leave --beside away, and --stale.")
         with BlockFile(file) as source:
             _print_file(file, source, as_json=json)
         return 0
     with _open(directory) as client, BlockFile(file) as source:
-        done = import_blocks(client, source, beside=beside, progress=print_progress)
+        done = import_blocks(client, source, beside=beside, stale=stale, progress=print_progress)
     print_status()
     geometry = source.geometry
     if json:

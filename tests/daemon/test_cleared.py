@@ -1,0 +1,229 @@
+"""What was cleared or reset stays away, whatever became of disks and ``kvoffd.state``; else the command failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffd_client import AdminClient, GroupKeys, RequestRefused
+from tests.kit.checked import CheckedEngine, over_disk, put_on_disk, wait_disk
+from tests.kit.command import EXPORT, IMPORT, command
+from tests.kit.daemon import DaemonProcess
+from tests.kit.linux import tmpfs
+from tests.kit.redis_server import RedisServer
+from tests.kit.waiting import wait_until
+from tests.kit.wire import WireClient, books, keys, refused
+
+SOME = range(16)
+
+
+def reset(daemon: DaemonProcess, engine: CheckedEngine) -> bool:
+    return engine.scheduler.reset()
+
+
+def clear(daemon: DaemonProcess, engine: CheckedEngine) -> bool:
+    with AdminClient(daemon.directory) as admin:
+        try:
+            admin.clear()
+        except RequestRefused:
+            return False
+    return True
+
+
+Drop = Callable[[DaemonProcess, CheckedEngine], bool]
+both = pytest.mark.parametrize("drop", [reset, clear])
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as running:
+        yield running
+
+
+def over_store(server: RedisServer, directory: Path | None = None) -> DaemonProcess:
+    return DaemonProcess("16MiB", directory, shared=server.url, shared_write="always")
+
+
+def share(daemon: DaemonProcess, engine: CheckedEngine) -> None:
+    """Store some blocks, and have them in the store."""
+    wait_until(lambda: books(daemon.directory).shared[0].up)
+    engine.put(SOME)
+    wait_until(lambda: books(daemon.directory).shared[0].written_blocks == len(SOME))
+
+
+def wait_found(daemon: DaemonProcess, engine: CheckedEngine) -> list[int]:
+    """What of the blocks comes from the store, which is reachable."""
+    wait_until(lambda: books(daemon.directory).shared[0].up)
+    engine.lookup(keys(*SOME))
+    wait_until(lambda: not books(daemon.directory).shared[0].queued_reads)
+    return engine.get(SOME)
+
+
+def lose_state(daemon: DaemonProcess) -> None:
+    """As a reboot does where the daemon's directory is in memory."""
+    for left in daemon.directory.iterdir():
+        if left != daemon.log_path:
+            left.unlink()
+
+
+# --- kvoffd.state cannot be written --------------------------------------------------------------------
+
+
+def test_a_reset_that_cannot_be_noted_is_no_success_without_disks(server: RedisServer) -> None:
+    with over_store(server) as daemon, CheckedEngine(daemon) as engine:
+        share(daemon, engine)
+        (in_the_way := Path(f"{daemon.directory}/kvoffd.state.new")).mkdir()
+        assert not engine.scheduler.reset()
+        assert engine.lookup(keys(0)) == 0, "it is done here"
+        in_the_way.rmdir()
+        assert engine.scheduler.reset()
+        engine.truth.drop()
+        daemon.kill()
+        daemon.start()
+        assert engine.wait_ready(30.0)
+        assert wait_found(daemon, engine) == []
+
+
+@both
+@pytest.mark.parametrize("disk", ["failed", "serving"])
+def test_a_drop_that_cannot_be_noted_is_no_success_whatever_the_disk_does(
+    tmp_path: Path, drop: Drop, disk: str
+) -> None:
+    place = tmp_path / "disk"
+    place.mkdir()
+    with over_disk(place, "2MiB", "16MiB") as daemon:
+        wait_disk(daemon)
+        with CheckedEngine(daemon) as engine:
+            put_on_disk(daemon, engine, 48)
+            daemon.stop()
+            if disk == "failed":
+                place.rename(tmp_path / "away")
+            daemon.start()
+            wait_disk(daemon, "failed" if disk == "failed" else "serving")
+            assert engine.wait_ready(30.0)
+            (in_the_way := Path(f"{daemon.directory}/kvoffd.state.new")).mkdir()
+            assert not drop(daemon, engine)
+            in_the_way.rmdir()
+            assert drop(daemon, engine)
+            engine.truth.drop()
+            daemon.kill()
+            if disk == "failed":
+                (tmp_path / "away").rename(place)
+            daemon.start()
+            wait_disk(daemon)
+            assert engine.wait_ready(30.0)
+            assert engine.get(SOME) == []
+
+
+def test_an_invalidation_waits_for_nothing(tmp_path: Path) -> None:
+    """Not for a disk that could not be opened, nor for ``kvoffd.state``: many at once are all answered."""
+    with over_disk(tmp_path / "missing") as daemon, CheckedEngine(daemon) as engine:
+        wait_disk(daemon, "failed")
+        Path(f"{daemon.directory}/kvoffd.state.new").mkdir()
+        engine.put(SOME)
+        for number in SOME:
+            for _ in range(10):
+                engine.scheduler.invalidate([GroupKeys(0, keys(number)[0])])
+        assert engine.get(SOME) == []
+        assert books(daemon.directory).errors == {}
+
+
+# --- kvoffd.state is lost --------------------------------------------------------------------------
+
+
+@both
+def test_a_drop_after_the_state_was_lost_holds_for_a_disk_with_higher_numbers(tmp_path: Path, drop: Drop) -> None:
+    """The disk is away at the drop."""
+    with over_disk(tmp_path, "2MiB", "16MiB") as daemon:
+        wait_disk(daemon)
+        with CheckedEngine(daemon) as engine:
+            for _ in range(3):
+                assert drop(daemon, engine)
+            put_on_disk(daemon, engine, 16)
+            daemon.stop()
+            lose_state(daemon)
+            disk = daemon.flags.pop("disk")
+            daemon.start()
+            assert engine.wait_ready(30.0)
+            assert drop(daemon, engine)
+            engine.truth.drop()
+            daemon.stop()
+            daemon.flags["disk"] = disk
+            daemon.start()
+            wait_disk(daemon)
+            assert engine.wait_ready(30.0)
+            assert engine.get(SOME) == []
+
+
+def test_a_reset_that_a_reboot_would_undo_is_no_success(tmp_path: Path, server: RedisServer) -> None:
+    """Where ``kvoffd.state`` is in memory, a daemon after the reboot would share what is stale."""
+    with tmpfs(tmp_path / "run", "64m") as place, over_store(server, place) as daemon:
+        with CheckedEngine(daemon) as engine:
+            share(daemon, engine)
+            assert not engine.scheduler.reset()
+            assert engine.lookup(keys(0)) == 0, "it is done here"
+        assert "a reboot undoes it" in daemon.log
+        daemon.stop()
+
+
+def test_after_a_damaged_state_nothing_of_before_is_served_or_shared(tmp_path: Path, server: RedisServer) -> None:
+    """Until it is cleared on all nodes."""
+    with over_disk(tmp_path, "2MiB", "16MiB", shared=server.url, shared_write="always") as daemon:
+        wait_disk(daemon)
+        with CheckedEngine(daemon) as engine:
+            share(daemon, engine)
+            assert engine.scheduler.reset()
+            daemon.stop()
+            (daemon.directory / "kvoffd.state").write_bytes(b"")
+            engine.truth.drop()
+            daemon.start()
+            wait_disk(daemon)
+            assert engine.wait_ready(30.0)
+            assert wait_found(daemon, engine) == []
+            with AdminClient(daemon.directory) as admin:
+                admin.reset_fleet(engine.namespace.fingerprint)
+            wait_until(lambda: not books(daemon.directory).shared[0].unshared_namespaces)
+            engine.put(SOME)
+            wait_until(lambda: books(daemon.directory).shared[0].written_blocks == len(SOME))
+
+
+# --- files of blocks -------------------------------------------------------------------------------
+
+
+@both
+def test_blocks_that_were_exported_before_a_drop_are_not_imported(
+    daemon: DaemonProcess, tmp_path: Path, drop: Drop
+) -> None:
+    """Unless that is asked for. What is exported after it is, and by the next daemon too."""
+    before, after = str(tmp_path / "before"), str(tmp_path / "after")
+    with CheckedEngine(daemon) as engine:
+        engine.put(SOME)
+        assert command(daemon, *EXPORT, before, "--namespace", "demo")[0] == 0
+        assert drop(daemon, engine)
+        engine.truth.drop()
+        engine.put(range(4))
+        assert command(daemon, *EXPORT, after, "--namespace", "demo")[0] == 0
+    for restart in (False, True):
+        if restart:
+            daemon.kill()
+            daemon.start()
+        status, text = command(daemon, *IMPORT, before)
+        assert (status, "reset or cleared here since" in text) == (2, True), text
+        assert command(daemon, *IMPORT, after)[0] == 0
+        with CheckedEngine(daemon, engine.truth) as again:
+            assert again.get(SOME) == [0, 1, 2, 3]
+    assert command(daemon, *IMPORT, before, "--stale")[0] == 0
+
+
+# --- numbers that cannot be --------------------------------------------------------------------------
+
+
+def test_numbers_that_cannot_be_are_refused(daemon: DaemonProcess) -> None:
+    """Sums of them would be infinite, and cost the file that has the resets."""
+    with WireClient(daemon.directory, "scheduler") as engine:
+        engine.open_namespace()
+        for speed in (5e-324, 1e-7, 1e300, float("inf"), float("nan"), -1.0):
+            assert refused(engine.report, 1, tokens_per_second=speed) == "malformed", speed
+        engine.report(1, tokens_per_second=0.01)
