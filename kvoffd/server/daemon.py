@@ -133,6 +133,8 @@ class Daemon:
         self._shared_stores = shared_stores(self._config)
         self._directory.acquire()
         try:
+            self._state = State(state_file(self._config))
+            self._state.restore()
             self._start_http()
             stopped = self._stop.is_set
             self._pool = await asyncio.to_thread(take_pool, self._config, self._notifier, self._stored_fds, stopped)
@@ -205,8 +207,6 @@ class Daemon:
             leased_share=config.limits.leased_share,
             max_leased_keys=config.limits.max_leased_keys,
         )
-        self._state = State(state_file(config))
-        self._state.restore()
         self._policy_file = PolicyFile(cache.policy, config)
         restore(cache, pool, self._policy_file, self._state)
         self._sockets = Sockets(config, self._directory)

@@ -288,7 +288,10 @@ class Trace(Request[TraceReply], frozen=True):
 
 @exchange(ADMIN)
 class Clear(Request[Done], frozen=True):
-    """Drops every block of one namespace, or of all. Admin only."""
+    """Drops every block of one namespace, or of all. Admin only.
+
+    The answer says that none comes back, also after a kill. If that cannot be written down, it is an Error.
+    """
 
     namespace: Annotated[Fingerprint | None, doc("The namespace; nil for all.")] = None
 

@@ -461,7 +461,10 @@ class Release(Request[Done], frozen=True):
 
 @exchange(SCHEDULER)
 class Invalidate(Request[Done], frozen=True):
-    """Drops blocks that proved unusable. A block under another session's lease leaves the index now, the pool later."""
+    """Drops blocks that proved unusable. A block under another session's lease leaves the index now, the pool later.
+
+    After a kill of the daemon a disk may have them still; their bytes are compared with their checksum as any.
+    """
 
     namespace: Fingerprint
     groups: Annotated[list[GroupKeys], doc("Keys of the blocks to drop.", max_length=MAX_GROUPS)]
@@ -469,7 +472,9 @@ class Invalidate(Request[Done], frozen=True):
 
 @exchange(SCHEDULER)
 class Reset(Request[Done], frozen=True):
-    """Drops every block of a namespace, as after a change of the model's weights.
+    """Drops every block of a namespace, as after a change of the model's weights. From then on it is not shared.
+
+    The answer says that none comes back, also after a kill. If that cannot be written down, it is an Error.
 
     Wait for the results of all stores first: requests of two sessions have no order, and a store that the daemon reads
     after the reset stays.

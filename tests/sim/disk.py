@@ -103,6 +103,8 @@ class SimDisk:
         self._fails_next = False
         self._reads: dict[object, tuple[BlockName, int]] = {}
         """Those under way, with the offset of the first shard."""
+        self._gone: dict[BlockName, int] = {}
+        """Blocks that were dropped in this life, with the number of their last write before."""
         self._stale: set[object] = set()
         """Those of them whose block was dropped since they began."""
         self._most_s = rng.choice((0.003, 0.003, 0.05))
@@ -240,13 +242,14 @@ class SimDisk:
         return any((figures.queued_reads, figures.queued_writes, figures.running_reads, figures.running_writes))
 
     def dropped(self, gone: Callable[[BlockName], bool], before: int) -> Callable[[], None]:
-        """These were dropped just now: none may be there. Returns what says that they stay away in every later life.
+        """These were dropped just now: none may be there in this life. Returns what says that of every later one too.
 
         But for those of which a write was begun after the one of number ``before``: where all namespaces are cleared,
         the first may store again before the last is cleared.
         """
         if any(gone(name) and self.file.written.get(name, 0) <= before for name in self.blocks()):
             raise Broken("what was dropped is still on disk")
+        self._gone |= {name: number for name, number in self.file.written.items() if gone(name) and number <= before}
         self._stale |= {read for read, (name, _) in self._reads.items() if gone(name)}
 
         def for_good() -> None:
@@ -260,8 +263,9 @@ class SimDisk:
         return for_good
 
     def check_dropped(self, there: Iterable[BlockName]) -> None:
-        """What was dropped for good is not there again, unless it was written again."""
-        if not self.file.written.keys() >= set(there):
+        """What was dropped in this life or for good is not there again, unless it was written again."""
+        written = self.file.written
+        if not all(name in written and written[name] != self._gone.get(name) for name in there):
             raise Broken("what was dropped is on disk again")
 
     def _after_power_cut(self) -> list[BlockName]:
