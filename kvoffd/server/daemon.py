@@ -133,9 +133,9 @@ class Daemon:
         self._shared_stores = shared_stores(self._config)
         self._directory.acquire()
         try:
+            self._start_http()
             self._state = State(state_file(self._config))
             self._state.restore()
-            self._start_http()
             stopped = self._stop.is_set
             self._pool = await asyncio.to_thread(take_pool, self._config, self._notifier, self._stored_fds, stopped)
             try:

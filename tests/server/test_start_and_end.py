@@ -67,8 +67,8 @@ def test_probes_are_answered_while_the_pool_is_touched(tmp_path: Path, monkeypat
 START = [
     (DaemonDirectory, "acquire", "lock the directory"),
     (HttpServer, "start", "answer probes"),
-    (module, "take_pool", "touch the pool"),
     (State, "restore", "read the state"),
+    (module, "take_pool", "touch the pool"),
     (module, "restore", "recover blocks"),
     (Sockets, "open", "open sockets"),
     (LifelineServer, "open", "open the lifeline"),
