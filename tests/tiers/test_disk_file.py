@@ -21,6 +21,7 @@ from kvoffd.tiers.disk_file import (
 from kvoffd.tiers.tier import (
     HEADER_BYTES,
     MOST_FIRST_BLOCK,
+    MOST_GENERATION,
     Block,
     decode_header,
     encode_header,
@@ -188,7 +189,7 @@ def test_a_file_that_was_cut_off_is_reported_and_whole_again() -> None:
 
 
 def test_a_header_says_all_of_a_block() -> None:
-    space = make_space(b"f" * 20, 2**63, 65_535, [1, 0, 2**40])
+    space = make_space(b"f" * 20, MOST_GENERATION, 65_535, [1, 0, 2**40])
     block = Block(space, b"k" * 64, (0, MOST_FIRST_BLOCK, 3), (1, 2**64 - 1, 5))
     header = encode_header(block)
     assert len(header) == HEADER_BYTES
@@ -196,6 +197,8 @@ def test_a_header_says_all_of_a_block() -> None:
     assert decode_header(header, space, b"K" * 64) is None
     assert decode_header(header, make_space(b"f" * 20, 1, 65_535, [1, 0, 2**40]), b"k" * 64) is None
     assert decode_header(header, space._replace(lengths=(1, 0, 5)), b"k" * 64) is None
+    beyond = make_space(b"f", MOST_GENERATION + 1, 0, [1])
+    assert parse_header(encode_header(Block(beyond, b"k", (0,), (1,)))) is None, "none could follow it"
 
 
 @pytest.mark.parametrize(("first", "checksum"), [(MOST_FIRST_BLOCK + 1, 1), (0, 0)])
