@@ -15,11 +15,13 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.files import FileCalls
-from kvoffd.system.threads import DaemonThreads
+from kvoffd.system.threads import DaemonThreads, Workers
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiers.disk import DiskOptions, DiskTier, End, Job, Note, Reads
-from kvoffd.tiers.tier import Block, Result, Workers
+from kvoffd.tiers.disk import DiskOptions, DiskTier, Note
+from kvoffd.tiers.disk_reads import End, Job, Reads
+from kvoffd.tiers.header import Block
+from kvoffd.tiers.tier import Result
 
 REGIONS, MAX_REGION_BLOCKS = 64, 256
 OVERHEAD = 1 + 1 / 64

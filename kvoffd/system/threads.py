@@ -1,14 +1,27 @@
-"""Threads that one of them which hangs, in a call to a disk or a GPU, does not keep the process from ending."""
+"""Daemon threads, and queues before them: one that hangs in a call to a disk or a GPU does not stop the process from
+ending."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import Generic, TypeVar
 
 from kvoffd.errors import NoMoreThreads
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+ENDED_AT_ONCE = 8
+"""Tasks whose ends are handled before the daemon's thread does other work: one or two milliseconds."""
 
 
 def start(thread: threading.Thread) -> None:
@@ -55,3 +68,177 @@ class DaemonThreads:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+
+class Workers(Generic[T, R]):
+    """A queue and its threads, which do not keep a process from ending. Each task ends once.
+
+    Args:
+        name: of the threads.
+        works: one for each thread, so that it may have a connection of its own. It does some tasks and gives the result
+            of each, in their order. A task has ended when its result was taken, though others of them go on.
+        failed: gives the result of those that have none where it raises. For any thread.
+        on_end: called in the daemon's thread, with a task and its result.
+        post: calls a function in the daemon's thread. For any thread.
+        clock: in seconds. For any thread.
+        take: takes from the queue, which is not empty, what is done in one go. Called in any thread, one at a time.
+        nice: how much the threads' priority is below that of the daemon's thread.
+
+    Raises NoMoreThreads; then none runs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        works: Sequence[Callable[[list[T]], Iterable[R]]],
+        failed: Callable[[Exception], R],
+        on_end: Callable[[T, R], None],
+        post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+        take: Callable[[deque[T]], list[T]] = lambda waiting: [waiting.popleft()],
+        *,
+        nice: int = 0,
+    ) -> None:
+        self._name = name
+        self._works, self._failed, self._on_end = works, failed, on_end
+        self._post, self._clock, self._take = post, clock, take
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._idle = threading.Condition(lock)
+        self._waiting: deque[T] = deque()
+        self._running: dict[int, tuple[float, list[T]]] = {}  # by thread: since when, and what has not ended
+        self._ended: deque[tuple[T, R]] = deque()
+        self._posted = self._stopped = self._called = False
+        self.busy_seconds = 0.0
+        self._nice = nice
+        self._start()
+
+    def _start(self) -> None:
+        works = ((f"{self._name}-{number}", partial(self._run, number)) for number in range(len(self._works)))
+        self._threads = DaemonThreads(works, self._stop, self._nice)
+
+    def put(self, task: T) -> None:
+        with self._changed:
+            self._waiting.append(task)
+            self._call_one()
+
+    def end(self, result: R, which: Callable[[T], bool] = lambda task: True) -> int:
+        """End tasks that nobody has begun, in this thread and with this result; returns how many."""
+        with self._changed:
+            ended = [task for task in self._waiting if which(task)]
+            if ended:
+                kept = [task for task in self._waiting if not which(task)]
+                self._waiting.clear()
+                self._waiting.extend(kept)
+            self._notify_idle()
+        for task in ended:
+            self._finish(task, result)
+        return len(ended)
+
+    @property
+    def waiting(self) -> int:
+        """Tasks that nobody has begun."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Tasks that have begun and not ended."""
+        with self._changed:
+            return sum(len(tasks) for _, tasks in self._running.values())
+
+    @property
+    def longest_s(self) -> float:
+        """How long the oldest running call has taken so far."""
+        with self._changed:
+            return max((self._clock() - begun for begun, _ in self._running.values()), default=0.0)
+
+    def close(self, until: float) -> bool:
+        """Wait until nothing waits or runs, handle all ends, and end the threads. For the daemon's thread.
+
+        False where something still hangs at ``until`` (of ``time.monotonic``); then it may be called again.
+        """
+        idle = self._wait_idle(until)
+        self._deliver(len(self._ended))
+        if not idle:
+            return False
+        self._stop()
+        return self._threads.join(until)
+
+    def _wait_idle(self, until: float) -> bool:
+        with self._idle:
+            return self._idle.wait_for(
+                lambda: not self._waiting and not self._running, max(0.0, until - time.monotonic())
+            )
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _deliver_some(self) -> None:
+        self._posted = False
+        self._deliver(min(ENDED_AT_ONCE, len(self._ended)))
+        if self._ended:
+            self._posted = True
+            self._post(self._deliver_some)
+
+    def _deliver(self, count: int) -> None:
+        for _ in range(count):
+            self._finish(*self._ended.popleft())
+
+    def _finish(self, task: T, result: R) -> None:
+        try:
+            self._on_end(task, result)
+        except Exception:
+            logger.exception("The end of a task of %s raised: a bug; the others go on.", self._name)
+
+    def _run(self, number: int) -> None:
+        while True:
+            with self._changed:
+                if self._stopped:
+                    return
+                self._called = False
+                if not (tasks := self._begin(number)):
+                    self._changed.wait()
+                    continue
+                if self._waiting:
+                    self._call_one()
+            self._do(number, tasks)
+
+    def _call_one(self) -> None:
+        """Wake a thread; one that takes tasks and leaves some wakes the next."""
+        if not self._called:
+            self._called = True
+            self._changed.notify()
+
+    def _begin(self, number: int) -> list[T]:
+        tasks = self._take(self._waiting) if self._waiting else []
+        if tasks:
+            self._running[number] = self._clock(), tasks
+        return tasks
+
+    def _do(self, number: int, tasks: list[T]) -> None:
+        begun = time.perf_counter()
+        try:
+            for result in self._works[number](tasks.copy()):
+                self._end_first(tasks, [result])
+            assert not tasks
+        except Exception as error:
+            self._end_first(tasks, [self._failed(error)] * len(tasks))
+        with self._changed:
+            self.busy_seconds += time.perf_counter() - begun
+            del self._running[number]
+            # This thread takes the next tasks: no other need be woken.
+            self._notify_idle()
+
+    def _end_first(self, tasks: list[T], results: list[R]) -> None:
+        """The first of these have ended."""
+        with self._changed:
+            self._ended.extend([(tasks.pop(0), result) for result in results])
+            wake, self._posted = not self._posted, True
+        if wake:
+            self._post(self._deliver_some)
+
+    def _notify_idle(self) -> None:
+        if not self._waiting and not self._running:
+            self._idle.notify_all()

@@ -14,7 +14,8 @@ from kvoffd.cache.tickets import FillTicket, Lease
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiering.writer import Writer
-from kvoffd.tiers.tier import ABSENT, Block, Result, Space, Tier
+from kvoffd.tiers.header import Block, Space
+from kvoffd.tiers.tier import ABSENT, Result, Tier
 
 NO_SPACE, QUOTA, OVERDUE, SLOWER = "no_space", "quota", "overdue", "slower"
 """Why a block is not promoted, besides the results of tiers. ``slower``: computing it takes less time."""

@@ -20,7 +20,8 @@ from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.level import SLOWER, Coming, Fill, Level, Wanted
 from kvoffd.tiering.writer import space_of
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Space, Tier
+from kvoffd.tiers.header import Space
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Tier
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
 

@@ -17,7 +17,8 @@ from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.policy import Group
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
+from kvoffd.tiers.header import Block, Space, make_space
+from kvoffd.tiers.tier import Result, Tier
 
 _Noted: TypeAlias = dict[int, int]
 """Blocks, with the generation of their records: by its turn a number may be another block's."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from kvoffd.system.files import address_of
 from kvoffd.system.native import native
+from kvoffd.tiers.header import HEADER_BYTES
 from kvoffd.tiers.store import (
     Credentials,
     Filling,
@@ -32,7 +33,6 @@ from kvoffd.tiers.store import (
     decode_generation,
     name_of,
 )
-from kvoffd.tiers.tier import HEADER_BYTES
 from kvoffd_proto.units import printable
 
 CONNECT_S = 1.0

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 from kvoffd.pool.checksums import digest
 from kvoffd.system.newest import put_newest
+from kvoffd.system.threads import Workers
+from kvoffd.tiers.header import HEADER_BYTES, Block, Space, decode_header, encode_header, fits_header, make_space
 from kvoffd.tiers.store import (
     Filling,
     GetRequest,
@@ -30,22 +32,14 @@ from kvoffd.tiers.store import (
 from kvoffd.tiers.tier import (
     ABSENT,
     ASKED,
-    HEADER_BYTES,
     PRESENT,
     READERS_NICE,
-    Block,
     ReadEnd,
     Result,
-    Space,
     Tier,
     TierListener,
     TierStats,
-    Workers,
     WriteEnd,
-    decode_header,
-    encode_header,
-    fits_header,
-    make_space,
 )
 
 logger = logging.getLogger(__name__)

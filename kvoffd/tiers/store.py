@@ -18,7 +18,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import UnitError, is_host, parse_duration, quoted
 
 if TYPE_CHECKING:  # `kvoffd config` imports nothing heavy
-    from kvoffd.tiers.tier import Space
+    from kvoffd.tiers.header import Space
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,9 @@ import numpy as np
 from kvoffd.pool.checksums import digest
 from kvoffd.system.files import aligned_buffer
 from kvoffd.tiers.disk import DiskTier
+from kvoffd.tiers.header import Block, encode_header, make_space
 from kvoffd.tiers.store import Credentials, object_key, open_store
-from kvoffd.tiers.tier import Block, Result, TierListener, encode_header, make_space
+from kvoffd.tiers.tier import Result, TierListener
 from kvoffd_client import SchedulerClient
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.testing import FakeEngine

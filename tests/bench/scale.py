@@ -38,7 +38,8 @@ from kvoffd.system.files import aligned_buffer, write_all
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiers.disk import BLOCK_MEMORY_BYTES, DiskTier
 from kvoffd.tiers.disk_file import RECORD, DiskFile
-from kvoffd.tiers.tier import HEADER_BYTES, Block, TierListener, encode_header, make_space
+from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_space
+from kvoffd.tiers.tier import TierListener
 from kvoffd_client import SchedulerClient
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto.messages import READY, GroupKeys, GroupSpec

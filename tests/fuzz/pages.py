@@ -14,7 +14,7 @@ from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
 from kvoffd.tiers.disk_file import _HEAD, Head
-from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Block, encode_header, make_space, parse_header
+from kvoffd.tiers.header import MOST_FIRST_BLOCK, Block, encode_header, make_space, parse_header
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.bend import Choices, bend
 

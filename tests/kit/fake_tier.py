@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from mmap import mmap
 from zlib import crc32
 
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, ReadEnd, Result, Space, Tier, TierListener, TierStats
+from kvoffd.tiers.header import Block, Space
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats
 
 
 def checksum(data: memoryview | bytes) -> int:

@@ -14,10 +14,11 @@ from typing import Any, cast
 
 from kvoffd.pool.checksums import digest
 from kvoffd.system.files import FileCalls, read_all
-from kvoffd.system.threads import DaemonThreads
-from kvoffd.tiers.disk import DiskTier, Reads
+from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads, Workers
+from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import DISK_NAME
-from kvoffd.tiers.tier import ENDED_AT_ONCE, Space, Workers
+from kvoffd.tiers.disk_reads import Reads
+from kvoffd.tiers.header import Space
 
 PAGE = 4096
 

@@ -12,7 +12,8 @@ from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiering.writer import Writer, space_of, writes_of
-from kvoffd.tiers.tier import Result, Space
+from kvoffd.tiers.header import Space
+from kvoffd.tiers.tier import Result
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING
 from tests.kit.fake_tier import FakeTier, PoolBytes

@@ -22,7 +22,8 @@ from kvoffd.pool.checksums import digest
 from kvoffd.server.persistence import State
 from kvoffd.server.service import Service
 from kvoffd.tiers.disk import DiskOptions, DiskTier
-from kvoffd.tiers.tier import Block, ReadEnd, Result, Space, TierListener, decode_header
+from kvoffd.tiers.header import Block, Space, decode_header
+from kvoffd.tiers.tier import ReadEnd, Result, TierListener
 from tests.kit.memory_disk import MemoryDisk, ReadsWithoutThreads, WorkersWithoutThreads, names_of
 from tests.sim.clock import Broken, Clock, Stops
 from tests.sim.pool import PAGE, BlockName

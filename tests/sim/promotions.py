@@ -12,7 +12,8 @@ from kvoffd.server.service import Service
 from kvoffd.tiering.level import Fill, Level
 from kvoffd.tiering.read_speed import SILENCE_S
 from kvoffd.tiering.writer import space_of
-from kvoffd.tiers.tier import Block, ReadEnd, Result
+from kvoffd.tiers.header import Block
+from kvoffd.tiers.tier import ReadEnd, Result
 from kvoffd_proto import messages as m
 from tests.sim.clock import Broken
 

@@ -12,9 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvoffd.pool.checksums import digest
+from kvoffd.tiers.header import Block, Space, encode_header, make_space
 from kvoffd.tiers.shared import Ask, Look, SharedTier
 from kvoffd.tiers.store import GetRequest, Received, Store, StoreError, generation_key, object_key
-from kvoffd.tiers.tier import Block, ReadEnd, Result, Space, TierListener, encode_header, make_space
+from kvoffd.tiers.tier import ReadEnd, Result, TierListener
 from tests.sim.clock import Broken, Clock, Stops
 from tests.sim.content import Content
 from tests.sim.disk import SimWorkers

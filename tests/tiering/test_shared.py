@@ -10,7 +10,8 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.level import READ_AGAIN_S, Level
 from kvoffd.tiering.tiering import ANSWER_S, last_window
-from kvoffd.tiers.tier import Block, Result, TierStats
+from kvoffd.tiers.header import Block
+from kvoffd.tiers.tier import Result, TierStats
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, WRITING, GroupSpec
 from tests.kit.fake_tier import FakeTier, checksum
 from tests.kit.slot_cache import UNIT, keys_of

@@ -13,7 +13,8 @@ import numpy as np
 
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.disk import DiskOptions, DiskTier
-from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
+from kvoffd.tiers.header import Block, Space, make_space
+from kvoffd.tiers.tier import Result, Tier
 from tests.kit.clock import Clock
 from tests.kit.memory_disk import MemoryDisk, ReadsWithoutThreads, WorkersWithoutThreads, names_of
 

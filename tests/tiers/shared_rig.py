@@ -12,9 +12,10 @@ from random import Random
 from typing import ClassVar
 
 from kvoffd.pool.checksums import digest
+from kvoffd.tiers.header import Block, Space, make_space
 from kvoffd.tiers.shared import Raise, SharedTier
 from kvoffd.tiers.store import Credentials, object_key, open_store
-from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
+from kvoffd.tiers.tier import Result, Tier
 from tests.kit.waiting import wait_until
 
 ONE, OTHER = b"1" * 32, b"2" * 32

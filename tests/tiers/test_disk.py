@@ -13,7 +13,8 @@ import pytest
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.disk import HANG_TIMEOUT_S
 from kvoffd.tiers.disk_file import INDEX_NAME, default_region_bytes
-from kvoffd.tiers.tier import Block, Result, make_space
+from kvoffd.tiers.header import Block, make_space
+from kvoffd.tiers.tier import Result
 from tests.kit.cases import case
 from tests.kit.memory_disk import PAGE, MemoryDisk, names_of, no_fault
 from tests.tiers.disk_rig import ONE, OTHER, REGION_BYTES, SLOT_BYTES, SPACE, DiskRig, block_of, key_of
@@ -106,7 +107,7 @@ def test_a_read_that_is_late_is_not_begun() -> None:
 
 def test_no_more_bytes_are_read_at_once_than_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = DiskRig()
-    monkeypatch.setattr("kvoffd.tiers.disk.MOST_READ_BYTES", 1)
+    monkeypatch.setattr("kvoffd.tiers.disk_reads.MOST_READ_BYTES", 1)
     rig.write(block_of(1))
     ends = [rig.begin_read(block_of(1), slot=slot) for slot in (16, 17, 18)]
     assert (len(rig.reads.added), rig.reads.waiting) == (1, 2)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffd.tiers.tier import Block, Result, make_space
+from kvoffd.tiers.header import Block, make_space
+from kvoffd.tiers.tier import Result
 from tests.kit.made_up_loads import LOADS, Chain, Traffic
 from tests.kit.memory_disk import MemoryDisk
 from tests.tiers.disk_rig import DiskRig, key_of

@@ -18,7 +18,7 @@ from kvoffd.tiers.disk_file import (
     OpeningStopped,
     default_region_bytes,
 )
-from kvoffd.tiers.tier import (
+from kvoffd.tiers.header import (
     HEADER_BYTES,
     MOST_FIRST_BLOCK,
     MOST_GENERATION,

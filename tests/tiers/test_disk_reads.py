@@ -15,8 +15,9 @@ import pytest
 
 from kvoffd.pool.checksums import digest
 from kvoffd.system.files import FileCalls, aligned_buffer
-from kvoffd.tiers.disk import End, Job, Reads
-from kvoffd.tiers.tier import HEADER_BYTES, Block, Result, encode_header, make_space
+from kvoffd.tiers.disk_reads import End, Job, Reads
+from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_space
+from kvoffd.tiers.tier import Result
 from kvoffd_proto.stats import DiskFault
 from tests.kit.waiting import deliver_until
 

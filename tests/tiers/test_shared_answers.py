@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from kvoffd.system.threads import Workers
 from kvoffd.tiers import shared as module
+from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_space
 from kvoffd.tiers.redis_store import CONNECT_S
 from kvoffd.tiers.shared import NO_S, PAUSE_S, PROBE_S, REFUSED_S, YES_S, Answer, Ask, Breaker
 from kvoffd.tiers.shared import SharedTier as Tier
 from kvoffd.tiers.store import Credentials, open_store
-from kvoffd.tiers.tier import ABSENT, ASKED, HEADER_BYTES, PRESENT, Block, Result, Workers, encode_header, make_space
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Result
 from tests.kit.clock import Clock
 
 SPACE = make_space(b"1" * 32, 0, 0, [5000])

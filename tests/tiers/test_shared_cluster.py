@@ -10,10 +10,11 @@ from functools import partial
 
 import pytest
 
+from kvoffd.tiers.header import Block
 from kvoffd.tiers.redis_cluster import copies_of, masters_of, slot_of
 from kvoffd.tiers.redis_store import NEEDED_COMMANDS, SlotRange
 from kvoffd.tiers.store import generation_key
-from kvoffd.tiers.tier import Block, Result
+from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisCluster, RedisServer
 from tests.kit.waiting import wait_until
 from tests.tiers.faulty_store import FaultyStore

@@ -16,8 +16,9 @@ from typing import cast
 import pytest
 
 from kvoffd.errors import NoMoreThreads
+from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk import DiskTier
-from kvoffd.tiers.tier import TierListener, Workers
+from kvoffd.tiers.tier import TierListener
 from tests.kit.waiting import deliver_until
 
 DEADLINE_S = 10.0

@@ -1,0 +1,248 @@
+"""Reads of a disk tier: many blocks at once, straight into the pool, compared with their headers and checksums."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvoffd.pool.allocator import page_up
+from kvoffd.pool.checksums import digest
+from kvoffd.system.files import OnError, ShortRead, address_of, aligned_buffer
+from kvoffd.system.native import native
+from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads
+from kvoffd.tiers.disk_file import DiskFile
+from kvoffd.tiers.header import HEADER_BYTES, Block, Space, decode_header, parse_header
+from kvoffd.tiers.tier import READERS_NICE, Result
+from kvoffd_proto.stats import DiskFault
+
+if TYPE_CHECKING:
+    from kvoffd.tiers.disk import _Region
+
+logger = logging.getLogger(__name__)
+
+READERS = 16
+"""Threads, where the kernel does not read several blocks for one of them."""
+MOST_READ_BYTES = 64 << 20
+"""Of blocks that are read at the same time, or one block: what is late can be given up only before it is begun."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A read or write of a block: its slot, and by rank the offsets in the pool."""
+
+    space: Space
+    key: bytes
+    slot: int
+    region: _Region
+    place: int
+    """In the region."""
+    offset: int
+    """In the file, of the slot's header."""
+    nbytes: int
+    """In the file."""
+    shards: Sequence[int]
+    on_end: Callable[..., None]
+    patience_s: float = inf
+    """Of a read."""
+    block: Block | None = None
+    """Of a write."""
+
+
+class End(NamedTuple):
+    """How a job ended, and what is wrong with the disk then."""
+
+    result: Result
+    block: Block | None = None
+    fault: DiskFault | None = None
+    sentence: str = ""
+
+
+def failed_end(file: DiskFile, job: Job, verb: str, error: OSError) -> End:
+    if isinstance(error, ShortRead):
+        kind = DiskFault.SHORT_READ
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        kind = DiskFault.NO_SPACE
+    else:
+        kind = DiskFault(f"{verb}_failed")
+    what = f"{job.nbytes} bytes at offset {job.offset}"
+    why = error.strerror or str(error)
+    return End(Result.FAILED, None, kind, f"The disk tier could not {verb} {what} of {file.path}: {why}.")
+
+
+class Reads:
+    """Blocks that are being read, and those that wait for that. For the daemon's thread.
+
+    One thread (``kvoffd_reader_work``) asks the kernel for many blocks at once and takes their checksums, without the
+    interpreter. Where the kernel does not take many, as without O_DIRECT, ``READERS`` threads read one each.
+
+    Args:
+        name: of the threads.
+        most: read at the same time; 128 at most (MOST_READS of disk_reads.c).
+        on_end: called once for each.
+
+    Raises NoMoreThreads; then none runs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        file: DiskFile,
+        pool: memoryview,
+        most: int,
+        on_end: Callable[[Job, End], None],
+        post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        assert 0 < most <= 128, "more has no room in disk_reads.c"
+        self._name, self._file, self._pool = name, file, pool
+        self._on_end, self._post, self._clock = on_end, post, clock
+        self._waiting: deque[Job] = deque()
+        self._reading: dict[int, tuple[Job, array[int]]] = {}
+        """By number: what is read, and its ``struct block_read``."""
+        self._nbytes = 0
+        """Of these blocks."""
+        self._free = list(range(most))
+        """Numbers of nothing that is being read."""
+        self._headers = aligned_buffer(most * HEADER_BYTES)
+        """By number."""
+        self._pool_at, self._headers_at = address_of(pool), address_of(self._headers)
+        self.busy_seconds = 0.0
+        self._progress_at = 0.0
+        """When the last block ended, or the first was begun: counted as busy up to there."""
+        self._open()
+
+    def _open(self) -> None:
+        self._native, fd = native(), self._file.fd
+        self._reader = self._native.reader_open(fd, True) if self._file.direct else None
+        threads = 1
+        if not self._reader:  # each thread reads one block; the others wait here, where they end if none comes
+            threads, self._reader = READERS, self._native.reader_open(fd, False)
+            del self._free[READERS:]
+        if not self._reader:
+            raise MemoryError
+        works = ((f"{self._name}-{number}", self._work) for number in range(threads))
+        with OnError(partial(self._native.reader_close, self._reader)):
+            self._threads = DaemonThreads(works, partial(self._native.reader_stop, self._reader), READERS_NICE)
+
+    def _work(self) -> None:
+        while self._native.reader_work(self._reader):
+            self._post(self._deliver)
+
+    def put(self, job: Job) -> None:
+        self._waiting.append(job)
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._waiting and self._free:
+            if self._reading and self._nbytes + self._waiting[0].nbytes > MOST_READ_BYTES:
+                return
+            job, number, parts = self._waiting.popleft(), self._free.pop(), list[int]()
+            lengths = job.space.lengths
+            for at, length in zip(job.shards, lengths, strict=True):
+                parts += self._pool_at + at, page_up(length)
+            header, count = (self._headers_at + number * HEADER_BYTES, HEADER_BYTES), 1 + len(lengths)
+            # The parts are the header, of which no checksum is wanted, and the shards.
+            read = array("Q", [number, job.offset, 0, count, *header, *parts, 0, *lengths, *[0] * count])
+            if not self._reading:
+                self._progress_at = self._clock()
+            self._reading[number] = job, read
+            self._nbytes += job.nbytes
+            self._add(read)
+
+    def _add(self, read: array[int]) -> None:
+        self._native.reader_add(self._reader, read.buffer_info()[0])
+
+    def _take_ended(self) -> Sequence[int]:
+        numbers = array("Q", bytes(8 * ENDED_AT_ONCE))
+        return numbers[: self._native.reader_ended(self._reader, numbers.buffer_info()[0], ENDED_AT_ONCE)]
+
+    def _deliver(self) -> None:
+        numbers = self._take_ended() if self._reading else ()
+        if len(numbers) == ENDED_AT_ONCE:  # there may be more
+            self._post(self._deliver)
+        if numbers:
+            now = self._clock()
+            self.busy_seconds += now - self._progress_at
+            self._progress_at = now
+        for number in numbers:
+            job, read = self._reading.pop(number)
+            self._nbytes -= job.nbytes
+            end = self._compared(job, self._headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES], read)
+            self._free.append(number)
+            self._finish(job, end)
+        self._begin()
+
+    def _compared(self, job: Job, header: memoryview, read: array[int]) -> End:
+        """Whether what was read is the block that was asked for, and as it was written."""
+        found = ctypes.c_int64(read[2]).value
+        if found < 0:
+            return failed_end(self._file, job, "read", OSError(-found, os.strerror(-found)))
+        if found < job.nbytes:
+            ends = f"nothing is left to read at offset {job.offset + found}"
+            return failed_end(self._file, job, "read", ShortRead(0, ends))
+        block = decode_header(header, job.space, job.key)
+        if block is None and parse_header(header) is not None:
+            return End(Result.GONE)  # the index was of another copy of the file, or of before a power cut
+        if block is not None:
+            shards = zip(block.checksums, read[-len(job.shards) :], job.shards, job.space.lengths, strict=True)
+            if all(right == (found or digest(self._pool[at : at + length])) for right, found, at, length in shards):
+                return End(Result.DONE, block)
+        sentence = (
+            f"The block {job.key.hex()} at offset {job.offset} of {self._file.path} is not what was written there; it "
+            "is dropped and will be recomputed."
+        )
+        return End(Result.CORRUPT, None, DiskFault.CORRUPT, sentence)
+
+    def _finish(self, job: Job, end: End) -> None:
+        try:
+            self._on_end(job, end)
+        except Exception:
+            logger.exception("The end of a read of %s raised: a bug; the others go on.", self._file.path)
+
+    def end(self, result: Result, waited_s: float = inf) -> None:
+        """End what was not begun, of those whose patience is ``waited_s`` at most."""
+        ended = [job for job in self._waiting if job.patience_s <= waited_s]
+        self._waiting = deque(job for job in self._waiting if job.patience_s > waited_s)
+        for job in ended:
+            self._finish(job, End(result))
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._reading)
+
+    @property
+    def longest_s(self) -> float:
+        """For how long none has ended of what is being read: many at once are slow, and do not hang."""
+        return self._clock() - self._progress_at if self._reading else 0.0
+
+    def close(self, until: float) -> bool:
+        """As ``Workers.close``."""
+        while self._reading:
+            self._deliver()
+            if self._reading and time.monotonic() >= until:
+                return False
+            time.sleep(0.001)
+        return self._stop(until)
+
+    def _stop(self, until: float) -> bool:
+        if self._reader:
+            self._native.reader_stop(self._reader)
+            if not self._threads.join(until):
+                return False
+            self._native.reader_close(self._reader)
+            self._reader = None
+        return True
