@@ -264,9 +264,15 @@ class SimDisk:
         return for_good
 
     def check_dropped(self, there: Iterable[BlockName]) -> None:
-        """What was dropped in this life or for good is not there again, unless it was written again."""
-        written = self.file.written
-        if not all(name in written and written[name] != self._gone.get(name) for name in there):
+        """What was dropped for good is not there again, unless it was written again."""
+        if not self.file.written.keys() >= set(there):
+            raise Broken("what was dropped is on disk again")
+
+    def check_blocks(self) -> None:
+        """Nor is what was dropped in this life."""
+        there = set(self.blocks())
+        self.check_dropped(there)
+        if any(name in there and self.file.written[name] == number for name, number in self._gone.items()):
             raise Broken("what was dropped is on disk again")
 
     def _after_power_cut(self) -> list[BlockName]:

@@ -111,5 +111,5 @@ class SimTiers(Tiers):
 
     def readable(self, namespace: Namespace) -> Readable:
         """What is on disk of a namespace."""
-        self.disk.check_dropped(self.disk.blocks())
+        self.disk.check_blocks()
         return {(name.group, name.key) for name in self.disk.blocks() if name.fingerprint == namespace.fingerprint}
