@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import time
-import weakref
-from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES, SlotAllocator, page_up
+from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES, page_up
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
-from kvoffd.system.files import FileCalls, OnError, aligned_buffer, read_all, write_all
-from kvoffd.system.native import SlotIndex, native
+from kvoffd.system.files import FileCalls, OnError, aligned_buffer, write_all
 from kvoffd.system.threads import Workers
-from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
+from kvoffd.tiers.disk_file import RECORD, DiskFile, runs_of
+from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NEVER, NO_SLOT, DiskMap, Known
 from kvoffd.tiers.disk_reads import End, Job, Reads, failed_end
-from kvoffd.tiers.header import HEADER_BYTES, Block, Space, encode_header, fits_header, parse_header
+from kvoffd.tiers.header import HEADER_BYTES, Block, Space, encode_header, fits_header
 from kvoffd.tiers.tier import ABSENT, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
 from kvoffd_proto.stats import DiskFault
 from kvoffd_proto.units import format_size
@@ -37,19 +32,11 @@ BLOCK_MEMORY_BYTES = 128
 """Memory for what is known of a block, at most."""
 _LEAST_BLOCKS, _BLOCKS_SHIFT = 1 << 17, 16
 """A tier has a block for each 64 KiB, and so many at least."""
-NO_SLOT = 2**32 - 1
 REGIONS_AT_ONCE = 64
 """In which blocks of a removed namespace are looked for before the daemon's thread does other work."""
 REMOVED_AT_ONCE = 2048
 """Blocks of a namespace that is removed as a whole, whose slots are freed before the daemon's thread does other work:
 a few milliseconds."""
-LOOKED_AT_ONCE = 4096
-"""Slots that the hand passes, or takes of a region of another size, before the daemon's thread does other work: a
-millisecond or two."""
-EVICTED_AT_ONCE = 16
-"""Neighbours that the hand takes in one go, so that what is written into their slots is one write."""
-HEADERS_TRIED = 8
-"""Blocks of a space that are looked at when a disk is opened, to learn which space it is."""
 HANG_TIMEOUT_S = 10.0
 """A disk hangs when a write takes longer, or none of its reads has ended for so long."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
@@ -59,7 +46,6 @@ _PUT_ASIDE_SHARE = 100
 FULL_PART = 15 / 16
 """Of what it held when it last evicted, from which on it has no room: regions of several sizes are never all full."""
 _HOUR_S = 3600
-_NEVER = 2**32 - 1
 
 
 class DiskOptions(NamedTuple):
@@ -84,63 +70,6 @@ class Note:
     sizes: dict[int, int] = field(default_factory=dict)
     """By region, the pages of a slot."""
     written_bytes: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Known:
-    """A space of which there are blocks, from its first one to its removal as a whole. ``number``: in ``_Region``."""
-
-    space: Space
-    number: int
-    blocks: int = 0
-    slot_bytes: int = 0
-    """Of a block in the file."""
-
-    def __post_init__(self) -> None:
-        self.slot_bytes = HEADER_BYTES + sum(map(page_up, self.space.lengths))
-
-
-class _RegionAddresses(ctypes.Structure):
-    """``struct disk_region`` of disk_index.c."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "key_bytes", "space"))
-
-
-class _Index(ctypes.Structure):
-    """``struct disk_index`` of disk_index.c."""
-
-    _fields_ = (("index", SlotIndex), ("regions", ctypes.c_void_p), ("slots_per_region", ctypes.c_uint64))
-
-
-class _Region:
-    """What is known of the slots of a region, by their places in it. A slot is free in the allocator, or one of: there
-    (it has a space), pinned by what reads, writes or notes it, or put aside."""
-
-    def __init__(self, slot_bytes: int, slots: int) -> None:
-        self.slot_bytes = slot_bytes
-        self.slots = slots
-        self.keys = np.zeros((slots, MAX_KEY_BYTES), np.uint8)
-        self.key_bytes = np.zeros(slots, np.uint8)
-        self.spaces = array("I", bytes(4 * slots))
-        """Numbers of the spaces of the blocks that are there; 0 where none is."""
-        self.pins = array("H", bytes(2 * slots))
-        self.used = bytearray(slots)
-        """Whether it was of use since the hand last came by."""
-        self.found = bytearray(slots)
-        """Whether an earlier daemon wrote it."""
-        self.hours = array("I", [_NEVER]) * slots
-        """When the block that is there was written, since 1970."""
-        self.hand = 0
-
-    def addresses(self) -> _RegionAddresses:
-        return _RegionAddresses(self.keys.ctypes.data, self.key_bytes.ctypes.data, self.spaces.buffer_info()[0])
-
-    @property
-    def space_numbers(self) -> npt.NDArray[np.uint32]:
-        return np.frombuffer(self.spaces, np.uint32)
-
-    def key(self, place: int) -> bytes:
-        return self.keys[place, : self.key_bytes[place]].tobytes()
 
 
 class DiskTier(Tier):
@@ -187,35 +116,14 @@ class DiskTier(Tier):
         self._file, self._pool, self._options = file, pool, options
         self._clock, self._wall_clock, self._post = clock, wall_clock, post
         self._physical_bytes = file.physical_bytes()
-        head = file.head
-        self._slots = SlotAllocator(head.regions * head.region_bytes, head.region_bytes)
+        self._map = DiskMap(file)
         self._most_blocks = most_blocks(file.size_bytes)
-        self._regions: dict[int, _Region] = {}
-        """By number, the one that the hand left first comes first."""
-        self._spaces: dict[int, _Known] = {}
-        """By tag, those whose blocks can be read."""
-        self._numbered: dict[int, _Known] = {}
-        """By number, those and what is leaving."""
-        self._last_space = 0
-        self._addresses = (_RegionAddresses * head.regions)()
-        """Of the regions' arrays, by number."""
-        self._native = native()
-        regions_at = ctypes.addressof(self._addresses)
-        self._index = _Index(regions=regions_at, slots_per_region=self._slots.slots_per_region)
-        """Finds slots of blocks that are there by their space and key."""
-        self._index_at = ctypes.addressof(self._index)
-        self._found = ctypes.c_uint32()
-        self._found_at = ctypes.addressof(self._found)
-        if not self._native.disk_open(self._index_at, os.urandom(16)):
-            raise MemoryError
-        self._close_index = weakref.finalize(self, self._native.disk_close, ctypes.pointer(self._index))
-        self._blocks = self._bytes = 0
         self._writing: dict[tuple[int, bytes], Job] = {}
         self._put_aside: set[int] = set()
         self._used_when_full = 0
         self._evicted: dict[int, list[int]] = {}
         """By slot size, the slots that the hand took and that are written to next. Their records go then."""
-        self._leaving: deque[tuple[_Known, list[int]]] = deque()
+        self._leaving: deque[tuple[Known, list[int]]] = deque()
         """Spaces that were removed as a whole and have slots still, and the regions that may have some of them."""
         self._region_note: Note | None = None
         """That of a region that goes."""
@@ -227,7 +135,7 @@ class DiskTier(Tier):
         self._closed = False
         name = f"kvoffd-disk-{directory.name}"
         with OnError(file.close):
-            self.found_generations = self._find_blocks(generation, should_stop)
+            self.found_generations = self._map.open(generation, should_stop)
             """By fingerprint, the highest generations of which blocks were found."""
             self._reads = make_reads(name, file, pool, options.most_reads, self._read_ended, post, clock)
             writes = [self._write] * options.writers, self._bug, self._write_ended, post, clock
@@ -235,105 +143,11 @@ class DiskTier(Tier):
                 self._writes = make_workers(f"{name}-w", *writes, self._next_write)
                 with OnError(lambda: self._writes.close(time.monotonic() + HANG_TIMEOUT_S)):
                     self._notes = make_workers(f"{name}-n", [self._note], self._bug, self._note_ended, post, clock)
-        self.found_blocks = self._blocks
+        self.found_blocks = self._map.blocks
         self._opened_at = clock()
         self.open_seconds = self._opened_at - begun
         for kind, sentence in file.errors:
             post(partial(self._error, kind, sentence))
-
-    # --- opening, in a thread of its own ---------------------------------------------------------
-
-    def _find_blocks(self, generation: Callable[[bytes], int], should_stop: Callable[[], bool]) -> dict[bytes, int]:
-        """Take over the blocks of the index that may be there, and of no generation that is over."""
-        samples = self._read_index(should_stop)
-        newest: dict[bytes, int] = {}
-        for tag, (number, slots) in samples.items():
-            if (space := self._space_of(tag, slots[:HEADERS_TRIED])) is not None:
-                self._spaces[tag] = _Known(space, number)
-                newest[space.fingerprint] = max(space.generation, newest.get(space.fingerprint, 0))
-        for known in list(self._spaces.values()):
-            space = known.space
-            if space.generation < max(generation(space.fingerprint), newest[space.fingerprint]):
-                del self._spaces[space.tag]
-        self._last_space = len(samples)
-        self._numbered = {known.number: known for known in self._spaces.values()}
-        is_known = np.zeros(self._last_space + 1, np.bool_)
-        is_known[list(self._numbered)] = True
-        gone: list[int] = []
-        for number, region in self._regions.items():
-            first, numbers = number * self._slots.slots_per_region, region.space_numbers
-            gone += (np.flatnonzero(numbers * ~is_known[numbers]) + first).tolist()
-            there = (np.flatnonzero(is_known[numbers]) + first).astype(np.uint32)
-            gone += self._enter(there.tobytes(), len(there))  # of two of one key the later one counts
-        for slot in gone:
-            region, place = self._at(slot)
-            region.spaces[place], region.hours[place] = 0, _NEVER
-        for begin, count in runs_of(gone):  # whatever is known later, these do not come back
-            self._file.write_records(begin, np.zeros(count, RECORD))
-        self._take_over()
-        return newest
-
-    def _read_index(self, should_stop: Callable[[], bool]) -> dict[int, tuple[int, list[int]]]:
-        """Fill the regions with blocks that could be there. By tag: the number of its space, and some slots of it."""
-        file, samples = self._file, dict[int, tuple[int, list[int]]]()
-        for number, pages in enumerate(file.read_slot_pages().tolist()):
-            if should_stop():
-                raise OpeningStopped(f"{file.path} was not opened: that was stopped.")
-            first, size = number * file.slots_per_region, pages * PAGE_BYTES
-            if not self._slots.slot_size(1) <= size <= self._slots.region_bytes:
-                # Lest they count once the region is used again: its size was not on the device yet.
-                file.clear_records(first, file.slots_per_region)
-                continue
-            slots = self._slots.slots_in(number, size)
-            records = file.read_records(first, slots)
-            sound = (records["tag"] != 0) & (records["key_bytes"] > 0) & (records["key_bytes"] <= MAX_KEY_BYTES)
-            places = np.flatnonzero(sound & (records["nbytes"] <= size - HEADER_BYTES))
-            if not len(places):
-                continue
-            region, records = self._open_region(number, size), records[places]
-            region.keys[places] = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(-1, MAX_KEY_BYTES)
-            region.key_bytes[places] = records["key_bytes"]
-            np.frombuffer(region.hours, np.uint32)[places] = records["written_at"]
-            np.frombuffer(region.found, np.uint8)[places] = 1
-            tags, of_tag, counts = np.unique(records["tag"], return_inverse=True, return_counts=True)
-            by_tag, end, numbers = (places + first)[np.argsort(of_tag, kind="stable")], 0, list[int]()
-            for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
-                space, found = samples.setdefault(tag, (len(samples) + 1, []))
-                found += by_tag[end : end + min(count, HEADERS_TRIED)].tolist()
-                numbers.append(space)
-                end += count
-            region.space_numbers[places] = np.array(numbers, np.uint32)[of_tag]
-        return samples
-
-    def _space_of(self, tag: int, slots: Iterable[int]) -> Space | None:
-        """What space a tag is of, by the headers of some slots; None where none of them has it."""
-        for slot in slots:
-            page = aligned_buffer(HEADER_BYTES)
-            try:
-                read_all(self._file.calls, self._file.fd, [page], self._offset(slot))
-            except OSError:
-                continue
-            if (block := parse_header(page)) is not None and block.space.tag == tag:
-                return block.space
-        return None
-
-    def _take_over(self) -> None:
-        """Count the blocks that are there, and hand out their slots."""
-        slots, sizes = [np.empty(0, np.uint32)], np.zeros(self._slots.regions, np.int64)
-        counts = np.zeros(self._last_space + 1, np.int64)
-        for number, region in list(self._regions.items()):
-            there = np.flatnonzero(region.space_numbers)
-            if not len(there):
-                del self._regions[number]
-                continue
-            slots.append((there + number * self._slots.slots_per_region).astype(np.uint32))
-            sizes[number] = region.slot_bytes
-            counts += np.bincount(region.space_numbers[there], minlength=len(counts))
-        self._slots.restore(np.concatenate(slots), sizes)
-        for known in self._numbered.values():
-            known.blocks = int(counts[known.number])
-            self._blocks += known.blocks
-            self._bytes += known.blocks * known.space.nbytes
 
     # --- what is there ---------------------------------------------------------------------------
 
@@ -341,80 +155,36 @@ class DiskTier(Tier):
         return not (self.hangs or self._closed)
 
     def find(self, space: Space, keys: Sequence[bytes], *, prefix: bool) -> bytes:
-        if self.hangs or self._known(space) is None:
+        if self.hangs or self._map.known(space) is None:
             return bytes(len(keys))
-        return np.where(self._find(space.tag, keys) == NO_SLOT, np.uint8(ABSENT), np.uint8(PRESENT)).tobytes()
+        return np.where(self._map.find(space.tag, keys) == NO_SLOT, np.uint8(ABSENT), np.uint8(PRESENT)).tobytes()
 
     def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        found = self._find(space.tag, keys).tolist() if self._known(space) is not None else [NO_SLOT] * len(keys)
+        found = (
+            self._map.find(space.tag, keys).tolist() if self._map.known(space) is not None else [NO_SLOT] * len(keys)
+        )
         pairs = zip(keys, found, strict=True)
         return [slot == NO_SLOT and (space.tag, key) not in self._writing for key, slot in pairs]
 
     def used(self, space: Space, keys: Sequence[bytes]) -> None:
-        for slot in self._slots_of(space.tag, keys):
-            region, place = self._at(slot)
+        for slot in self._map.slots_of(space.tag, keys):
+            region, place = self._map.at(slot)
             region.used[place] = 1
-
-    def _known(self, space: Space) -> _Known | None:
-        known = self._spaces.get(space.tag)
-        return known if known is not None and known.space == space else None
-
-    def _find(self, tag: int, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
-        """The slots of blocks that can be read, by key; NO_SLOT where there is none."""
-        if (known := self._spaces.get(tag)) is None or not keys:
-            return np.full(len(keys), NO_SLOT, np.uint32)
-        sizes, found = set(map(len, keys)), np.empty(len(keys), np.uint32)
-        if len(sizes) > 1:  # its namespace had keys of another length once
-            return np.concatenate([self._find(tag, [key]) for key in keys])
-        joined, size = b"".join(keys), sizes.pop()
-        self._native.disk_find(self._index_at, known.number, joined, len(keys), size, found.ctypes.data)
-        return found
-
-    def _slots_of(self, tag: int, keys: Sequence[bytes]) -> list[int]:
-        """The slots of those of the keys that have one."""
-        return [slot for slot in self._find(tag, keys).tolist() if slot != NO_SLOT]
-
-    def _enter(self, slots: bytes, count: int) -> list[int]:
-        """Have the blocks of slots found; returns slots of blocks of the same names, which are not found any more."""
-        replaced = np.empty(count, np.uint32)
-        found = self._native.disk_enter(self._index_at, slots, count, replaced.ctypes.data)
-        return cast(list[int], replaced[:found].tolist())
-
-    def _keys_of(self, known: _Known) -> list[bytes]:
-        return [
-            region.key(place)
-            for region in self._regions.values()
-            for place in np.flatnonzero(region.space_numbers == known.number).tolist()
-        ]
-
-    def _open_region(self, number: int, slot_bytes: int) -> _Region:
-        region = self._regions[number] = _Region(slot_bytes, self._slots.slots_in(number, slot_bytes))
-        self._addresses[number] = region.addresses()
-        return region
-
-    def _at(self, slot: int) -> tuple[_Region, int]:
-        number, place = divmod(slot, self._slots.slots_per_region)
-        return self._regions[number], place
-
-    def _offset(self, slot: int) -> int:
-        number, place = divmod(slot, self._slots.slots_per_region)
-        return PAGE_BYTES + number * self._slots.region_bytes + place * self._regions[number].slot_bytes
 
     # --- reading ---------------------------------------------------------------------------------
 
     def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
         """See Tier. What the kernel reads cannot be stopped: patience ends what waits while none of that comes."""
-        if not self.available() or (known := self._known(space)) is None:
+        if not self.available() or (known := self._map.known(space)) is None:
             return False
-        self._native.disk_find(self._index_at, known.number, key, 1, len(key), self._found_at)
-        if (slot := self._found.value) == NO_SLOT:
+        if (slot := self._map.find_one(known, key)) == NO_SLOT:
             return False
         self._reads.put(self._job(known, key, slot, offsets, on_end, patience_s))
         return True
 
     def _job(
         self,
-        known: _Known,
+        known: Known,
         key: bytes,
         slot: int,
         offsets: Sequence[int],
@@ -423,16 +193,16 @@ class DiskTier(Tier):
         block: Block | None = None,
     ) -> Job:
         """A read or write of a slot, which it pins until it has ended."""
-        region, place = self._at(slot)
+        region, place = self._map.at(slot)
         region.pins[place] += 1
-        at = slot, region, place, self._offset(slot), known.slot_bytes
+        at = slot, region, place, self._map.offset(slot), known.slot_bytes
         return Job(known.space, key, *at, offsets, on_end, patience_s, block)
 
     def _read_ended(self, job: Job, end: End) -> None:
         region, place = job.region, job.place
         # While it is pinned the slot gets no other block: what is there, if anything, is what was read.
-        known = self._numbered.get(region.spaces[place])
-        is_there = known is not None and self._spaces.get(known.space.tag) is known
+        known = self._map.numbered.get(region.spaces[place])
+        is_there = known is not None and self._map.spaces.get(known.space.tag) is known
         if not is_there and end.result in (Result.DONE, Result.CORRUPT):
             end = End(Result.GONE)  # it was removed during the read, which may have found its header cleared
         if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and region.found[place]:
@@ -455,42 +225,42 @@ class DiskTier(Tier):
         space, key, now = block.space, block.key, self._clock()
         if not self.wants(space, [key])[0]:
             return False
-        known = self._known(space) or _Known(space, self._last_space + 1)
+        known = self._map.known(space) or Known(space, self._map.last_number + 1)
         takes = self.available() and len(self._writing) < self._options.most_writes and now >= self._write_at
         if not takes or not self._fits(known, key) or (taken := self._take(known.slot_bytes)) is None:
             self.counters.refused_writes += 1
             return False
         assert all(block.checksums), "without them nothing could tell that a block is whole"
         slot = taken
-        if known.number > self._last_space:
-            if (before := self._spaces.get(space.tag)) is not None:  # its namespace has another geometry now
+        if known.number > self._map.last_number:
+            if (before := self._map.spaces.get(space.tag)) is not None:  # its namespace has another geometry now
                 written = [name for tag, name in self._writing if tag == space.tag]
-                self.remove(before.space, [*self._keys_of(before), *written], "")
-                del self._numbered[before.number]
-            self._last_space = known.number
-            self._spaces[space.tag] = self._numbered[known.number] = known
+                self.remove(before.space, [*self._map.keys_of(before), *written], "")
+                del self._map.numbered[before.number]
+            self._map.last_number = known.number
+            self._map.spaces[space.tag] = self._map.numbered[known.number] = known
         self._writing[space.tag, key] = job = self._job(known, key, slot, offsets, on_end, block=block)
         self._writes.put(job)
         return True
 
-    def _fits(self, known: _Known, key: bytes) -> bool:
+    def _fits(self, known: Known, key: bytes) -> bool:
         space = known.space
-        fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._slots.region_bytes and space.nbytes < 1 << 32
+        fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes and space.nbytes < 1 << 32
         fits = fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(space, len(key))
         if not fits and not self.counters.errors[DiskFault.TOO_LARGE]:  # reported once: there will be many such blocks
             self._error(
                 DiskFault.TOO_LARGE,
                 f"Blocks of {space.nbytes} bytes do not fit the regions of {self.name}, which have "
-                f"{format_size(self._slots.region_bytes)}; remove its files and make the tier larger.",
+                f"{format_size(self._map.slots.region_bytes)}; remove its files and make the tier larger.",
             )
         return fits
 
     def _take(self, size: int) -> int | None:
         """A slot of a size."""
-        if self._blocks + len(self._writing) < self._most_blocks and len(slots := self._slots.take(size, 1)):
+        if self._map.blocks + len(self._writing) < self._most_blocks and len(slots := self._map.slots.take(size, 1)):
             slot = int(slots[0])
-            if (number := slot // self._slots.slots_per_region) not in self._regions:
-                self._open_region(number, size)
+            if (number := slot // self._map.slots.slots_per_region) not in self._map.regions:
+                self._map.open_region(number, size)
                 self._notes.put(Note(sizes={number: size // PAGE_BYTES}))
             return slot
         if not self._evicted.get(size) and not self._evict_some(size):
@@ -506,13 +276,13 @@ class DiskTier(Tier):
         if self._leaving or self._region_note is not None:  # slots come free without
             return False
         left = LOOKED_AT_ONCE
-        for _ in range(2 * len(self._regions)):
-            number, region = next(iter(self._regions.items()))
-            first, other, hand = number * self._slots.slots_per_region, region.slot_bytes != size, region.hand
-            victims = self._all_of(region) if other else self._victims(region, left)
+        for _ in range(2 * len(self._map.regions)):
+            number, region = next(iter(self._map.regions.items()))
+            first, other, hand = number * self._map.slots.slots_per_region, region.slot_bytes != size, region.hand
+            victims = region.take_all() if other else region.take_some(left)
             if region.hand == region.slots:
                 region.hand = 0
-                self._regions[number] = self._regions.pop(number)
+                self._map.regions[number] = self._map.regions.pop(number)
             self.counters.evicted_blocks += len(victims)
             if victims and other:
                 for place in victims:
@@ -520,7 +290,7 @@ class DiskTier(Tier):
                 self._region_note = self._note_gone([first + place for place in victims])
                 return False
             if victims:
-                self._used_when_full = self._slots.used_bytes
+                self._used_when_full = self._map.slots.used_bytes
                 for place in victims:
                     self._drop(first + place)
                 self._evicted.setdefault(size, []).extend(first + place for place in victims)
@@ -531,30 +301,6 @@ class DiskTier(Tier):
         for unused in [one for one in self._evicted if one != size]:  # they keep regions for sizes that nobody writes
             self._note_gone(self._evicted.pop(unused))
         return False
-
-    def _all_of(self, region: _Region) -> list[int]:
-        """The blocks of a region, if hardly any is of use."""
-        there: list[int] = np.flatnonzero(region.space_numbers).tolist()
-        of_use = any(region.pins) or 2 * sum(region.used) > len(there)
-        region.used = bytearray(len(region.used))
-        if of_use or len(there) <= LOOKED_AT_ONCE:
-            region.hand = region.slots
-        return [] if of_use else there[:LOOKED_AT_ONCE]
-
-    def _victims(self, region: _Region, looked_at: int) -> list[int]:
-        end = min(region.slots, region.hand + looked_at)
-        most = max(1, min(EVICTED_AT_ONCE, region.slots // 8))
-        victims: list[int] = []
-        while region.hand < end and len(victims) < most:
-            place = region.hand
-            region.hand += 1
-            if not region.spaces[place] or region.pins[place]:
-                continue
-            if region.used[place]:
-                region.used[place] = 0
-            else:
-                victims.append(place)
-        return victims
 
     def _next_write(self, waiting: deque[Job]) -> list[Job]:
         """What goes into one call: blocks that follow one another."""
@@ -607,19 +353,19 @@ class DiskTier(Tier):
         elif result is Result.FAILED:
             self._pause_s = min(_MOST_PAUSE_S, 2 * self._pause_s) or _LEAST_PAUSE_S
             self._write_at = self._clock() + self._pause_s
-            if (len(self._put_aside) + 1) * _PUT_ASIDE_SHARE <= self._blocks:
+            if (len(self._put_aside) + 1) * _PUT_ASIDE_SHARE <= self._map.blocks:
                 self._put_aside.add(job.slot)
         if kept and result is Result.DONE:
             region, place = job.region, job.place
-            known = self._spaces[job.space.tag]
+            known = self._map.spaces[job.space.tag]
             region.keys[place, : len(job.key)] = np.frombuffer(job.key, np.uint8)
             region.key_bytes[place], region.spaces[place] = len(job.key), known.number
             region.used[place] = region.found[place] = 0
             region.hours[place] = int(self._wall_clock()) // _HOUR_S
-            self._enter(job.slot.to_bytes(4, "little"), 1)
+            self._map.enter(job.slot.to_bytes(4, "little"), 1)
             known.blocks += 1
-            self._blocks += 1
-            self._bytes += job.space.nbytes
+            self._map.blocks += 1
+            self._map.nbytes += job.space.nbytes
             self._listener.blocks_stored(self, job.space, [job.key])
         else:
             self._note_gone([job.slot])
@@ -629,7 +375,7 @@ class DiskTier(Tier):
     # --- removing --------------------------------------------------------------------------------
 
     def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
-        slots = self._slots_of(space.tag, list(dict.fromkeys(keys)))
+        slots = self._map.slots_of(space.tag, list(dict.fromkeys(keys)))
         for slot in slots:
             self._drop(slot)
         for key in keys:
@@ -637,16 +383,16 @@ class DiskTier(Tier):
         self._note_gone(slots)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
-        removed = {tag: one for tag, one in self._spaces.items() if fingerprint in (None, one.space.fingerprint)}
+        removed = {tag: one for tag, one in self._map.spaces.items() if fingerprint in (None, one.space.fingerprint)}
         for name in [name for name in self._writing if name[0] in removed]:
             del self._writing[name]
         for tag, known in removed.items():
-            del self._spaces[tag]
-            self._blocks -= known.blocks
-            self._bytes -= known.blocks * known.space.nbytes
+            del self._map.spaces[tag]
+            self._map.blocks -= known.blocks
+            self._map.nbytes -= known.blocks * known.space.nbytes
             if not self._leaving:
                 self._post(self._clear_some)
-            self._leaving.append((known, list(self._regions)))
+            self._leaving.append((known, list(self._map.regions)))
         return sum(known.blocks for known in removed.values())
 
     def _clear_some(self) -> None:
@@ -655,17 +401,17 @@ class DiskTier(Tier):
             return
         (known, regions), slots = self._leaving[0], list[int]()
         for number in regions[-REGIONS_AT_ONCE:][::-1]:
-            if (region := self._regions.get(number)) is not None:  # or it was taken for others
+            if (region := self._map.regions.get(number)) is not None:  # or it was taken for others
                 there = np.flatnonzero(region.space_numbers == known.number)[: REMOVED_AT_ONCE - len(slots)]
                 for place in there.tolist():
-                    slots.append(number * self._slots.slots_per_region + place)
-                    self._clear(region, place, slots[-1])
+                    slots.append(number * self._map.slots.slots_per_region + place)
+                    self._map.clear(region, place, slots[-1])
                 if len(slots) == REMOVED_AT_ONCE:  # there may be more
                     break
             regions.pop()
         if not regions:
             self._leaving.popleft()
-            del self._numbered[known.number]
+            del self._map.numbered[known.number]
         self._note_gone(slots)
         if self._leaving and not self._closed:
             self._post(self._clear_some)
@@ -673,7 +419,7 @@ class DiskTier(Tier):
     def _note_gone(self, slots: Sequence[int]) -> Note:
         """Have the records of slots cleared, and the slots free then: what was written there before would be lost."""
         for slot in slots:
-            region, place = self._at(slot)
+            region, place = self._map.at(slot)
             region.pins[place] += 1
         note = Note(list(slots))
         if slots:
@@ -682,34 +428,29 @@ class DiskTier(Tier):
 
     def _drop(self, slot: int) -> None:
         """A block is not there any more; its slot is still taken."""
-        region, place = self._at(slot)
-        key, known = region.key(place), self._numbered[region.spaces[place]]
+        region, place = self._map.at(slot)
+        key, known = region.key(place), self._map.numbered[region.spaces[place]]
         tag = known.space.tag
-        self._clear(region, place, slot)
-        if self._spaces.get(tag) is known:  # else it was removed with all of its namespace
+        self._map.clear(region, place, slot)
+        if self._map.spaces.get(tag) is known:  # else it was removed with all of its namespace
             known.blocks -= 1
-            self._blocks -= 1
-            self._bytes -= known.space.nbytes
+            self._map.blocks -= 1
+            self._map.nbytes -= known.space.nbytes
             self._listener.blocks_removed(self, known.space, [key])
-
-    def _clear(self, region: _Region, place: int, slot: int) -> None:
-        """Have the block of a slot not be found any more."""
-        self._native.disk_remove(self._index_at, slot.to_bytes(4, "little"), 1)
-        region.spaces[place], region.hours[place] = 0, _NEVER
 
     def _unpin(self, slots: Sequence[int]) -> None:
         free: list[int] = []
         for slot in slots:
-            region, place = self._at(slot)
+            region, place = self._map.at(slot)
             region.pins[place] -= 1
             if not region.pins[place] and not region.spaces[place] and slot not in self._put_aside:
                 free.append(slot)
         if not free:
             return
-        self._slots.free(np.array(free, np.uint32))
-        for number in {slot // self._slots.slots_per_region for slot in free}:
-            if not self._slots.slot_bytes[number]:
-                del self._regions[number]
+        self._map.slots.free(np.array(free, np.uint32))
+        for number in {slot // self._map.slots.slots_per_region for slot in free}:
+            if not self._map.slots.slot_bytes[number]:
+                del self._map.regions[number]
 
     # --- the index, in a thread of its own -------------------------------------------------------
 
@@ -743,7 +484,7 @@ class DiskTier(Tier):
 
     @property
     def lifetime_bytes(self) -> int:
-        used = self._slots.used_bytes
+        used = self._map.slots.used_bytes
         return used if self._used_when_full and used >= FULL_PART * self._used_when_full else 0
 
     @property
@@ -754,14 +495,14 @@ class DiskTier(Tier):
     @property
     def oldest_seconds(self) -> float:
         """Time since the oldest block was written, at most; 0 without blocks. The hour alone is written down."""
-        hours = [int(np.frombuffer(region.hours, np.uint32).min()) for region in self._regions.values()]
-        age_s = max(0.0, self._wall_clock() - min(hours, default=_NEVER) * _HOUR_S)
+        hours = [int(np.frombuffer(region.hours, np.uint32).min()) for region in self._map.regions.values()]
+        age_s = max(0.0, self._wall_clock() - min(hours, default=NEVER) * _HOUR_S)
         return age_s if self.found_blocks else min(age_s, self._clock() - self._opened_at)
 
     def bytes_by_namespace(self) -> Counter[bytes]:
         """By fingerprint, bytes of the blocks that can be read."""
         found = Counter[bytes]()
-        for known in self._spaces.values():
+        for known in self._map.spaces.values():
             found[known.space.fingerprint] += known.blocks * known.space.nbytes
         return found
 
@@ -779,7 +520,8 @@ class DiskTier(Tier):
             self._reads.end(Result.DEADLINE)
             self._writes.end(End(Result.DEADLINE))
         elif not (self._notes.waiting or self._notes.running or self._closed):
-            sizes = {one: self._regions[one].slot_bytes // PAGE_BYTES for one in self._unsized & self._regions.keys()}
+            regions = self._map.regions
+            sizes = {one: regions[one].slot_bytes // PAGE_BYTES for one in self._unsized & regions.keys()}
             self._notes.put(Note(sizes=sizes, written_bytes=self._noted_bytes))
             self._unsized, self._noted_bytes = set(), 0
 
@@ -787,9 +529,9 @@ class DiskTier(Tier):
         return replace(
             self.counters,
             size_bytes=self._file.size_bytes,
-            used_bytes=self._bytes,
+            used_bytes=self._map.nbytes,
             physical_bytes=self._physical_bytes,
-            blocks=self._blocks,
+            blocks=self._map.blocks,
             queued_reads=self._reads.waiting,
             queued_writes=self._writes.waiting,
             running_reads=self._reads.running,

@@ -26,7 +26,7 @@ from kvoffd.tiers.tier import READERS_NICE, Result
 from kvoffd_proto.stats import DiskFault
 
 if TYPE_CHECKING:
-    from kvoffd.tiers.disk import _Region
+    from kvoffd.tiers.disk_map import Region
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Job:
     space: Space
     key: bytes
     slot: int
-    region: _Region
+    region: Region
     place: int
     """In the region."""
     offset: int

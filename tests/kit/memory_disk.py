@@ -97,8 +97,8 @@ def batched(values: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def names_of(tier: DiskTier) -> Iterator[tuple[Space, bytes]]:
     """All blocks of a disk tier that can be read."""
-    for known in tier._spaces.values():
-        yield from ((known.space, key) for key in tier._keys_of(known))
+    for known in tier._map.spaces.values():
+        yield from ((known.space, key) for key in tier._map.keys_of(known))
 
 
 class _File:

@@ -307,7 +307,7 @@ class SimDisk:
 
 def _is_whole(files: MemoryDisk, tier: DiskTier, space: Space, key: bytes) -> bool:
     """Whether what the index names is there."""
-    at = tier._offset(tier._slots_of(space.tag, [key])[0])
+    at = tier._map.offset(tier._map.slots_of(space.tag, [key])[0])
     block = decode_header(bytes(files.data[at : at + PAGE]), space, key)
     for length, checksum in zip(space.lengths, block.checksums, strict=True) if block is not None else ():
         if digest(memoryview(files.data)[at + PAGE : at + PAGE + length]) != checksum:

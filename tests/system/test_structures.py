@@ -20,7 +20,7 @@ from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
 from kvoffd.pool.slot_table import MAX_KEY_BYTES, RECORD_BYTES
 from kvoffd.system import native as native_module
 from kvoffd.system.native import Native, NotCompiled
-from kvoffd.tiers.disk import _Index, _RegionAddresses
+from kvoffd.tiers.disk_map import _Index, _RegionAddresses
 from kvoffd.transfer.cuda.engine import _GpuCopying
 from kvoffd_proto.messages import MAX_WORLD_SIZE
 from tests.kit.cuda_abi import compiler

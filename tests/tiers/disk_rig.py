@@ -212,15 +212,15 @@ class DiskRig:
         assert (
             tier.stats().blocks
             == len(names)
-            == tier._index.index.used
-            == sum(int(np.count_nonzero(region.space_numbers)) for region in tier._regions.values())
+            == tier._map._index.index.used
+            == sum(int(np.count_nonzero(region.space_numbers)) for region in tier._map.regions.values())
         )
         assert tier.stats().used_bytes == sum(space.nbytes for space, _ in names_of(tier))
         held = sum(map(len, tier._evicted.values())) + len(names) + len(tier._put_aside)
         pinned = {
             (number, place)
-            for number, region in tier._regions.items()
+            for number, region in tier._map.regions.items()
             for place, pins in enumerate(region.pins)
             if pins and not region.spaces[place]
         }
-        assert int(tier._slots.in_use.sum()) == held + len(pinned)
+        assert int(tier._map.slots.in_use.sum()) == held + len(pinned)

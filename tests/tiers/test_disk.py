@@ -220,12 +220,12 @@ def test_written_again_after_a_reset_a_block_is_never_its_old_bytes() -> None:
     for seed in range(40):
         rig = DiskRig()
         rig.write(*map(block_of, range(CAPACITY)))
-        before = rig.tier._slots_of(SPACE.tag, [key_of(0)])[0]
+        before = rig.tier._map.slots_of(SPACE.tag, [key_of(0)])[0]
         new = SPACE._replace(generation=rig.reset(ONE))
         new = make_space(*new[:4])
         rig.work()
         assert rig.write(block_of(0, new, version=1), version=1) == [Result.DONE]
-        places.add(rig.tier._slots_of(new.tag, [key_of(0)])[0] == before)
+        places.add(rig.tier._map.slots_of(new.tag, [key_of(0)])[0] == before)
         rig.cut_power(Random(seed))
         rig.read(block_of(0, new, version=1), version=1)  # which compares what it finds
         assert {space for space, _ in names_of(rig.tier)} <= {new}
@@ -395,7 +395,7 @@ def test_wrong_bytes_are_reported_and_gone_for_good(rig: DiskRig, where: str, cl
     space = make_space(ONE, 0, 0, [5000, 300])
     rig.write(block_of(1, space), block_of(2, space))
     rig.restart() if clean else rig.kill()
-    at = rig.tier._offset(rig.tier._slots_of(space.tag, [key_of(1)])[0])
+    at = rig.tier._map.offset(rig.tier._map.slots_of(space.tag, [key_of(1)])[0])
     rig.files.flip(at + {"header": 50, "shard": PAGE + 4999, "last shard": 3 * PAGE + 299}[where], 3)
     assert rig.read(block_of(1, space)) is Result.CORRUPT
     assert rig.listener.kinds == {"corrupt" if clean else "torn": 1}
@@ -484,7 +484,7 @@ def test_a_slot_that_cannot_be_written_is_put_aside() -> None:
     rig.clock.now += 100.0
     assert rig.write(block_of(301)) == [DONE]
     (bad,) = rig.tier._put_aside
-    assert rig.tier._slots_of(SPACE.tag, [key_of(301)])[0] != bad
+    assert rig.tier._map.slots_of(SPACE.tag, [key_of(301)])[0] != bad
     rig.check()
 
 

@@ -40,7 +40,7 @@ class Clock:
 
     @property
     def slots(self) -> int:
-        return self.tier._slots.regions * REGION_SLOTS
+        return self.tier._map.slots.regions * REGION_SLOTS
 
     def __contains__(self, number: int) -> bool:
         return bool(self.tier.find(SPACE, [key_of(number)], prefix=True)[0])

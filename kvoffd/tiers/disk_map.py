@@ -1,0 +1,293 @@
+"""What is known of the blocks on a disk: which slots have which, and an index that finds them by key."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, page_up
+from kvoffd.pool.slot_table import MAX_KEY_BYTES
+from kvoffd.system.files import aligned_buffer, read_all
+from kvoffd.system.native import SlotIndex, native
+from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
+from kvoffd.tiers.header import HEADER_BYTES, Space, parse_header
+
+NO_SLOT = 2**32 - 1
+LOOKED_AT_ONCE = 4096
+"""Slots that the hand passes, or takes of a region of another size, before the daemon's thread does other work: a
+millisecond or two."""
+EVICTED_AT_ONCE = 16
+"""Neighbours that the hand takes in one go, so that what is written into their slots is one write."""
+HEADERS_TRIED = 8
+"""Blocks of a space that are looked at when a disk is opened, to learn which space it is."""
+NEVER = 2**32 - 1
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """A space of which there are blocks, from its first one to its removal as a whole. ``number``: in ``Region``."""
+
+    space: Space
+    number: int
+    blocks: int = 0
+    slot_bytes: int = 0
+    """Of a block in the file."""
+
+    def __post_init__(self) -> None:
+        self.slot_bytes = HEADER_BYTES + sum(map(page_up, self.space.lengths))
+
+
+class _RegionAddresses(ctypes.Structure):
+    """``struct disk_region`` of disk_index.c."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "key_bytes", "space"))
+
+
+class _Index(ctypes.Structure):
+    """``struct disk_index`` of disk_index.c."""
+
+    _fields_ = (("index", SlotIndex), ("regions", ctypes.c_void_p), ("slots_per_region", ctypes.c_uint64))
+
+
+class Region:
+    """What is known of the slots of a region, by their places in it. A slot is free in the allocator, or one of: there
+    (it has a space), pinned by what reads, writes or notes it, or put aside."""
+
+    def __init__(self, slot_bytes: int, slots: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.keys = np.zeros((slots, MAX_KEY_BYTES), np.uint8)
+        self.key_bytes = np.zeros(slots, np.uint8)
+        self.spaces = array("I", bytes(4 * slots))
+        """Numbers of the spaces of the blocks that are there; 0 where none is."""
+        self.pins = array("H", bytes(2 * slots))
+        self.used = bytearray(slots)
+        """Whether it was of use since the hand last came by."""
+        self.found = bytearray(slots)
+        """Whether an earlier daemon wrote it."""
+        self.hours = array("I", [NEVER]) * slots
+        """When the block that is there was written, since 1970."""
+        self.hand = 0
+
+    def addresses(self) -> _RegionAddresses:
+        return _RegionAddresses(self.keys.ctypes.data, self.key_bytes.ctypes.data, self.spaces.buffer_info()[0])
+
+    @property
+    def space_numbers(self) -> npt.NDArray[np.uint32]:
+        return np.frombuffer(self.spaces, np.uint32)
+
+    def key(self, place: int) -> bytes:
+        return self.keys[place, : self.key_bytes[place]].tobytes()
+
+    def take_all(self) -> list[int]:
+        """The blocks that are there, if hardly any is of use."""
+        there: list[int] = np.flatnonzero(self.space_numbers).tolist()
+        of_use = any(self.pins) or 2 * sum(self.used) > len(there)
+        self.used = bytearray(len(self.used))
+        if of_use or len(there) <= LOOKED_AT_ONCE:
+            self.hand = self.slots
+        return [] if of_use else there[:LOOKED_AT_ONCE]
+
+    def take_some(self, looked_at: int) -> list[int]:
+        """Blocks that the hand takes as it goes on over so many slots at most. What was used since it came by stays."""
+        end = min(self.slots, self.hand + looked_at)
+        most = max(1, min(EVICTED_AT_ONCE, self.slots // 8))
+        victims: list[int] = []
+        while self.hand < end and len(victims) < most:
+            place = self.hand
+            self.hand += 1
+            if not self.spaces[place] or self.pins[place]:
+                continue
+            if self.used[place]:
+                self.used[place] = 0
+            else:
+                victims.append(place)
+        return victims
+
+
+class DiskMap:
+    """The blocks in the slots of a disk's file. For one thread.
+
+    Attributes:
+        blocks, nbytes: how many there are that can be read, and their bytes.
+    """
+
+    def __init__(self, file: DiskFile) -> None:
+        self._file = file
+        head = file.head
+        self.slots = SlotAllocator(head.regions * head.region_bytes, head.region_bytes)
+        self.regions: dict[int, Region] = {}
+        """By number, the one that the hand left first comes first."""
+        self.spaces: dict[int, Known] = {}
+        """By tag, those whose blocks can be read."""
+        self.numbered: dict[int, Known] = {}
+        """By number, those and what is leaving."""
+        self.last_number = 0
+        self._addresses = (_RegionAddresses * head.regions)()
+        """Of the regions' arrays, by number."""
+        self._native = native()
+        regions_at = ctypes.addressof(self._addresses)
+        self._index = _Index(regions=regions_at, slots_per_region=self.slots.slots_per_region)
+        """Finds slots of blocks that are there by their space and key."""
+        self._index_at = ctypes.addressof(self._index)
+        self._found = ctypes.c_uint32()
+        self._found_at = ctypes.addressof(self._found)
+        if not self._native.disk_open(self._index_at, os.urandom(16)):
+            raise MemoryError
+        self._close_index = weakref.finalize(self, self._native.disk_close, ctypes.pointer(self._index))
+        self.blocks = self.nbytes = 0
+
+    def open(self, generation: Callable[[bytes], int], should_stop: Callable[[], bool]) -> dict[bytes, int]:
+        """Take over the blocks of the index that may be there, and of no generation that is over."""
+        samples = self._read_index(should_stop)
+        newest: dict[bytes, int] = {}
+        for tag, (number, slots) in samples.items():
+            if (space := self._space_of(tag, slots[:HEADERS_TRIED])) is not None:
+                self.spaces[tag] = Known(space, number)
+                newest[space.fingerprint] = max(space.generation, newest.get(space.fingerprint, 0))
+        for known in list(self.spaces.values()):
+            space = known.space
+            if space.generation < max(generation(space.fingerprint), newest[space.fingerprint]):
+                del self.spaces[space.tag]
+        self.last_number = len(samples)
+        self.numbered = {known.number: known for known in self.spaces.values()}
+        is_known = np.zeros(self.last_number + 1, np.bool_)
+        is_known[list(self.numbered)] = True
+        gone: list[int] = []
+        for number, region in self.regions.items():
+            first, numbers = number * self.slots.slots_per_region, region.space_numbers
+            gone += (np.flatnonzero(numbers * ~is_known[numbers]) + first).tolist()
+            there = (np.flatnonzero(is_known[numbers]) + first).astype(np.uint32)
+            gone += self.enter(there.tobytes(), len(there))  # of two of one key the later one counts
+        for slot in gone:
+            region, place = self.at(slot)
+            region.spaces[place], region.hours[place] = 0, NEVER
+        for begin, count in runs_of(gone):  # whatever is known later, these do not come back
+            self._file.write_records(begin, np.zeros(count, RECORD))
+        self._take_over()
+        return newest
+
+    def _read_index(self, should_stop: Callable[[], bool]) -> dict[int, tuple[int, list[int]]]:
+        """Fill the regions with blocks that could be there. By tag: the number of its space, and some slots of it."""
+        file, samples = self._file, dict[int, tuple[int, list[int]]]()
+        for number, pages in enumerate(file.read_slot_pages().tolist()):
+            if should_stop():
+                raise OpeningStopped(f"{file.path} was not opened: that was stopped.")
+            first, size = number * file.slots_per_region, pages * PAGE_BYTES
+            if not self.slots.slot_size(1) <= size <= self.slots.region_bytes:
+                # Lest they count once the region is used again: its size was not on the device yet.
+                file.clear_records(first, file.slots_per_region)
+                continue
+            slots = self.slots.slots_in(number, size)
+            records = file.read_records(first, slots)
+            sound = (records["tag"] != 0) & (records["key_bytes"] > 0) & (records["key_bytes"] <= MAX_KEY_BYTES)
+            places = np.flatnonzero(sound & (records["nbytes"] <= size - HEADER_BYTES))
+            if not len(places):
+                continue
+            region, records = self.open_region(number, size), records[places]
+            region.keys[places] = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(-1, MAX_KEY_BYTES)
+            region.key_bytes[places] = records["key_bytes"]
+            np.frombuffer(region.hours, np.uint32)[places] = records["written_at"]
+            np.frombuffer(region.found, np.uint8)[places] = 1
+            tags, of_tag, counts = np.unique(records["tag"], return_inverse=True, return_counts=True)
+            by_tag, end, numbers = (places + first)[np.argsort(of_tag, kind="stable")], 0, list[int]()
+            for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
+                space, found = samples.setdefault(tag, (len(samples) + 1, []))
+                found += by_tag[end : end + min(count, HEADERS_TRIED)].tolist()
+                numbers.append(space)
+                end += count
+            region.space_numbers[places] = np.array(numbers, np.uint32)[of_tag]
+        return samples
+
+    def _space_of(self, tag: int, slots: Iterable[int]) -> Space | None:
+        """What space a tag is of, by the headers of some slots; None where none of them has it."""
+        for slot in slots:
+            page = aligned_buffer(HEADER_BYTES)
+            try:
+                read_all(self._file.calls, self._file.fd, [page], self.offset(slot))
+            except OSError:
+                continue
+            if (block := parse_header(page)) is not None and block.space.tag == tag:
+                return block.space
+        return None
+
+    def _take_over(self) -> None:
+        """Count the blocks that are there, and hand out their slots."""
+        slots, sizes = [np.empty(0, np.uint32)], np.zeros(self.slots.regions, np.int64)
+        counts = np.zeros(self.last_number + 1, np.int64)
+        for number, region in list(self.regions.items()):
+            there = np.flatnonzero(region.space_numbers)
+            if not len(there):
+                del self.regions[number]
+                continue
+            slots.append((there + number * self.slots.slots_per_region).astype(np.uint32))
+            sizes[number] = region.slot_bytes
+            counts += np.bincount(region.space_numbers[there], minlength=len(counts))
+        self.slots.restore(np.concatenate(slots), sizes)
+        for known in self.numbered.values():
+            known.blocks = int(counts[known.number])
+            self.blocks += known.blocks
+            self.nbytes += known.blocks * known.space.nbytes
+
+    def known(self, space: Space) -> Known | None:
+        known = self.spaces.get(space.tag)
+        return known if known is not None and known.space == space else None
+
+    def find(self, tag: int, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
+        """The slots of blocks that can be read, by key; NO_SLOT where there is none."""
+        if (known := self.spaces.get(tag)) is None or not keys:
+            return np.full(len(keys), NO_SLOT, np.uint32)
+        sizes, found = set(map(len, keys)), np.empty(len(keys), np.uint32)
+        if len(sizes) > 1:  # its namespace had keys of another length once
+            return np.concatenate([self.find(tag, [key]) for key in keys])
+        joined, size = b"".join(keys), sizes.pop()
+        self._native.disk_find(self._index_at, known.number, joined, len(keys), size, found.ctypes.data)
+        return found
+
+    def find_one(self, known: Known, key: bytes) -> int:
+        """The slot of a block; NO_SLOT where there is none."""
+        self._native.disk_find(self._index_at, known.number, key, 1, len(key), self._found_at)
+        return self._found.value
+
+    def slots_of(self, tag: int, keys: Sequence[bytes]) -> list[int]:
+        """The slots of those of the keys that have one."""
+        return [slot for slot in self.find(tag, keys).tolist() if slot != NO_SLOT]
+
+    def enter(self, slots: bytes, count: int) -> list[int]:
+        """Have the blocks of slots found; returns slots of blocks of the same names, which are not found any more."""
+        replaced = np.empty(count, np.uint32)
+        found = self._native.disk_enter(self._index_at, slots, count, replaced.ctypes.data)
+        return cast(list[int], replaced[:found].tolist())
+
+    def keys_of(self, known: Known) -> list[bytes]:
+        return [
+            region.key(place)
+            for region in self.regions.values()
+            for place in np.flatnonzero(region.space_numbers == known.number).tolist()
+        ]
+
+    def open_region(self, number: int, slot_bytes: int) -> Region:
+        region = self.regions[number] = Region(slot_bytes, self.slots.slots_in(number, slot_bytes))
+        self._addresses[number] = region.addresses()
+        return region
+
+    def at(self, slot: int) -> tuple[Region, int]:
+        number, place = divmod(slot, self.slots.slots_per_region)
+        return self.regions[number], place
+
+    def offset(self, slot: int) -> int:
+        number, place = divmod(slot, self.slots.slots_per_region)
+        return PAGE_BYTES + number * self.slots.region_bytes + place * self.regions[number].slot_bytes
+
+    def clear(self, region: Region, place: int, slot: int) -> None:
+        """Have the block of a slot not be found any more."""
+        self._native.disk_remove(self._index_at, slot.to_bytes(4, "little"), 1)
+        region.spaces[place], region.hours[place] = 0, NEVER
