@@ -135,14 +135,18 @@ class Daemon:
         try:
             self._start_http()
             self._state = State(state_file(self._config))
-            self._state.restore()
-            stopped = self._stop.is_set
-            self._pool = await asyncio.to_thread(take_pool, self._config, self._notifier, self._stored_fds, stopped)
             try:
-                if not self._stop.is_set():
-                    await self._serve_pool()
+                self._state.restore()
+                stopped = self._stop.is_set
+                self._pool = await asyncio.to_thread(take_pool, self._config, self._notifier, self._stored_fds, stopped)
+                try:
+                    if not self._stop.is_set():
+                        await self._serve_pool()
+                finally:
+                    await self._close_pool()
             finally:
-                await self._close_pool()
+                if not self.served:  # else that is done
+                    self._state.file.close()
         finally:
             if self._http is not None:
                 self._http.close()

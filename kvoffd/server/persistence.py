@@ -129,7 +129,9 @@ class StateFile:
             return self._changed.wait_for(lambda: self.is_saved, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """As ``flush``; then the thread ends."""
+        """As ``flush``; then the thread ends. A second call does nothing."""
+        if self._ends:
+            return
         if not self.flush(timeout_s):
             logger.warning("%s takes long to write; the next daemon goes on with what it had.", self.path)
         with self._changed:
