@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
@@ -34,6 +35,10 @@ MOST = 1 if TIMES == 1 else 3
 """Failures tried of each kind: a life needs few of the calls that set things up, and the others are all alike."""
 
 
+_stay = WeakSet[threading.Thread]()
+"""Threads that were waited for once, such as those that tests of other files left in this process."""
+
+
 class Traces:
     """What a daemon may leave behind in its process: descriptors, mappings, threads."""
 
@@ -41,7 +46,9 @@ class Traces:
         gc.collect()
         threads = [thread for thread in threading.enumerate() if thread.name.startswith("kvoffd")]
         for thread in threads:  # of a busy machine one may end after the daemon's deadline for it
-            thread.join(THREAD_S)
+            thread.join(0 if thread in _stay else THREAD_S)
+            if thread.is_alive():
+                _stay.add(thread)
         self.descriptors = sorted(link.split(":[")[0] for _, link in open_files())
         maps = Path("/proc/self/maps").read_text().splitlines()
         self.mappings = sum("memfd:kvoffd" in line or ".pool" in line for line in maps)
