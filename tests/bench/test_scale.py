@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.bench.scale import child, page
 
 MANY = 96_000
 
 
+@pytest.mark.nightly
 def test_a_block_costs_no_more_than_is_promised() -> None:
     many, sharded = child("memory", f"{MANY}x1"), child("memory", "20000x8")
     for one in (many, sharded):

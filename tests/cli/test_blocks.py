@@ -133,6 +133,7 @@ def test_an_export_onto_a_full_disk_is_one_sentence(engine: FakeEngine, cli: Cli
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
+@pytest.mark.nightly
 def test_an_import_does_not_hold_the_file_in_memory(cli: Cli, tmp_path: Path) -> None:
     """96 MiB of blocks through a buffer of 8 MiB, an eighth of the pool, most of them evicted again."""
     file, most_kib = tmp_path / "large.safetensors", list[int]()

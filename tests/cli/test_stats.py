@@ -126,6 +126,7 @@ def test_a_node_that_does_not_answer_is_more_than_timed_out() -> None:
     assert "it does not answer within 1.4 s; see there whether its process runs." in done.stderr
 
 
+@pytest.mark.nightly
 def test_nothing_is_cut_on_80_columns(module_daemon: DaemonProcess) -> None:
     where = ("--directory", str(module_daemon.directory))
     for words in SECTIONS:

@@ -39,6 +39,7 @@ def build(tree: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 def test_a_wheel_has_the_library_and_the_tree_is_left_alone(tree: Path) -> None:
     built = build(tree)
     assert built.returncode == 0, built.stderr

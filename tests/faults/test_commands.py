@@ -44,12 +44,12 @@ def test_export_and_import_over_kills(tmp_path: Path, pool_file: Path) -> None:
             ended(cli(daemon, "blocks", "export", "--namespace", "demo", str(target)), 0)
         with AdminClient(daemon.directory) as admin:
             assert admin.clear() == len(EXPORTED)
-        first = cli(daemon, "blocks", "import", str(target))
+        first = cli(daemon, "blocks", "import", "--stale", str(target))
         wait_until(lambda: books(daemon.directory).ready_bytes or first.poll() is not None)
         daemon.kill()
         ended(first, 0, 2)
         daemon.start()
-        ended(cli(daemon, "blocks", "import", str(target)), 0)
+        ended(cli(daemon, "blocks", "import", "--stale", str(target)), 0)
         with CheckedEngine(daemon, truth) as engine:
             assert engine.has(EXPORTED)
 

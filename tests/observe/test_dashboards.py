@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvoffd.observe.metrics import all_metrics
 from kvoffd.server import health
 from kvoffd.server.tiers import HARMLESS_ERRORS
@@ -141,6 +143,7 @@ def firing(tmp_path: Path, cases: list[tuple[list[str], dict[str, str]]]) -> set
     return {name for names, _ in cases for name in names if f'alertname="{name}"' in printed}
 
 
+@pytest.mark.nightly
 def test_each_alert_fires_when_it_should_and_is_silent_else(tmp_path: Path) -> None:
     require("prometheus", shutil.which("promtool"), "promtool is not installed")
     assert firing(tmp_path, [([name], series) for name, series in FIRES.items()]) == set(rule_names())
@@ -201,6 +204,7 @@ def prometheus(tmp_path: Path, port: int, own_port: int) -> Iterator[None]:
             server.kill()
 
 
+@pytest.mark.nightly
 def test_every_panel_shows_data_of_a_daemon_under_load(tmp_path: Path) -> None:
     there = shutil.which("prometheus")
     require("prometheus", there, "prometheus is not installed")

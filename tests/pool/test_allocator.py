@@ -155,6 +155,7 @@ def test_pools_and_regions_that_fit_nothing_are_refused() -> None:
     data=st.data(),
 )
 @settings(max_examples=60 * TIMES, deadline=None)
+@pytest.mark.nightly
 def test_hardly_anything_is_free_at_the_first_eviction(pool_mib: int, shares: list[int], data: st.DataObject) -> None:
     """Of ``n`` slot sizes, ``n - 1`` leave a region free, and the pool's last region may be too short for any."""
     slots = SlotAllocator(pool_mib * MIB)

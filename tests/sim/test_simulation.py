@@ -65,6 +65,7 @@ def test_seeds_give_the_same_trace_in_any_process() -> None:
     assert len(set(elsewhere.values())) == SAME, "other seeds give other traces"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [3, 13])
 def test_long_runs_keep_every_promise(seed: int) -> None:
     """In the second, engines serve prompts long after the last fault, and have their quiet time only after them."""

@@ -83,6 +83,7 @@ def test_a_disk_with_space_finds_what_left_the_pool(policy: str) -> None:
     assert found.written < cycle.accesses
 
 
+@pytest.mark.nightly
 def test_a_full_disk_is_written_much_less_and_finds_nearly_as_much() -> None:
     trace = trace_of(chat_among_single_requests(1, 1000))
     auto, always = (replay(trace, "learned", 200, DiskPlan(800, mode)) for mode in (WriteMode.AUTO, WriteMode.ALWAYS))

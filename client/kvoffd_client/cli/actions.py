@@ -43,7 +43,7 @@ def clear(
     With --all-nodes the other nodes drop theirs within seconds, as is wanted where weights changed under one name; with
     --all of what this daemon has.
 
-    Exit status: 0 done, 1 no, 2 an error, also where it is done here and a kill may undo it.
+    Exit status: 0 done, 1 no, 2 an error, or done and a kill may undo it.
     """
     if (name is None) is not everything:
         raise CliError("Name one namespace, or --all; `kvoffd-cli namespaces` lists them.")

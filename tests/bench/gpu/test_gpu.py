@@ -14,6 +14,7 @@ from tests.kit.stub_cuda import fresh_stub
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.nightly
 def test_parts_run_alone_over_the_double_which_the_page_says(tmp_path: Path) -> None:
     library = fresh_stub().path  # or the test is skipped
     before = set(Path("/dev/shm").glob("kvoffd-gpu-*"))

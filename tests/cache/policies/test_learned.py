@@ -253,6 +253,7 @@ def test_a_new_model_is_not_judged_by_another_ones_requests() -> None:
     check_learned(rig)
 
 
+@pytest.mark.nightly
 def test_the_size_of_blocks_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """To what was learned: when it does as an LRU does depends on the curve's sample."""
     monkeypatch.setattr(lru_fallback, "LEAST_LEAD", 1.0)
