@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from kvoffd.system.numa import NOWHERE, run_near, usable_cpus
 
 # Touched by one thread at a time: short enough to stop soon and to show progress, long enough to cost nothing.
 TOUCH_CHUNK_BYTES = 32 << 20
+PAUSE_S = 0.01
 
 
 class PoolMemory:
@@ -144,14 +146,17 @@ class PoolMemory:
                 raise
         return touched_bytes
 
-    def map_pages(self, should_stop: Callable[[], bool]) -> None:
+    def map_pages(self, should_stop: Callable[[], bool], is_busy: Callable[[], bool]) -> None:
         """Fills the page tables of memory that is resident, so that no copy faults.
 
-        In steps: nothing is mapped or unmapped during one. Ends early once ``should_stop`` returns True.
+        In steps: nothing is mapped or unmapped during one. Ends early once ``should_stop`` returns True, and waits
+        while ``is_busy`` does: copies map what they need themselves, and have the cores for it.
         """
         self._ask_for_huge_pages()
         end = self.segment.address + self.size_bytes
         for address in range(self.segment.address, end, STEP_BYTES):
+            while is_busy() and not should_stop():
+                time.sleep(PAUSE_S)
             if should_stop() or not map_pages(address, min(STEP_BYTES, end - address)):
                 return
 

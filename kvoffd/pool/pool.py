@@ -92,9 +92,9 @@ class Pool:
         """Makes all pages of the pool resident: see PoolMemory.touch."""
         return self._memory.touch(threads, on_progress, should_stop, segments=self.slots.segments)
 
-    def map_pages(self, should_stop: Callable[[], bool]) -> None:
+    def map_pages(self, should_stop: Callable[[], bool], is_busy: Callable[[], bool]) -> None:
         """Fills the page tables of a resident pool while it is in use: see PoolMemory.map_pages."""
-        self._memory.map_pages(should_stop)
+        self._memory.map_pages(should_stop, is_busy)
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The checksums of places, given by offset and length in bytes: never 0. For any thread, until ``close``."""

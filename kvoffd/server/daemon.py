@@ -249,7 +249,9 @@ class Daemon:
         self._service.tiers.start(self._shared_stores)
         if self._pool.resident:
             loop = asyncio.get_running_loop()
-            self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, self._stop.is_set)
+            running = self._service.jobs.running
+            parts = self._stop.is_set, lambda: bool(running)
+            self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, *parts)
 
     async def _main_loop(self) -> None:
         """Tick until it is to stop. systemd's watchdog is fed only after a turn of the message loop."""
