@@ -183,7 +183,7 @@ class DiskMap:
                 raise OpeningStopped(f"{file.path} was not opened: that was stopped.")
             first, size = number * file.slots_per_region, pages * PAGE_BYTES
             if not self.slots.slot_size(1) <= size <= self.slots.region_bytes:
-                # Lest they count once the region is used again: its size was not on the device yet.
+                # They would count once the region is used again: its size was not on the device yet.
                 file.clear_records(first, file.slots_per_region)
                 continue
             slots = self.slots.slots_in(number, size)

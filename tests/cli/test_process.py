@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +17,7 @@ from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from tests.kit.command import CLI, CLIENTS, DAEMON, DEADLINE_S, WATCH, Terminal, run_cli, start_cli
 from tests.kit.daemon import DaemonProcess
+from tests.kit.interrupt import interrupted_import
 from tests.kit.waiting import wait_until
 from tests.kit.wire import keys
 
@@ -114,15 +114,8 @@ def test_a_terminal_that_tells_no_width_will_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("imported", ["typer", "rich.console"])
 def test_ctrl_c_while_a_command_is_loaded_is_quiet(shared_daemon: DaemonProcess, imported: str) -> None:
     code = "import sys; from kvoffd_client.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-X", "importtime", "-c", code, "events", "--directory", str(shared_daemon.directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.split("|")[-1].strip() == imported:
-                process.send_signal(signal.SIGINT)
-                break
-        said = [line for line in process.stderr if not line.startswith("import time:")]
-        assert (process.wait(DEADLINE_S), said) == (130, [])
+    command = ["-c", code, "events", "--directory", str(shared_daemon.directory)]
+    assert interrupted_import(command, imported, DEADLINE_S) == (130, [])
 
 
 def first_line(process: subprocess.Popen[str]) -> str:

@@ -23,6 +23,7 @@ from kvoffd_client import AdminClient, SharedMemory
 from tests.daemon.refused_calls import refusing
 from tests.kit.command import refusal_to_serve as refused
 from tests.kit.daemon import START_DEADLINE_S, STOP_DEADLINE_S, DaemonProcess
+from tests.kit.interrupt import interrupted_import
 from tests.kit.service_manager import ServiceManager
 from tests.kit.waiting import wait_until
 from tests.kit.wire import WireClient, books, keys, store_of
@@ -107,15 +108,8 @@ def test_start_makes_a_private_directory_and_sockets() -> None:
 
 @pytest.mark.parametrize("imported", ["argparse", "msgspec", "numpy"])
 def test_ctrl_c_while_it_is_loaded_prints_nothing(imported: str) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "kvoffd", "serve", "--pool-size", "1MiB"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stderr is not None
-        for line in running.stderr:
-            if line.split("|")[-1].strip() == imported:
-                running.send_signal(signal.SIGINT)
-                break
-        said = [line for line in running.stderr if not line.startswith("import time:")]
-        assert (running.wait(STOP_DEADLINE_S), said) == (-signal.SIGINT, [])
+    command = ["-m", "kvoffd", "serve", "--pool-size", "1MiB"]
+    assert interrupted_import(command, imported, STOP_DEADLINE_S) == (-signal.SIGINT, [])
 
 
 def test_start_with_closed_standard_streams_serves_and_ends() -> None:
