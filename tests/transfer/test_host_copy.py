@@ -72,8 +72,8 @@ def compiled(*flags: str) -> Native:
 def only(version: str) -> Native:
     """One version of the loop. ``checked`` dies of undefined behaviour."""
     flags = {
-        "without SSE2": ["-U__SSE2__"],
-        "checked": ["-O1", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"],
+        "without SSE2": ["-U__SSE2__", "-DPAGE_BY_PAGE=1"],
+        "checked": ["-O1", "-DPAGE_BY_PAGE=0", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"],
     }
     return compiled(*flags[version])
 
@@ -154,6 +154,14 @@ def test_pieces_are_copied_across_looks_at_the_stop_flag(library: Native) -> Non
         sums = run(buffers.plan(pieces), buffers.slots((0, nbytes)), library)
         assert sums == [xxhash.xxh3_64_intdigest(buffers.read(0, nbytes))], piece
         assert buffers.pool.tobytes() == buffers.expected(pieces)
+
+
+def test_pieces_of_any_size_are_copied_without_checksums(library: Native) -> None:
+    for piece in (1, 64, 1000, 4096, 16384 + 64, MIB + 4096):
+        buffers = Buffers(8 * piece)
+        pieces = [(at, at, piece) for at in range(0, 8 * piece, 2 * piece)]
+        assert run(buffers.plan(pieces), [], library) == []
+        assert buffers.pool.tobytes() == buffers.expected(pieces), piece
 
 
 def test_what_is_not_copied_has_no_checksum(library: Native) -> None:
