@@ -1,9 +1,9 @@
-"""Clients of the kvoffd daemon. This module is the face of the library: what it names is public, the rest is inside.
+"""Clients of the kvoffd daemon. The names in this module are public; everything else is internal.
 
 >>> from kvoffd_client import SchedulerClient, WorkerClient, AdminClient
 
-Each name is imported when it is first used, so that importing the package costs nothing: the command line and vLLM
-import it at every start. ``kvoffd_client.testing`` has an engine without a model, for tests.
+Each name is imported on first use, so that importing the package is cheap: the command line and vLLM import it at every
+start. ``kvoffd_client.testing`` has an engine without a model, for tests.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _HOMES = {
     "kvoffd_proto.errors": "ErrorCode",
     "kvoffd_proto.messages": "GroupKeys GroupSpec JobResult KeyState PageRef TensorLayout",
 }
-"""Where public names are defined."""
+"""Public names by the module that defines them."""
 
 __all__ = sorted(["__version__", *" ".join(_HOMES.values()).split()])
 
@@ -81,7 +81,7 @@ def __getattr__(name: str) -> object:
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = getattr(import_module(home), name)
-    globals()[name] = found  # the next use finds it without this function
+    globals()[name] = found  # for the next use
     return found
 
 

@@ -198,7 +198,7 @@ def test_other_views(screen: Screen) -> None:
     assert drawn(screen, 120)[3].startswith("vllm 7  tiny (000000000001)  "), "there is room for the label"
     screen.view = "tiers"
     text = "\n".join(drawn(screen))
-    assert "  corrupt 2: blocks read back were not as they were written: a bad drive" in text
+    assert "  corrupt 2: blocks read back differed from what was written: a bad drive" in text
     assert "  server valkey-1: cannot be used: Refused." in text
     screen.reading = Reading(structs.replace(stats(1), disks=[], shared=[], tiers=None))
     assert any(line.startswith("There is no disk and no shared store") for line in drawn(screen))
