@@ -31,7 +31,7 @@ URL_TIMEOUT_S = 1.4
 OPTIONS = ClientOptions(unresponsive_after_s=3600.0, handshake_timeout_s=TIMEOUT_S)
 """Each call has its own timeout, which may be long for a busy daemon; the handshake's is short."""
 SILENCE_S = 0.5
-"""After this long without an answer, check whether the daemon's process is stopped."""
+"""Time without an answer after which the client checks whether the daemon's process is stopped."""
 MAX_REPLY_BYTES = 1 << 28
 EVENTS_QUEUE = 10_000
 """Unread messages of events(); further ones are dropped."""
@@ -68,7 +68,7 @@ def open_url(url: str, timeout_s: float) -> HTTPResponse:
 
 
 def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
-    """Return a daemon's statistics from its ``http_address``, such as ``http://node:9464``. Raises DaemonUnavailable."""
+    """Return a daemon's statistics from its ``http_address``, as ``http://node:9464``. Raises DaemonUnavailable."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
 

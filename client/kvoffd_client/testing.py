@@ -1,4 +1,4 @@
-"""For tests: a daemon that ends with the test, and a fake engine with real memory, real sockets and no model."""
+"""Helpers for tests: a daemon that ends with the test, and an engine with real memory and sockets but no model."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ START_DEADLINE_S, STOP_DEADLINE_S = 30.0, 15.0
 START_PAUSE_S = 0.02
 CONNECT_TIMEOUT_S = 10.0
 PENDING_PAUSE_S = 0.002
-"""Between two lookups of keys that come up from disk."""
+"""Pause between two lookups of keys that are being promoted from disk."""
 
 
 @contextmanager
 def running_daemon(pool_size: str = "64MiB", **settings: str) -> Iterator[Path]:
-    """A daemon of its own, as ``kvoffd serve`` starts it; yields the directory of its sockets.
+    """Run ``kvoffd serve``; yield the directory of its sockets.
 
     Args:
-        settings: the daemon's, by name, such as ``log_level="debug"``. HTTP is off unless ``http_address`` is given.
+        settings: the daemon's settings, such as ``log_level="debug"``. HTTP is off unless ``http_address`` is given.
 
     Raises:
-        DaemonUnavailable: it did not start; the sentence has the end of its log.
+        DaemonUnavailable: it did not start; the message has the end of its log.
     """
     flags = {"pool_size": pool_size, "http_address": "", **settings}
     options = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFD_")}
-    # Paths of sockets are short: the directories that pytest makes may be too long for them.
+    # Not pytest's directories: they may be too long for a socket's path.
     with tempfile.TemporaryDirectory(prefix="kvoffd-", dir="/tmp") as name:
         directory, log = Path(name), Path(name, "daemon.log")
         command = [sys.executable, "-m", "kvoffd", "serve", "--directory", name, *options]
@@ -67,7 +67,7 @@ def running_daemon(pool_size: str = "64MiB", **settings: str) -> Iterator[Path]:
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """Ask a process to end, and kill it where it does not within 15 seconds."""
+    """Terminate a process, and kill it if it does not end within 15 seconds."""
     process.terminate()
     try:
         process.wait(STOP_DEADLINE_S)
@@ -78,7 +78,7 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """How a store or load of all ranks ended.
+    """Result of a store or load on all ranks.
 
     Attributes:
         ok: every rank's job was ok.
@@ -166,7 +166,7 @@ class FakeEngine(Closing):
         return [self.scheduler, *self.workers]
 
     def fill(self, block_ids: Sequence[int], seed: int) -> None:
-        """Write pseudo-random bytes that depend on (seed, block, layer, rank) only."""
+        """Write pseudo-random bytes that depend only on (seed, block, layer, rank)."""
         self._check_blocks(block_ids)
         for rank, pages in enumerate(self._pages):
             for layer in range(self.layers):
@@ -175,14 +175,14 @@ class FakeEngine(Closing):
                     pages[layer, block] = np.frombuffer(source.bytes(self.page_bytes), np.uint8)
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        """One CRC-32 per block, over all layers and ranks."""
+        """Return one CRC-32 per block, over all layers and ranks."""
         self._check_blocks(block_ids)
         return [zlib.crc32(b"".join(pages[:, block].tobytes() for pages in self._pages)) for block in block_ids]
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], timeout_s: float = 10.0) -> EngineResult:
         """Copy block ``block_ids[i]`` into the pool under ``keys[i]``, on all ranks.
 
-        After ``timeout_s`` seconds the store is abandoned (error DEADLINE); its blocks may be used again.
+        After ``timeout_s`` seconds the store is abandoned (error DEADLINE), and its blocks may be reused.
 
         Raises:
             ValueError: a key is not 32 bytes, the lengths differ, or a block id is not a block of this engine.
@@ -199,10 +199,10 @@ class FakeEngine(Closing):
         return result
 
     def lookup(self, keys: Sequence[bytes], timeout_s: float = 10.0) -> int:
-        """Number of leading keys that are ready. They are pinned until load(), release() or the next lookup().
+        """Return the number of leading keys that are ready, pinned until load(), release() or the next lookup().
 
-        Keys that come up from disk are waited for, within ``timeout_s`` seconds. 0 when the daemon is away or does not
-        answer by then. Raises as store().
+        Waits up to ``timeout_s`` seconds, also for keys that are being promoted from disk. 0 if the daemon does not
+        answer in time. Raises as store().
         """
         self._check_keys(keys)
         self.release()
@@ -259,7 +259,7 @@ class FakeEngine(Closing):
             item.close()
 
     def _result(self, job_id: int, keys: Sequence[bytes], timeout_s: float) -> EngineResult:
-        """Wait for the results of all ranks and sum them up."""
+        """Wait for the results of all ranks; return their sum."""
         deadline = time.monotonic() + timeout_s
         nbytes, seconds = 0, 0.0
         failed: set[bytes] = set()
@@ -267,7 +267,7 @@ class FakeEngine(Closing):
         for worker in self.workers:
             result: JobResult | None = None
             while result is None and (left := deadline - time.monotonic()) > 0:
-                # Results of jobs that were too late for their own call are dropped here.
+                # Late results of earlier jobs are dropped here.
                 result = next((item for item in worker.wait_results(left) if item.job_id == job_id), None)
             if result is None:
                 failed.update(keys)
@@ -296,4 +296,4 @@ class FakeEngine(Closing):
     def _check_blocks(self, block_ids: Sequence[int]) -> None:
         for block in block_ids:
             if not 0 <= block < self.blocks:
-                raise ValueError(f"This engine has blocks 0 to {self.blocks - 1}; {block} is none of them.")
+                raise ValueError(f"This engine has blocks 0 to {self.blocks - 1}, but not {block}.")

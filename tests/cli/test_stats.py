@@ -123,7 +123,7 @@ def test_a_node_that_does_not_answer_is_more_than_timed_out() -> None:
         listener.listen()
         done = run_cli_here("stats", "--url", f"127.0.0.1:{listener.getsockname()[1]}")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "it does not answer within 1.4 s; see there whether its process runs." in done.stderr
+    assert "it does not answer within 1.4 s; check whether its process runs." in done.stderr
 
 
 @pytest.mark.nightly

@@ -30,7 +30,7 @@ WORDS = {
     r"\bin vain\b": "`without success`",
     r"\b(meanwhile|(in the )?meantime)\b": "`by then`, or `since then`",
     r"\blest\b": "`so that ... not`",
-    r"(?<!-)\bbeside\b": "`besides`, `next to`, or `in addition to`",
+    r"(?<!-)\bbeside\b(?!:)": "`besides`, `next to`, or `in addition to`",
     r"\b(?<!make )room\b": "`space`",
     r"\bin place of\b": "`instead of`",
     r"\bas ever\b": "`as before`",

@@ -16,7 +16,7 @@ from tests.kit.engine import prompt
 from tests.kit.waiting import wait_until
 from tests.vllm.engine_of_parts import EngineOfParts
 
-WHY = "The driver gives no handle for the memory at 0x7f0000000000."
+WHY = "The driver cannot export the memory at 0x7f0000000000."
 BLOCKS, RATE = 320, 1e9
 
 
