@@ -237,10 +237,10 @@ def test_an_engine_without_a_prompt_is_not_away() -> None:
 def test_the_verdict_on_what_it_brought() -> None:
     assert judge_value(BUSY).needed_tokens == 144_000
     early = space(lookups=99)
-    assert "Too early to say whether it pays off: 99 lookups so far, and 100 are needed." in report_of(early).verdict
+    assert "Too early to say whether it pays off: 99 lookups so far, 100 are needed." in report_of(early).verdict
     assert "no lookup so far" in report_of(Facts(DaemonStats())).verdict[1]
     untold = report_of(space(asked_tokens=0, loaded_tokens=0, saved_seconds=0.0))
-    assert untold.verdict[1].startswith("Paying off: engines loaded 10.0 GiB and did not compute them. Of the keys ")
+    assert untold.verdict[1].startswith("Paying off: engines loaded 10.0 GiB instead of computing them. Of the keys ")
     nothing = {"loaded_keys": 0, "loaded_tokens": 0, "saved_seconds": 0.0, "loaded_bytes": 0}
 
     def why(given: Facts) -> str:
@@ -250,13 +250,13 @@ def test_the_verdict_on_what_it_brought() -> None:
         return report.verdict[1].removeprefix("Not paying off: engines loaded 0 tokens. ")
 
     own = space(**nothing, not_needed_keys=9700, misses={"unknown": 300})
-    assert why(own) == "The engines' own caches had 97.0 % of what they asked for."
+    assert why(own) == "The engines' own caches had 97.0 % of the keys asked for."
     assert why(space(**nothing, stored_blocks=0)).startswith("Engines stored nothing: ")
     alone = facts({"since_start": Window(**traffic(**nothing)), "curve": curve((0,) * 7, 0)})
     assert why(alone) == "Prompts do not repeat: 0.0 % would be found with ten times the memory."
     assert why(space(**nothing)) == f"40.0 % of the keys asked for were {MISS_REASONS['unknown']}."
     unknown = facts({"since_start": Window(**traffic(saved_seconds=0.0)), "lifetime": Lifetime(1.0, 10**7, 3600.0)})
-    ending = f" that saved is not known: {UNTIMED}. Since 1970-01-01: 10.0 M tokens and 1 h."
+    ending = f" time saved is unknown: {UNTIMED}. Since 1970-01-01: 10.0 M tokens and 1 h."
     assert report_of(unknown).verdict[1].endswith(ending)
 
 
@@ -270,7 +270,7 @@ def test_sizes() -> None:
     assert found.level == "warning"
     with_tier = {"disks": [DISK], "since_start": Window(**traffic(found_keys={"pool": 5000, "disk": 1000}))}
     (found,) = find(facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB, **with_tier}))
-    assert found.evidence.endswith(" Tiers below it had 10.0 % of the keys asked for.")
+    assert found.evidence.endswith(" Tiers had 10.0 % of the keys asked for.")
     assert found.fix == 'pool_size = "100GiB"; then restart the daemon'
     assert found.level == "info", "a disk has the rest"
     little = facts({"curve": curve(RISING, 34), "curve_seen_bytes": 200 * GIB})

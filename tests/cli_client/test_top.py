@@ -188,7 +188,7 @@ def test_names_cannot_move_the_cursor_and_their_ids_stay_whole(screen: Screen) -
 
 def test_other_views(screen: Screen) -> None:
     screen.view = "clients"
-    assert "No answer so far." in drawn(screen)[2], "it was not asked for them yet"
+    assert "No answer yet." in drawn(screen)[2], "it was not asked for them yet"
     screen.reading = Reading(stats(1), [])
     assert "No engine is connected." in drawn(screen)
     fingerprint = bytes.fromhex("000000000001") + bytes(26)
@@ -206,16 +206,16 @@ def test_other_views(screen: Screen) -> None:
     screen.reading = Reading(structs.replace(stats(1), policy="lru"))
     assert "It does not learn." in drawn(screen)
     screen.reading = Reading(stats(1))
-    assert "It has seen too little to have learned anything." in drawn(screen)
+    assert "It has not seen enough to learn." in drawn(screen)
     classes = [PolicyClass("old turn 4", 0.5, 0.8, 0.3, 2 * GIB, 1.25)]
     learned = LearnedStats(9, 30_000, classes=classes)
     screen.reading = Reading(structs.replace(stats(1), learned=learned))
     lines = drawn(screen)
-    assert "That is little: what follows are first estimates, and will change." in lines
+    assert "That is little: the following are first estimates." in lines
     text = " ".join(map(str.strip, lines))
-    assert "It rests on 9 requests, about 0.0044 lifetimes. In a lifetime as much" in text
+    assert "It is based on 9 prompts, about 0.0044 lifetimes. In one lifetime as many bytes" in text
     assert (
-        "50.0 % old turn 4 80.0 % come back by a guess, most later than was seen so far; 2.00 GiB in the pool" in text
+        "50.0 % old turn 4 an estimated 80.0 % are reused, most after more than 0.0044 lifetimes; 2.00 GiB in the pool" in text
     )
 
 
@@ -223,6 +223,6 @@ def test_an_empty_daemon_and_one_that_was_there_before() -> None:
     empty = Screen(1.0, Reading(DaemonStats()))
     empty.history.add(DaemonStats())
     for empty.sort in SORTS:
-        assert "No namespace: no engine has connected so far." in drawn(empty)
+        assert "No namespace: no engine has connected yet." in drawn(empty)
     empty.reading = Reading(structs.replace(stats(1), lifetime=Lifetime(1.0, 10**9, 7200.0)))
     assert "Saved   prefill 3.00 s, 2,400 tokens loaded; 2 h in all" in drawn(empty)

@@ -81,7 +81,7 @@ def test_memory_that_cannot_be_shared_is_told_apart(stub: StubCuda) -> None:
     refused(stub.map_chunks([CHUNK], 8).address, "fabric handles only.*IMEX.*expandable_segments")
     refused(stub.map_chunks([CHUNK], 0).address, "virtual memory API without sharing")
     pooled = stub.allocate_pooled(SIZE, stub.driver().create_stream(urgent=False))
-    refused(pooled.address, r"of cudaMallocAsync.*backend:cudaMallocAsync")
+    refused(pooled.address, r"by cudaMallocAsync.*backend:cudaMallocAsync")
     ordinary = stub.allocate(SIZE)
     stub.fail("cuIpcGetMemHandle", status=801)
     refused(ordinary.address, r"CUDA_ERROR_NOT_SUPPORTED \(801\).*virtual machines and sandboxes")

@@ -33,7 +33,7 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
         fingerprint = engine.namespace.fingerprint.hex()
         assert head == f"Engine fake engine, namespace tiny ({fingerprint[:12]}):"
         assert "cmpl-1 loaded 48 of 128 tokens. Of 8 keys 2 in the pool, 1 on a disk." in first
-        assert "The first that was missing, number 4, abababababab: never stored" in first
+        assert "The first missing key, number 4, abababababab: never stored" in first
         assert "cmpl-2 loaded nothing of 128 tokens." in second
         assert "of the future" in third
         assert third.isprintable()
