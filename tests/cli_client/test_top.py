@@ -215,7 +215,8 @@ def test_other_views(screen: Screen) -> None:
     text = " ".join(map(str.strip, lines))
     assert "It is based on 9 prompts, about 0.0044 lifetimes. In one lifetime as many bytes" in text
     assert (
-        "50.0 % old turn 4 an estimated 80.0 % are reused, most after more than 0.0044 lifetimes; 2.00 GiB in the pool" in text
+        "50.0 % old turn 4 an estimated 80.0 % are reused, most after more than 0.0044 lifetimes; 2.00 GiB in the pool"
+        in text
     )
 
 

@@ -47,15 +47,15 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
         SocketPaths(tmp_path).jobs.touch()
         assert sentence() == f"The kvoffd daemon in {tmp_path} has ended; start it again."
         listener.listen(0)
-        assert sentence(0.2).startswith(
-            f"The server in {tmp_path} accepts connections but does not answer; if it is "
-        )
+        assert sentence(0.2).startswith(f"The server in {tmp_path} accepts connections but does not answer; if it is ")
         assert "runs but accepts no connections" in sentence(), "the one place is taken by the client before"
         listener.listen(9)
         began = time.monotonic()
         assert sentence().startswith(f"The server in {tmp_path} accepts connections but does not answer; ")
         assert time.monotonic() - began < 4.0, "who says no word is not waited for as long as a busy daemon"
-    assert "may not use the kvoffd daemon's sockets" in why_unreachable(PermissionError(13, "Permission denied"), "/run/kvoffd")
+    assert "may not use the kvoffd daemon's sockets" in why_unreachable(
+        PermissionError(13, "Permission denied"), "/run/kvoffd"
+    )
 
 
 @contextmanager
