@@ -113,9 +113,9 @@ def require_vllm() -> None:
     version = vllm.__version__
     if version == "dev":
         raise ImportError(
-            "kvoffd cannot tell which engines may share blocks, because vLLM does not know its version, as when it runs "
-            f"from unbuilt sources. kvoffd was tested with vLLM {_TESTED}: install one of those, or build vLLM with its "
-            "version."
+            "kvoffd cannot tell which engines may share blocks, because vLLM does not know its version, as when it is "
+            f"run from sources that were not built. kvoffd was tested with vLLM {_TESTED}: install one of those, or "
+            "build vLLM with its version."
         )
     if (release_of(version) or (0, 0)) < MINIMUM:
         raise ImportError(
