@@ -41,12 +41,12 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.scheduler_client import Lookup as Lookup
     from kvoffd_client.scheduler_client import SchedulerClient as SchedulerClient
     from kvoffd_client.session import ClientOptions as ClientOptions
-    from kvoffd_client.worker_client import GroupTransfer as GroupTransfer
     from kvoffd_client.worker_client import Job as Job
     from kvoffd_client.worker_client import WorkerClient as WorkerClient
     from kvoffd_proto.errors import ErrorCode as ErrorCode
     from kvoffd_proto.messages import GroupKeys as GroupKeys
     from kvoffd_proto.messages import GroupSpec as GroupSpec
+    from kvoffd_proto.messages import GroupTransfer as GroupTransfer
     from kvoffd_proto.messages import JobResult as JobResult
     from kvoffd_proto.messages import KeyState as KeyState
     from kvoffd_proto.messages import PageRef as PageRef
@@ -64,9 +64,9 @@ _HOMES = {
     "kvoffd_client.namespace": "Geometry NamespaceSpec",
     "kvoffd_client.scheduler_client": "Lookup SchedulerClient",
     "kvoffd_client.memory": "Registration SharedMemory",
-    "kvoffd_client.worker_client": "GroupTransfer Job WorkerClient",
+    "kvoffd_client.worker_client": "Job WorkerClient",
     "kvoffd_proto.errors": "ErrorCode",
-    "kvoffd_proto.messages": "GroupKeys GroupSpec JobResult KeyState PageRef TensorLayout",
+    "kvoffd_proto.messages": "GroupKeys GroupSpec GroupTransfer JobResult KeyState PageRef TensorLayout",
 }
 """Public names by the module that defines them."""
 

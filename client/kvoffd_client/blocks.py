@@ -27,7 +27,7 @@ from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import Geometry
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.session import ClientOptions, Closing
-from kvoffd_client.worker_client import GroupTransfer, Job, WorkerClient
+from kvoffd_client.worker_client import Job, WorkerClient
 from kvoffd_proto.admin import (
     CHECKSUM_BYTES,
     MAX_KEY_DIGITS,
@@ -38,7 +38,7 @@ from kvoffd_proto.admin import (
     ShardSpec,
 )
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import READY, GroupKeys, JobResult, PageRef, TensorLayout
+from kvoffd_proto.messages import READY, GroupKeys, GroupTransfer, JobResult, PageRef, TensorLayout
 from kvoffd_proto.units import quoted
 
 if TYPE_CHECKING:

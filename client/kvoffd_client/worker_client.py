@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -30,6 +29,7 @@ from kvoffd_proto.codec import CODEC_ERRORS, decode_completions
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
 from kvoffd_proto.lifeline import Attach, Attached
+from kvoffd_proto.messages import GroupTransfer
 
 log = logging.getLogger("kvoffd_client")
 
@@ -43,29 +43,6 @@ JOB_PATIENCE_S = 1.0
 """Age of a job after which the client asks for its result, and the interval of further requests."""
 FIRST_PART_ID = 2**62
 """First id of parts of large jobs; other jobs have ids below."""
-
-
-class GroupTransfer(NamedTuple):
-    """One group's part of a job. Its fields are those of ``GroupBlocks`` for one job.
-
-    ``block_ids`` begin ``first_block`` engine blocks into key 0.
-    """
-
-    group: int
-    keys: bytes
-    block_ids: bytes
-    first_block: int = 0
-    parents: bytes = b""
-    tokens: bytes = b""
-
-    @classmethod
-    def of(cls, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0, first_block: int = 0) -> GroupTransfer:
-        """Return a transfer of keys and the engine blocks that they cover. Raises ValueError for invalid ids."""
-        try:
-            ids = struct.pack(f"<{len(block_ids)}i", *block_ids)
-        except struct.error as error:
-            raise ValueError(f"Block ids are whole numbers below 2^31: {error}.") from error
-        return cls(group, b"".join(keys), ids, first_block)
 
 
 Size: TypeAlias = tuple[int, int]
@@ -155,25 +132,7 @@ def submit_of(
         for number, job in enumerate(batch):
             for one in job.groups:
                 by_group.setdefault(one.group, []).append((number, one))
-        numbers = f"<{len(batch)}I"
-        for group, parts in by_group.items():
-            keys, blocks, firsts = ([0] * len(batch) for _ in range(3))
-            for number, one in parts:
-                keys[number] = len(one.keys) // key_bytes
-                blocks[number] = len(one.block_ids) // m.BLOCK_ID_BYTES
-                firsts[number] = one.first_block
-            found.append(
-                m.GroupBlocks(
-                    group,
-                    struct.pack(numbers, *keys),
-                    struct.pack(numbers, *blocks),
-                    struct.pack(numbers, *firsts) if any(firsts) else b"",
-                    b"".join([one.keys for _, one in parts]),
-                    b"".join([one.block_ids for _, one in parts]),
-                    b"".join([one.parents for _, one in parts]),
-                    b"".join([one.tokens for _, one in parts]),
-                )
-            )
+        found += [m.GroupBlocks.of(group, len(batch), key_bytes, parts) for group, parts in by_group.items()]
     leases, keep = [load.lease_id or 0 for load in loads], [load.keep_lease for load in loads]
     return m.Submit(
         request_id,

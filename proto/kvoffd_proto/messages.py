@@ -7,7 +7,8 @@ reply has the same ``request_id``. An accepted Submit has no reply: its jobs are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum, StrEnum
 from typing import Annotated, Generic, NamedTuple, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
@@ -542,6 +543,57 @@ class ReportRequests(Request[Done], frozen=True):
     requests: Annotated[list[RequestReport], doc("In their order.", max_length=MAX_REQUEST_REPORTS)]
 
 
+class BadColumns(ValueError):
+    """The columns of a ``GroupBlocks`` are inconsistent. ``code`` is the refusal."""
+
+    def __init__(self, code: ErrorCode, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+class GroupTransfer(NamedTuple):
+    """One group's part of a job. Its fields are those of ``GroupBlocks`` for one job.
+
+    ``block_ids`` begin ``first_block`` engine blocks into key 0.
+    """
+
+    group: int
+    keys: bytes
+    block_ids: bytes
+    first_block: int = 0
+    parents: bytes = b""
+    tokens: bytes = b""
+
+    @classmethod
+    def of(cls, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0, first_block: int = 0) -> GroupTransfer:
+        """Return a transfer of keys and the engine blocks that they cover. Raises ValueError for invalid ids."""
+        try:
+            ids = struct.pack(f"<{len(block_ids)}i", *block_ids)
+        except struct.error as error:
+            raise ValueError(f"Block ids are whole numbers below 2^31: {error}.") from error
+        return cls(group, b"".join(keys), ids, first_block)
+
+
+class JobSpan(NamedTuple):
+    """Positions of one job's keys and engine blocks in a ``GroupBlocks``."""
+
+    job: int
+    """Number of the job among the stores, or the loads, of the message."""
+    key: int
+    keys_end: int
+    block: int
+    blocks_end: int
+    first_block: int
+    """Engine blocks skipped at the start of its first key."""
+
+
+def blocks_fit(keys: int, blocks: int, first_block: int, blocks_per_key: int, *, store: bool) -> bool:
+    """Return whether these numbers of keys and engine blocks fit each other, as ``GroupBlocks`` requires."""
+    end, most = first_block + blocks, keys * blocks_per_key
+    least = most if store else most - blocks_per_key + 1
+    return keys > 0 and blocks > 0 and first_block < blocks_per_key and least <= end <= most
+
+
 class GroupBlocks(Wire, frozen=True):
     """One group's blocks of all stores, or of all loads, in a message: end to end, in the order of the jobs.
 
@@ -567,6 +619,59 @@ class GroupBlocks(Wire, frozen=True):
         bytes,
         doc("With ``parents``: token ids of the blocks, little-endian uint32; empty if hashes cover more than tokens."),
     ] = b""
+
+    @classmethod
+    def of(cls, group: int, jobs: int, key_bytes: int, parts: Iterable[tuple[int, GroupTransfer]]) -> GroupBlocks:
+        """Return the blocks of ``parts``, (number of the job, its transfer), in the order of the ``jobs`` jobs."""
+        counts = [0] * jobs, [0] * jobs, [0] * jobs
+        transfers = []
+        for number, one in parts:
+            sizes = len(one.keys) // key_bytes, len(one.block_ids) // BLOCK_ID_BYTES, one.first_block
+            for column, size in zip(counts, sizes, strict=True):
+                column[number] = size
+            transfers.append(one)
+        keys, blocks, firsts = (struct.pack(f"<{jobs}I", *column) for column in counts)
+        names = "keys", "block_ids", "parents", "tokens"
+        joined = [b"".join([getattr(one, name) for one in transfers]) for name in names]
+        return cls(group, keys, blocks, firsts if any(counts[2]) else b"", *joined)
+
+    def spans(self, jobs: int, key_bytes: int, blocks_per_key: int, *, store: bool) -> list[JobSpan]:
+        """Return the positions of the jobs that have keys or blocks in the group.
+
+        Raises:
+            BadColumns: the columns do not fit ``jobs`` jobs, the keys, the block ids, or each other.
+        """
+        if len(self.block_ids) % BLOCK_ID_BYTES:
+            why = f"{len(self.block_ids)} bytes are not a whole number of block ids; send 4 bytes for each."
+            raise BadColumns(ErrorCode.BAD_BLOCK_IDS, why)
+        columns = []
+        firsts = self.first_blocks or bytes(jobs * COUNT_BYTES)
+        for data, what in ((self.key_counts, "keys"), (self.block_counts, "blocks"), (firsts, "first blocks")):
+            if len(data) != jobs * COUNT_BYTES:
+                why = f"{len(data)} bytes are not the uint32 numbers of {what} of {jobs} jobs; send one for each."
+                raise BadColumns(ErrorCode.BAD_KEYS, why)
+            columns.append(struct.unpack(f"<{jobs}I", data))
+        counted = sum(columns[0]), sum(columns[1])
+        sent = len(self.keys) // key_bytes, len(self.block_ids) // BLOCK_ID_BYTES
+        if counted != sent:
+            why = (
+                f"The jobs have {counted[0]} keys and {counted[1]} blocks of group {self.group}, but {sent[0]} keys "
+                f"and {sent[1]} block ids were sent."
+            )
+            raise BadColumns(ErrorCode.BAD_KEYS, why)
+        spans, key, block = list[JobSpan](), 0, 0
+        for job, (keys, blocks, first) in enumerate(zip(*columns, strict=True)):
+            if not keys and not blocks:
+                continue
+            if not blocks_fit(keys, blocks, first, blocks_per_key, store=store):
+                why = (
+                    f"{blocks} block ids from block {first} on do not fit {keys} keys of {blocks_per_key} blocks each; "
+                    f"{'a store' if store else 'a load, except for its last key,'} has all blocks of each key."
+                )
+                raise BadColumns(ErrorCode.BAD_BLOCK_IDS, why)
+            spans.append(JobSpan(job, key, key + keys, block, block + blocks, first))
+            key, block = key + keys, block + blocks
+        return spans
 
 
 class Stores(Wire, frozen=True):

@@ -27,7 +27,7 @@ from kvoffd_proto.units import format_count, format_size
 
 if TYPE_CHECKING:
     # Slow to import.
-    from kvoffd_client.testing import EngineResult, FakeEngine
+    from kvoffd_client.fake_engine import EngineResult, FakeEngine
 
 KIB, MIB = 1 << 10, 1 << 20
 KEY_BYTES = 32
@@ -127,9 +127,9 @@ def _copied_bytes(usable_bytes: int) -> int:
 @contextmanager
 def _engine(directory: Path, bench: str, layers: int, blocks: int, page_bytes: int) -> Iterator[FakeEngine]:
     """Yield an engine in a new namespace, which is cleared at the end."""
+    from kvoffd_client.fake_engine import FakeEngine
     from kvoffd_client.namespace import NamespaceSpec
     from kvoffd_client.session import ClientOptions
-    from kvoffd_client.testing import FakeEngine
 
     label = f"{BENCH_LABEL}{bench}"
     namespace = NamespaceSpec.named(label, layers=layers, page_bytes=page_bytes, process=os.getpid())

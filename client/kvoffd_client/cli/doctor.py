@@ -174,7 +174,7 @@ def read_engine(where: str) -> EngineMetrics:
 
 def run_self_test(place: Path) -> SelfTest:
     """Store blocks in a namespace of their own, load them into other memory, and compare the bytes."""
-    from kvoffd_client.testing import FakeEngine
+    from kvoffd_client.fake_engine import FakeEngine
 
     name, keys = f"{BENCH_LABEL}self-test {os.getpid()}", [os.urandom(32) for _ in range(TEST_BLOCKS)]
     blocks, others = range(TEST_BLOCKS), range(TEST_BLOCKS, 2 * TEST_BLOCKS)

@@ -19,9 +19,9 @@ from kvoffd_client.vllm.connector_metadata import (
 )
 from kvoffd_client.vllm.kv_memory import NotShareable
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.worker_client import GroupTransfer, Job, WorkerClient
+from kvoffd_client.worker_client import Job, WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupKeys
+from kvoffd_proto.messages import GroupKeys, GroupTransfer, blocks_fit
 
 UNREGISTER_TIMEOUT_S = 10.0
 KERNELS_TIMEOUT_S = 300.0
@@ -147,8 +147,7 @@ class KvoffdWorker(OffloadingWorker):
             if size == 0 and count == 0:
                 continue
             first_block = first_index % per_key
-            covered = first_block + size
-            fits &= size > 0 and (covered == count * per_key if is_store else -(-covered // per_key) == count)
+            fits &= blocks_fit(count, size, first_block, per_key, store=is_store)
             origins = keyed.origins.get(index, (b"", b""))
             groups.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
         if not fits:
