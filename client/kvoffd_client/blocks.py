@@ -60,7 +60,7 @@ CONNECT_S = 10.0
 NAME = "kvoffd single blocks"
 """Name of the sessions, for operators."""
 _INTERRUPTED = "The daemon was restarted, or ended the session during the copy; try again."
-_OF_BLOCKS = (ErrorCode.NOT_READY, ErrorCode.CHECKSUM, ErrorCode.NO_ROOM)
+_OF_BLOCKS = (ErrorCode.NOT_READY, ErrorCode.CHECKSUM, ErrorCode.NO_SPACE)
 """Errors that concern only some blocks of a job."""
 
 DTYPES = {

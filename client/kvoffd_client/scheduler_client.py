@@ -125,7 +125,7 @@ class SchedulerClient(Session):
         """Lookups with pinned blocks by lease id, oldest first."""
         self._unanswered: dict[int, Lookup] = {}
         self.events_lost = 0
-        self._reports: deque[m.RequestReport] = deque(maxlen=m.MAX_REQUEST_REPORTS)
+        self._reports: deque[m.PromptReport] = deque(maxlen=m.MAX_PROMPT_REPORTS)
         self._transport.start(self)
 
     def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False) -> Lookup:
@@ -188,7 +188,7 @@ class SchedulerClient(Session):
             if self.ready:
                 self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))
 
-    def note_request(self, report: m.RequestReport) -> None:
+    def note_request(self, report: m.PromptReport) -> None:
         """Report the outcome of a prompt within about a second. Of very many prompts only the last are reported."""
         with self._transport.lock:
             self._reports.append(report)
@@ -311,7 +311,7 @@ class SchedulerClient(Session):
         if now >= self._role_due:
             self._role_due = NEVER
             if self.ready:
-                self._send(m.ReportRequests(m.NO_REPLY, self._fingerprint, list(self._reports)))
+                self._send(m.ReportPrompts(m.NO_REPLY, self._fingerprint, list(self._reports)))
             self._reports.clear()
 
     # --- KV events -------------------------------------------------------------------------------

@@ -369,7 +369,7 @@ class WorkerClient(Session):
                 known.seconds + result.seconds,
                 known.error or result.error,
                 [*known.failed, *result.failed],
-                [*known.declined, *result.declined],
+                [*known.rejected, *result.rejected],
             )
         if unfinished.parts:
             unfinished.outcome = result

@@ -274,12 +274,12 @@ class StoreBatch(Job):
             if lost or refused:
                 part.put_by_job(lost, failed)
                 part.put_by_job(refused, rejected)
-        code = ErrorCode.SESSION_ENDED if self.session.ended else error or ErrorCode.NO_ROOM
+        code = ErrorCode.SESSION_ENDED if self.session.ended else error or ErrorCode.NO_SPACE
         copied = [0] * len(self.ids) if error is not None else self.copied_bytes
         return [
             JobResult(job_id, False, nbytes, seconds, code, failed[number], rejected.get(number, []))
             if number in failed
-            else JobResult(job_id, True, nbytes, seconds, declined=rejected.get(number, []))
+            else JobResult(job_id, True, nbytes, seconds, rejected=rejected.get(number, []))
             for number, (job_id, nbytes) in enumerate(zip(self.ids, copied, strict=True))
         ]
 

@@ -300,7 +300,7 @@ class Level:
             self._blocked_since = None
             return fills
         cause = self._cache.no_space_cause(self._cache.group(wanted.namespace, wanted.space.group))
-        if cause in ("pinned", "filling") and not self._is_blocked_for(self._patience_s):
+        if cause in ("pinned", "writing") and not self._is_blocked_for(self._patience_s):
             return fills
         self._fail_for_space(wanted, QUOTA if cause == QUOTA else NO_SPACE, fills)
         return ()

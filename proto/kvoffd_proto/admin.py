@@ -20,9 +20,9 @@ from kvoffd_proto.messages import (
     GroupSpec,
     KeyState,
     LayerSpec,
+    PromptReport,
     Reply,
     Request,
-    RequestReport,
     Role,
     Seconds,
     SessionId,
@@ -112,20 +112,20 @@ class Sessions(Request[SessionsReply], frozen=True):
     """Asks for the open sessions."""
 
 
-class LoggedRequest(Wire, frozen=True):
+class LoggedPrompt(Wire, frozen=True):
     """One prompt, as its engine reported it."""
 
     session_id: SessionId
     namespace: Fingerprint
-    report: Annotated[RequestReport, doc("Outcome of the prompt.")]
+    report: Annotated[PromptReport, doc("Outcome of the prompt.")]
 
 
-class RequestsReply(Reply, frozen=True):
-    requests: Annotated[list[LoggedRequest], doc("Newest last.")]
+class PromptsListed(Reply, frozen=True):
+    prompts: Annotated[list[LoggedPrompt], doc("Newest last.")]
 
 
 @exchange(ADMIN)
-class Requests(Request[RequestsReply], frozen=True):
+class ListPrompts(Request[PromptsListed], frozen=True):
     """Asks for the outcomes of the latest prompts."""
 
     name: Annotated[str, doc("Part of the engine's request id; empty for all.", max_length=128)] = ""

@@ -38,7 +38,7 @@ class ErrorCode(IntEnum):
     SHUTTING_DOWN = 20, "The daemon is stopping and accepts no new work; connect again when it has restarted."
     INTERNAL = 21, "The daemon failed while it handled the message, part of which may have taken effect; see its log."
     NOT_READY = 22, "A block of the job is not in the pool, or is incomplete; recompute it."
-    NO_ROOM = 23, "The pool has no space for the block: everything in it is pinned or being written."
+    NO_SPACE = 23, "The pool has no space for the block: everything in it is pinned or being written."
     CANCELLED = 24, "The job was cancelled before it started."
     DEADLINE = 25, "The job did not finish before its deadline."
     COPY_FAILED = 26, "The copy failed; the destination must be treated as garbage."

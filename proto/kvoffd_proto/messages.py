@@ -301,7 +301,7 @@ class JobResult(Wire, frozen=True):
     """Result of one job."""
 
     job_id: JobId
-    ok: Annotated[bool, doc("Load: all bytes arrived. Store: every key is stored, was there, or was declined.")]
+    ok: Annotated[bool, doc("Load: all bytes arrived. Store: every key is stored, was there, or was rejected.")]
     bytes: Annotated[ByteCount, doc("Bytes that were copied.")]
     seconds: Annotated[
         Seconds,
@@ -309,7 +309,7 @@ class JobResult(Wire, frozen=True):
     ]
     error: Annotated[ErrorCode | None, doc("Why the job is not ok.")] = None
     failed: Annotated[list[GroupKeys], doc("Keys that were not stored, or that the load lacked.")] = []
-    declined: Annotated[list[GroupKeys], doc("Keys of a store that the policy rejected.")] = []
+    rejected: Annotated[list[GroupKeys], doc("Keys of a store that the policy rejected.")] = []
 
     @property
     def sentence(self) -> str:
@@ -493,10 +493,10 @@ class ReportEngine(Request[Done], frozen=True):
     problem: Annotated[str, doc("Why it stores and loads nothing; empty if it does.", max_length=MAX_PROBLEM)] = ""
 
 
-MAX_REQUEST_REPORTS = 256
+MAX_PROMPT_REPORTS = 256
 
 
-class RequestReport(Wire, frozen=True):
+class PromptReport(Wire, frozen=True):
     """Outcome of one prompt: why it hit or missed."""
 
     request: Annotated[str, doc("The engine's id of the request.", max_length=128)]
@@ -519,9 +519,9 @@ class Outcome(StrEnum):
 
     LOADED = "loaded"
     MISSED = "missed"
-    HELD = "held"
+    NOT_NEEDED = "not_needed"
     """Everything found was in its own cache."""
-    SHORT = "short"
+    TOO_SHORT = "too_short"
     """The prompt is shorter than a block."""
     SKIPPED = "skipped"
     """Blocks were found, and computing was faster than loading them."""
@@ -536,11 +536,11 @@ class Outcome(StrEnum):
 
 
 @exchange(SCHEDULER)
-class ReportRequests(Request[Done], frozen=True):
+class ReportPrompts(Request[Done], frozen=True):
     """Reports the outcomes of prompts for operators. The daemon keeps the last 1,000 of a session."""
 
     namespace: Fingerprint
-    requests: Annotated[list[RequestReport], doc("In their order.", max_length=MAX_REQUEST_REPORTS)]
+    prompts: Annotated[list[PromptReport], doc("In their order.", max_length=MAX_PROMPT_REPORTS)]
 
 
 class BadColumns(ValueError):

@@ -120,7 +120,7 @@ MISS_REASONS = {
 NO_SPACE_CAUSES = {
     "quota": "a namespace was at its quota, all of it pinned or being written",
     "pinned": "leases and copies pinned the pool",
-    "filling": "the pool was full of blocks being written",
+    "writing": "the pool was full of blocks being written",
     "sizes": "the free space lay between pinned blocks of another size",
     "too_large": "a block is larger than the pool",
 }
@@ -223,8 +223,7 @@ class PoolStats(Part, frozen=True):
     bytes: Annotated[
         Labelled,
         gauge(
-            "Bytes of the pool by state: free, filling (being written), ready, evicting (dropped, but not freed yet), "
-            "quarantined (bad checksum).",
+            "Bytes of the pool by state: free, writing, ready, dropped (not freed yet), quarantined (bad checksum).",
             "state",
         ),
     ] = {}
@@ -350,9 +349,9 @@ class TieringStats(Part, frozen=True):
         Labelled, counter("Blocks on disk that could not be promoted.", "reason", PROMOTION_FAILURES)
     ] = {}
     promotions_unused: Annotated[Count, counter("Blocks promoted from disk and evicted before they were loaded.")] = 0
-    demoted_blocks: Annotated[Count, counter("Blocks written from the pool to disk.")] = 0
-    demoted_bytes: Annotated[ByteCount, doc("Bytes written from the pool to disk.")] = 0
-    demotions_waiting: Annotated[Count, doc("Blocks waiting to be written to disk.")] = 0
+    written_blocks: Annotated[Count, counter("Blocks written from the pool to disk.")] = 0
+    written_bytes: Annotated[ByteCount, doc("Bytes written from the pool to disk.")] = 0
+    writes_waiting: Annotated[Count, doc("Blocks waiting to be written to disk.")] = 0
     not_written: Annotated[Labelled, counter("Blocks that left the pool unwritten.", "reason", NOT_WRITTEN)] = {}
     write_budget_left_bytes: Annotated[ByteCount | None, gauge("Bytes that disk_write_per_day allows now.")] = None
     write_mode: Annotated[str, doc("Which blocks are written: the setting ``disk_write``.")] = ""

@@ -141,10 +141,10 @@ def test_the_self_test_compares_bytes_and_leaves_nothing(doctor: Doctor, monkeyp
         doctor(daemon, "--self-test")
         assert doctor.report["self_test"]["problem"] == "The loaded bytes differ from those stored."
         assert (doctor.status, doctor.report["healthy"]) == (2, False)
-        lost = EngineResult(False, 0, 0.0, [bytes(32)], ErrorCode.NO_ROOM)
+        lost = EngineResult(False, 0, 0.0, [bytes(32)], ErrorCode.NO_SPACE)
         monkeypatch.setattr(FakeEngine, "store", lambda self, keys, blocks: lost)
         doctor(daemon, "--self-test")
-        assert doctor.report["self_test"]["problem"] == f"1 of 8 blocks were not stored: {ErrorCode.NO_ROOM.sentence}"
+        assert doctor.report["self_test"]["problem"] == f"1 of 8 blocks were not stored: {ErrorCode.NO_SPACE.sentence}"
     with DaemonProcess("4MiB") as daemon:
         doctor(daemon, "--self-test")
         assert "set pool_size to 12MiB or more" in doctor.report["self_test"]["problem"]

@@ -203,12 +203,12 @@ def test_a_quota_that_is_used_is_no_reason_for_a_larger_pool() -> None:
 
 
 def test_stores_that_failed_for_want_of_space_are_told_from_others() -> None:
-    lost = Window(**traffic(no_space_keys=120, no_space_causes={"pinned": 100, "filling": 20}))
+    lost = Window(**traffic(no_space_keys=120, no_space_causes={"pinned": 100, "writing": 20}))
     (found,) = find(facts({"store": CopyStats(jobs=1000, failed_jobs=50), "since_start": lost}))
     assert (
         found.evidence == "50 of 1,000 store jobs failed. 100 blocks had no space: leases and copies pinned the pool."
     )
-    lost = Window(**traffic(no_space_keys=120, no_space_causes={"quota": 100, "filling": 20}))
+    lost = Window(**traffic(no_space_keys=120, no_space_causes={"quota": 100, "writing": 20}))
     assert not find(facts({"store": CopyStats(jobs=1000, failed_jobs=50), "since_start": lost})), "quotas refused them"
 
 

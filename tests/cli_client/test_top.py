@@ -57,7 +57,7 @@ def stats(at: int, names: tuple[str, ...] = ("llama", "qwen"), uptime_s: float |
         policy="learned",
         uptime_seconds=100.0 + at if uptime_s is None else uptime_s,
         pool=PoolStats(
-            size_bytes=10 * GIB, bytes={"ready": 5 * GIB, "filling": GIB, "free": 4 * GIB}, pinned_bytes=GIB
+            size_bytes=10 * GIB, bytes={"ready": 5 * GIB, "writing": GIB, "free": 4 * GIB}, pinned_bytes=GIB
         ),
         since_start=total,
         last_hour=total,
@@ -100,7 +100,7 @@ def test_the_screen(screen: Screen) -> None:
     assert lines[0].endswith("14:05:22")
     assert lines[1].startswith("Pool [█████")
     assert lines[1].endswith("] 60.0 %, 6.00 GiB of 10.0 GiB")
-    assert lines[2].strip() == "ready 5.00 GiB  filling 1.00 GiB  free 4.00 GiB  pinned 1.00 GiB"
+    assert lines[2].strip() == "ready 5.00 GiB  writing 1.00 GiB  free 4.00 GiB  pinned 1.00 GiB"
     assert lines[3] == "Saved   prefill 30.0 s, 24,000 tokens loaded"
     now = next(line for line in lines if line.startswith("now"))
     # 300 keys a second of which 8 tokens each were loaded; of 1 MiB each key.

@@ -9,13 +9,13 @@ import pytest
 
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.messages import Outcome, RequestReport
+from kvoffd_proto.messages import Outcome, PromptReport
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 
 
-def report(name: str, outcome: str, missing: bytes = b"", reason: str = "") -> RequestReport:
-    return RequestReport(name, time.time(), 128, 8, 2, 1, 0, outcome, 48, 0, missing, reason, 4)
+def report(name: str, outcome: str, missing: bytes = b"", reason: str = "") -> PromptReport:
+    return PromptReport(name, time.time(), 128, 8, 2, 1, 0, outcome, 48, 0, missing, reason, 4)
 
 
 def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +27,7 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
         assert "No connected engine has reported a request." in cli()
         for name, outcome in (("cmpl-1", Outcome.LOADED), ("cmpl-2", Outcome.MISSED), ("\x1b[2J", "of the future")):
             engine.scheduler.note_request(report(name, outcome, b"\xab" * 32))
-        engine.scheduler.note_request(report("cmpl-3", Outcome.SHORT))
+        engine.scheduler.note_request(report("cmpl-3", Outcome.TOO_SHORT))
         wait_until(lambda: cli().count("\n") == 5)
         head, first, second, third, _ = cli().splitlines()
         fingerprint = engine.namespace.fingerprint.hex()

@@ -567,9 +567,9 @@ def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerClient, 
     for sequence, (part,) in enumerate(jobs_sent(link), 1):
         assert not worker._results
         failed = [m.GroupKeys(0, b"k" * 32)] if sequence == 2 else []
-        error = ErrorCode.NO_ROOM if failed else None
+        error = ErrorCode.NO_SPACE if failed else None
         complete(worker, sequence, m.JobResult(part.job_id, not failed, 10, 0.5, error, failed))
-    assert worker._results == [m.JobResult(1, False, 30, 1.5, ErrorCode.NO_ROOM, [m.GroupKeys(0, b"k" * 32)])]
+    assert worker._results == [m.JobResult(1, False, 30, 1.5, ErrorCode.NO_SPACE, [m.GroupKeys(0, b"k" * 32)])]
     submit(worker, link, 0.0, Job(2, MANY, 2**32))
     parts = [load for (load,) in jobs_sent(link)[3:]]
     assert [load.keep_lease for load in parts] == [True, True, False], "the last part ends the lease"

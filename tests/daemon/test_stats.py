@@ -130,7 +130,7 @@ def test_what_a_quota_takes_is_a_miss_by_the_quota_and_not_for_want_of_space() -
             assert admin.stats().since_start.misses == {"quota": 2}
             assert admin.health().healthy
             lost = engine.store(keys(6, 7, 8), range(3))
-            assert (lost.error, len(lost.failed_keys)) == (ErrorCode.NO_ROOM, 3), "all that it has is leased"
+            assert (lost.error, len(lost.failed_keys)) == (ErrorCode.NO_SPACE, 3), "all that it has is leased"
             (cause,) = admin.health().causes
             assert cause.reason == "stores_without_space"
             ends = "a namespace was at its quota, all of it pinned or being written (tiny "

@@ -29,7 +29,7 @@ from kvoffd_client.vllm.metrics import (
     PREFILL_RATE,
 )
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupKeys, Outcome, RequestReport
+from kvoffd_proto.messages import GroupKeys, Outcome, PromptReport
 from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
 from tests.vllm.vllm_fakes import block_hash, key
 
@@ -579,7 +579,7 @@ def test_while_vllms_own_cache_is_of_other_weights_nothing_is_stored(harness: Ma
 # --- why a request hit or missed -------------------------------------------------------------------
 
 
-def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> RequestReport:
+def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> PromptReport:
     """What is reported of a request that is scheduled now."""
     before = len(harness.client.noted)
     harness.manager.scheduled(harness.requests[name], tokens)
@@ -589,7 +589,7 @@ def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> Requ
 
 
 def test_outcomes_and_what_was_found_are_reported() -> None:
-    def found(report: RequestReport) -> tuple[object, ...]:
+    def found(report: PromptReport) -> tuple[object, ...]:
         return report.outcome, report.keys, report.found_pool, report.found_disk, report.found_shared
 
     harness = ManagerHarness(disk_wait_s=0.0)
@@ -607,11 +607,11 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
 
     harness.new("short", hashes=0)
     report = report_of(harness, name="short")
-    assert (*found(report), report.tokens) == (Outcome.SHORT, 0, 0, 0, 0, 1)
+    assert (*found(report), report.tokens) == (Outcome.TOO_SHORT, 0, 0, 0, 0, 1)
 
     harness.request("held")
     harness.manager.prepare_scan(harness.requests["held"], 3 * CHUNK_TOKENS, has_all=True)
-    assert found(report_of(harness, name="held"))[:2] == (Outcome.HELD, 0), (
+    assert found(report_of(harness, name="held"))[:2] == (Outcome.NOT_NEEDED, 0), (
         "nobody waits for its answer: it is not late"
     )
 

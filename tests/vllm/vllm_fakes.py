@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvoffd_client import Lookup
 from kvoffd_client.worker_client import GroupTransfer, Job
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, JobResult, RequestReport
+from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, JobResult, PromptReport
 from tests.kit.clock import Clock
 
 KEY_BYTES = 32
@@ -30,14 +30,14 @@ class FakeSchedulerClient:
     reports: list[tuple[float, ...]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
-    noted: list[RequestReport] = field(default_factory=list)
+    noted: list[PromptReport] = field(default_factory=list)
     closed: bool = False
 
     def now(self) -> float:
         """A lookup's time, as of its transport."""
         return self.clock()
 
-    def note_request(self, report: RequestReport) -> None:
+    def note_request(self, report: PromptReport) -> None:
         self.noted.append(report)
 
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> Lookup:

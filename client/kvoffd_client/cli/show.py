@@ -37,8 +37,8 @@ from kvoffd_client.cli.target import (
     parse_option,
 )
 from kvoffd_client.namespace_differences import differences, explain
-from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo, SetQuota
-from kvoffd_proto.messages import Outcome, RequestReport, Role
+from kvoffd_proto.admin import ListPrompts, NamespaceInfo, SessionInfo, SetQuota
+from kvoffd_proto.messages import Outcome, PromptReport, Role
 from kvoffd_proto.stats import MISS_REASONS, namespace_id
 from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, parse_size, printable
 
@@ -199,8 +199,8 @@ def _ids(namespaces: Sequence[bytes]) -> str:
 OUTCOMES = {
     Outcome.LOADED: "loaded {loaded} of {tokens} tokens",
     Outcome.MISSED: "loaded nothing of {tokens} tokens",
-    Outcome.HELD: "loaded nothing of {tokens} tokens: the engine had the found blocks itself",
-    Outcome.SHORT: "looked up nothing: its {tokens} tokens are less than a block",
+    Outcome.NOT_NEEDED: "loaded nothing of {tokens} tokens: the engine had the found blocks itself",
+    Outcome.TOO_SHORT: "looked up nothing: its {tokens} tokens are less than a block",
     Outcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
     Outcome.NO_SPACE: "loaded nothing of {tokens} tokens: the engine's KV cache had no space for them",
     Outcome.LATE: "loaded nothing of {tokens} tokens: the daemon did not answer in time, or had ended",
@@ -211,7 +211,7 @@ OUTCOMES = {
 
 def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
     with open_admin(directory) as admin:
-        found = admin.ask(Requests, name).requests
+        found = admin.ask(ListPrompts, name).prompts
         names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
         labels = labels_of(admin)
     if as_json:
@@ -232,7 +232,7 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
     return int(bool(name) and not found)
 
 
-def request_sentence(report: RequestReport) -> str:
+def request_sentence(report: PromptReport) -> str:
     """Return the outcome of a request and why: ``14:05:22 cmpl-7 loaded 64 of 128 tokens. Of 8 keys ...``."""
     known = report.outcome in set(Outcome)
     what = OUTCOMES[Outcome(report.outcome)] if known else f"{printable(report.outcome)}: {{tokens}} tokens"

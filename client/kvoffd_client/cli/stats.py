@@ -242,7 +242,7 @@ def _pool_bar(pool: PoolStats) -> None:
 
 def pool_bar(pool: PoolStats, width: int) -> list[Text]:
     """Return the states of the pool's bytes as a bar and in words."""
-    parts = [("ready", "█", "green"), ("filling", "▒", "cyan"), ("evicting", "▒", "yellow")]
+    parts = [("ready", "█", "green"), ("writing", "▒", "cyan"), ("dropped", "▒", "yellow")]
     parts += [("quarantined", "▒", "red"), ("free", "░", "dim")]
     used = pool.size_bytes - pool.of("free")
     tail = f"] {percent(used, pool.size_bytes)}, {format_size(used)} of {format_size(pool.size_bytes)}"
@@ -368,8 +368,8 @@ def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
         f"failed: {_failed(tiers.promotions_failed)}"
     )
     yield (
-        f"demoted {count_blocks(tiers.demoted_blocks)} ({format_size(tiers.demoted_bytes)}), "
-        f"{format_count(tiers.demotions_waiting)} waiting, disk_write {tiers.write_mode}, {limit}"
+        f"written {count_blocks(tiers.written_blocks)} ({format_size(tiers.written_bytes)}), "
+        f"{format_count(tiers.writes_waiting)} waiting, disk_write {tiers.write_mode}, {limit}"
     )
     yield from _not_written(tiers.not_written)
 

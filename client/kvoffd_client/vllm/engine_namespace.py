@@ -15,7 +15,7 @@ from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import RequestReport
+from kvoffd_proto.messages import PromptReport
 
 PATIENCE_S = 10.0
 """Time limit for the workers' reports, and then for their registration."""
@@ -57,7 +57,7 @@ class Unconnected:
     ready = False
     reported_prefill_rate = 0.0
 
-    def note_request(self, report: RequestReport) -> None: ...
+    def note_request(self, report: PromptReport) -> None: ...
 
     def take_events(self) -> list[KvEvent]:
         return []

@@ -50,7 +50,7 @@ from kvoffd_proto.messages import (
     WRITING,
     GroupKeys,
     Outcome,
-    RequestReport,
+    PromptReport,
 )
 
 if TYPE_CHECKING:
@@ -808,7 +808,7 @@ def _forget_offered(lookup: KeyedLookup | None, keys: Collection[OffloadKey]) ->
         lookup.found = {key: state for key, state in lookup.found.items() if key not in offered}
 
 
-def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int) -> RequestReport:
+def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int) -> PromptReport:
     """Report a request that was scheduled, and loads so many tokens."""
     request, last, below = state.request, state.last, state.from_tiers
     states = b"".join(last.ticket.states) if last is not None else b""
@@ -825,20 +825,20 @@ def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens:
     elif state.load_failed:
         outcome = Outcome.FAILED
     elif request.num_prompt_tokens < min(one.tokens_per_chunk for one in groups):
-        outcome = Outcome.SHORT
+        outcome = Outcome.TOO_SHORT
     elif state.disabled or last is None or last.ticket.failed:
         outcome = Outcome.UNUSED
     elif last.given_up:
         outcome = Outcome.LATE
     elif not last.ticket.done:  # nobody waited for the answer
-        outcome = Outcome.HELD
+        outcome = Outcome.NOT_NEEDED
     elif state.skip_counted:
         outcome = Outcome.SKIPPED
     elif state.refused:
         outcome = Outcome.NO_SPACE
     else:
-        outcome = Outcome.HELD if leading else Outcome.MISSED
-    return RequestReport(
+        outcome = Outcome.NOT_NEEDED if leading else Outcome.MISSED
+    return PromptReport(
         request.request_id[:128],
         time.time(),
         request.num_prompt_tokens,
