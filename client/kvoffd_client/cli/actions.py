@@ -40,10 +40,9 @@ def clear(
 ) -> int:
     """Drop the blocks of one namespace or of all, also on disks.
 
-    With --all-nodes the other nodes drop theirs within seconds: use it after a change of the weights under the same
-    name. Together with --all it concerns the namespaces that this daemon has.
+    With --all-nodes the other nodes follow within seconds: use it if weights changed under one name.
 
-    Exit status: 0 done, 1 not confirmed, 2 an error, or done but a kill may undo it.
+    Exit status: 0 done, 1 no, 2 an error, or done but a kill may undo it.
     """
     if (name is None) is not everything:
         raise CliError("Name one namespace, or --all; `kvoffd-cli namespaces` lists them.")
