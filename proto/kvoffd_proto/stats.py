@@ -127,6 +127,10 @@ NO_SPACE_CAUSES = {
 """Causes for which keys were not stored for lack of space, with their meanings."""
 
 
+LATE_SHARE, LEAST_LATE = 0.05, 20
+"""Share and number of late lookups, both of which make a problem for health and doctor."""
+
+
 class Traffic(Part, frozen=True):
     """Lookups, loads and stores of engines. asked_keys = loaded_keys + not_needed_keys + all misses."""
 

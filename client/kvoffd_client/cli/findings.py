@@ -20,6 +20,8 @@ from kvoffd_client.namespace_differences import explain, fields_of_description
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import BENCH_LABEL, Role
 from kvoffd_proto.stats import (
+    LATE_SHARE,
+    LEAST_LATE,
     MISS_REASONS,
     NO_SPACE_CAUSES,
     CopyStats,
@@ -45,8 +47,8 @@ OWN_SHARE = 0.9
 """Share of looked up keys in engines' own caches from which those caches suffice."""
 MOST_WRITTEN_PER_READ = 10.0
 """More bytes written per byte read are too many."""
-LATE_SHARE, LATE_TIER_SHARE, ERROR_SHARE = 0.05, 0.1, 0.01
-"""Shares of lookups, of blocks in tiers, of requests and jobs that justify a warning."""
+LATE_TIER_SHARE, ERROR_SHARE = 0.1, 0.01
+"""Shares of late blocks in tiers, and of failed requests and jobs, that justify a warning."""
 THRASH_SHARE = 0.2
 """Share of looked up keys that had been evicted."""
 LOOP_BLOCKED_S = 0.05
@@ -217,7 +219,7 @@ def daemon_health(facts: Facts) -> Iterator[Finding]:
 
 def late_lookups(facts: Facts) -> Iterator[Finding]:
     late, lookups = facts.stats.since_start.late_lookups, facts.stats.since_start.lookups
-    if late >= FEWEST_ERRORS and late > LATE_SHARE * lookups and not facts.has("lookups_late"):
+    if late >= LEAST_LATE and late > LATE_SHARE * lookups and not facts.has("lookups_late"):
         evidence = f"Since the start engines did not wait for {format_count(late)} of {format_count(lookups)} lookups."
         yield finding("lookups_late", evidence, _share(late, lookups))
 
@@ -559,7 +561,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
 
 def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Finding]:
     late, lookups = engine.of("kvoffd_late_lookups_total"), engine.of("kvoffd_lookups_total")
-    if late >= FEWEST_ERRORS and late > LATE_SHARE * lookups:
+    if late >= LEAST_LATE and late > LATE_SHARE * lookups:
         evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
         yield finding("engine_late", evidence, _share(late, lookups))
     # vLLM's external hits, and tokens that the daemon loaded for all engines. An engine that is older than the daemon
