@@ -43,7 +43,7 @@ Fields = ParamSpec("Fields")
 ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 
 
-def one_namespace(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.NamespaceInfo:
+def find_namespace_info(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.NamespaceInfo:
     """Return the one whose label is ``name`` or whose fingerprint begins with it. Raises UnknownNamespace."""
     digits = name.lower() if len(name) >= MIN_PREFIX_DIGITS else "no digits"
     found = [one for one in namespaces if one.label == name or one.namespace.hex().startswith(digits)]
@@ -188,7 +188,7 @@ class AdminClient(Session):
 
     def namespace(self, name: str) -> a.NamespaceInfo:
         """Return the open namespace by label or first digits of its fingerprint. Raises UnknownNamespace."""
-        return one_namespace(self.namespaces().namespaces, name)
+        return find_namespace_info(self.namespaces().namespaces, name)
 
     def clear(self, fingerprint: bytes | None = None) -> int:
         """Drop every block of one namespace, or of all; return their number."""

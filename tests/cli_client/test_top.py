@@ -160,7 +160,7 @@ def test_now_is_of_the_last_seconds_and_the_samples_are_bounded() -> None:
 
 
 def test_every_view_fits_every_screen(screen: Screen) -> None:
-    screen.paused, screen.away = True, "No answer since 14:05:23: There is no kvoffd daemon."
+    screen.paused, screen.no_answer = True, "No answer since 14:05:23: There is no kvoffd daemon."
     classes = [PolicyClass(f"class {number}", 0.1, 0.5, 0.3, GIB, 1.5) for number in range(50)]
     engines = [Engine(f"engine {number}", [bytes([number]) * 32], ["llama"], 1, 2, [7]) for number in range(50)]
     shown = structs.replace(

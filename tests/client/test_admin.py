@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient, DaemonUnavailable, RequestRefused, UnknownNamespace
-from kvoffd_client.admin_client import one_namespace, read_stats
+from kvoffd_client.admin_client import find_namespace_info, read_stats
 from kvoffd_client.errors import why_unreachable
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import admin as a
@@ -139,10 +139,10 @@ def test_a_namespace_is_named_by_label_or_first_digits() -> None:
         for digits, label in named.items()
     ]
     for wanted, index in (("tiny", 0), ("AB12F", 1), ("0011", 2), ("7777", 3)):
-        assert one_namespace(there, wanted) is there[index]
+        assert find_namespace_info(there, wanted) is there[index]
     for wanted in ("twin", "ab12", "ab12cd34"):
         with pytest.raises(UnknownNamespace, match=r"is ambiguous: .*ab12"):
-            one_namespace(there, wanted)
+            find_namespace_info(there, wanted)
     for wanted in ("", "ab1", "nobody", "ffff"):
         with pytest.raises(UnknownNamespace, match="kvoffd-cli namespaces"):
-            one_namespace(there, wanted)
+            find_namespace_info(there, wanted)

@@ -21,7 +21,7 @@ from kvoffd_client.admin_client import AdminClient, open_url, read_stats
 from kvoffd_client.cli.findings import FEWEST_LOOKUPS, EngineMetrics, Facts, Finding, Value, find, judge_value
 from kvoffd_client.cli.format import Line, percent, print_json, print_line, print_status, say
 from kvoffd_client.cli.stats import UNTIMED
-from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, local_directory, open_admin
+from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_one_daemon, local_directory, open_admin
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.messages import BENCH_LABEL
 from kvoffd_proto.stats import DaemonStats
@@ -81,7 +81,7 @@ def doctor(
 
     Exit status: 0 no warning; 1 a warning: it works, but could work better; 2 an error, or no answer.
     """
-    check_names_one(directory, url)
+    check_one_daemon(directory, url)
     if url and self_test:
         raise CliError("--self-test needs the sockets of this node; leave out --url.")
     engines = {}
@@ -93,7 +93,7 @@ def doctor(
         facts = Facts(read_stats(url), engines=engines)
     else:
         with open_admin(directory) as admin:
-            facts = look_at(admin, engines)
+            facts = gather_facts(admin, engines)
     report = report_of(facts, run_self_test(local_directory(directory)) if self_test else None)
     if json:
         print_json(msgspec.to_builtins(report))
@@ -102,7 +102,7 @@ def doctor(
     return report.status
 
 
-def look_at(admin: AdminClient, engines: Mapping[str, EngineMetrics]) -> Facts:
+def gather_facts(admin: AdminClient, engines: Mapping[str, EngineMetrics]) -> Facts:
     """Gather facts on the daemon, its clients and its machine. Raises KvoffdClientError."""
     stats = admin.stats()
     sessions = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]

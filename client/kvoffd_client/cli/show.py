@@ -32,7 +32,7 @@ from kvoffd_client.cli.target import (
     Directory,
     Json,
     Url,
-    check_names_one,
+    check_one_daemon,
     open_admin,
     parse_option,
 )
@@ -58,7 +58,7 @@ def health(
     """
     if live and ready:
         raise CliError("--live and --ready exclude each other; give one of them.")
-    check_names_one(directory, url)
+    check_one_daemon(directory, url)
     return tell_health(directory, url, live=live, ready=ready, as_json=json)
 
 

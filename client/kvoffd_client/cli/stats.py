@@ -24,7 +24,7 @@ from kvoffd_client.cli.format import (
     reason_name,
     say,
 )
-from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, open_admin
+from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_one_daemon, open_admin
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import fields_of
 from kvoffd_proto.stats import (
@@ -91,7 +91,7 @@ def stats(
     """
     if misses and section:
         raise CliError("--misses and a section exclude each other; give one of them.")
-    check_names_one(directory, url)
+    check_one_daemon(directory, url)
     if url:
         now = read_stats(url)
     else:

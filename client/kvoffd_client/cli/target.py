@@ -56,7 +56,7 @@ def open_admin(directory: Path | None) -> AdminClient:
     return admin
 
 
-def check_names_one(directory: Path | None, url: str) -> None:
+def check_one_daemon(directory: Path | None, url: str) -> None:
     """Raise CliError if the command line selects two daemons."""
     if url and directory is not None:
         raise CliError("--url and --directory exclude each other; give one of them.")

@@ -28,7 +28,7 @@ from kvoffd_client.cli.findings import failing_copies
 from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, table_of, wrapped
 from kvoffd_client.cli.show import Engine, engine_table, engines_of, labels_of
 from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_details, token_count
-from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin, parse_option
+from kvoffd_client.cli.target import CliError, Directory, Url, check_one_daemon, open_admin, parse_option
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window
@@ -84,7 +84,7 @@ class Reading:
 
     stats: DaemonStats
     engines: Sequence[Engine] | None = None
-    far: bool = False
+    over_http: bool = False
     """Whether it came over HTTP, which has statistics only."""
 
 
@@ -154,7 +154,7 @@ class Screen:
     view: str = VIEWS[0]
     sort: str = "TOK/S"
     paused: bool = False
-    away: str = ""
+    no_answer: str = ""
     """Sentence that says since when and why the daemon does not answer; empty while it does."""
     clock: str = ""
 
@@ -163,7 +163,7 @@ class Screen:
         assert self.reading is not None
         stats, width = self.reading.stats, console.width
         body: list[RenderableType]
-        if self.reading.far and self.view == "clients":
+        if self.reading.over_http and self.view == "clients":
             body = [Text(), line("Shown only on the daemon's own machine: HTTP has statistics only.", "dim")]
         elif self.view == "clients":
             body = _clients(self.reading.engines, width)
@@ -175,7 +175,7 @@ class Screen:
             body = _lines(HELP, width)
         else:
             body = self._all(stats, width)
-        away = [Text(printable(self.away), "bold red")] if self.away else []
+        away = [Text(printable(self.no_answer), "bold red")] if self.no_answer else []
         page = Layout()
         page.split_column(
             Layout(self._header(stats), size=1), Layout(Group(*away, *body)), Layout(self._keys(), size=1)
@@ -186,7 +186,7 @@ class Screen:
         level, problems = stats.health, len(stats.health_problems)
         words = level.value.upper() + (f": {problems} problem{plural(problems)}" if problems else "")
         style = {HealthLevel.OK: "bold green", HealthLevel.DEGRADED: "bold yellow"}.get(level, "bold red")
-        words, style = ("NO ANSWER", "bold red") if self.away else (words, style)
+        words, style = ("NO ANSWER", "bold red") if self.no_answer else (words, style)
         up = format_duration(stats.uptime_seconds)
         left = line(f"kvoffd {stats.version}  {gethostname()}  up {up}  {stats.policy}   ", "bold")
         return _ends(left.append(words, style), Text(f"{'PAUSED ' * self.paused}{self.clock}", "reverse" * self.paused))
@@ -393,13 +393,13 @@ def top(
     interval_s = parse_option("--interval", interval, parse_duration)
     if interval_s < MIN_INTERVAL_S:
         raise CliError(f"--interval {interval!r} is too short; the minimum is {format_duration(MIN_INTERVAL_S)}.")
-    check_names_one(directory, url)
+    check_one_daemon(directory, url)
     with open_admin(directory) as admin:
         admin.on_silence = lambda: None  # the screen shows it
 
         def read(view: str, timeout_s: float) -> Reading:
             if url:
-                return Reading(read_stats(url), far=True)
+                return Reading(read_stats(url), over_http=True)
             admin.timeout_s = timeout_s
             if view != "clients":
                 return Reading(admin.stats())
@@ -436,7 +436,7 @@ def _print_pages(read: Read, interval_s: float, *, as_json: bool) -> NoReturn:
 def run(read: Read, interval_s: float, console: Console) -> int:
     """Draw until ``q``. Raises KvoffdClientError if the daemon does not answer the first time."""
     screen = Screen(interval_s)
-    _look(screen, read, ANSWER_S)
+    _refresh(screen, read, ANSWER_S)
     next_at = time.monotonic() + min(interval_s, 0.5)  # rates need two samples
     with Live(console=console, screen=True, auto_refresh=False) as live, keyboard(live) as pressed:
         while True:
@@ -447,24 +447,24 @@ def run(read: Read, interval_s: float, console: Console) -> int:
             for key in keys:
                 if key in ("q", "\x04"):
                     return 0
-                _obey(screen, key)
+                _handle_key(screen, key)
             wants_engines = bool(keys) and screen.view == "clients"
             if not screen.paused and (wants_engines or next_at <= time.monotonic()):
                 next_at = time.monotonic() + interval_s
                 try:
-                    _look(screen, read, LATER_ANSWER_S if screen.away else ANSWER_S)
+                    _refresh(screen, read, LATER_ANSWER_S if screen.no_answer else ANSWER_S)
                 except KvoffdClientError as error:
-                    since = screen.away.split(": ")[0] or f"No answer since {time.strftime('%H:%M:%S')}"
-                    screen.away = f"{since}: {error}"
+                    since = screen.no_answer.split(": ")[0] or f"No answer since {time.strftime('%H:%M:%S')}"
+                    screen.no_answer = f"{since}: {error}"
 
 
-def _look(screen: Screen, read: Read, timeout_s: float) -> None:
+def _refresh(screen: Screen, read: Read, timeout_s: float) -> None:
     screen.reading = read(screen.view, timeout_s)
     screen.history.add(screen.reading.stats)
-    screen.away, screen.clock = "", time.strftime("%H:%M:%S")
+    screen.no_answer, screen.clock = "", time.strftime("%H:%M:%S")
 
 
-def _obey(screen: Screen, key: str) -> None:
+def _handle_key(screen: Screen, key: str) -> None:
     if key in "1234":
         screen.view = VIEWS[int(key) - 1]
     elif key in "h?":
