@@ -174,7 +174,9 @@ class HitCurve(Part, frozen=True):
     """Hit ratio of the pool, and estimates for pools of other sizes. The weight of old lookups halves every day."""
 
     asked_tokens: Annotated[Count, gauge("Tokens looked up, weighted by age.")] = 0
-    found_tokens: Annotated[Count, gauge("Those in the pool, up to the first block that was not.")] = 0
+    found_tokens: Annotated[
+        Count, gauge("Tokens looked up and in the pool, before each prompt's first missing block.")
+    ] = 0
     lru_hit_ratio: Annotated[
         dict[str, Ratio],
         gauge("Estimated share of tokens that lru would find in a pool of this many times the size.", "times"),
@@ -465,7 +467,7 @@ class PolicyClass(Part, frozen=True):
 
     name: Annotated[str, doc("Name of the class: the property that its keys share.")] = ""
     accessed_share: Annotated[float, doc("Its share of the keys looked up recently, 0 to 1.")] = 0.0
-    return_chance: Annotated[float, doc("Probability that such a key is looked up again, 0 to 1.")] = 0.0
+    return_chance: Annotated[float, doc("Probability that one of its keys is looked up again, 0 to 1.")] = 0.0
     return_age: Annotated[float, doc("Median age at reuse.")] = 0.0
     pool_bytes: Annotated[ByteCount, doc("Pool bytes of its blocks.")] = 0
     score: Annotated[float, doc("Highest expected number of hits of one block per pool lifetime.")] = 0.0
