@@ -13,7 +13,7 @@ def metrics_reference() -> str:
         "Counters count from the daemon's start. `lifetime` metrics outlive it and are gauges, since a kill loses the",
         "last ten seconds: take no `rate` of them. Namespaces of benches are left out.",
         "",
-        "Beside these are `process_start_time_seconds`, `process_cpu_seconds_total`, `process_resident_memory_bytes`",
+        "There are also `process_start_time_seconds`, `process_cpu_seconds_total`, `process_resident_memory_bytes`",
         "(with the pool) and others that exporters share.",
         "",
         "| metric | type | labels | meaning |",
