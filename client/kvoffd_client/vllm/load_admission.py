@@ -89,7 +89,7 @@ class LoadAdmission:
 
     def note(self, request: Request, *, loads: bool) -> None:
         """Record that a request is scheduled, to be loaded or to compute."""
-        self._loaded = {each: one for each, one in self._loaded.items() if not each.is_finished()}
+        self._loaded = {other: load for other, load in self._loaded.items() if not other.is_finished()}
         self._loaded.pop(request, None)
         if loads:
             self._loaded[request] = Loaded()
@@ -112,7 +112,7 @@ class LoadAdmission:
         if self._fits(request, computed, others):
             return True
         oldest = self._clock() - STUCK_S
-        moving = {each: one for each, one in others.items() if one.ended_at is None or one.ended_at > oldest}
+        moving = {other: load for other, load in others.items() if load.ended_at is None or load.ended_at > oldest}
         if not others or (len(moving) < len(others) and self._fits(request, computed, moving)):
             return False
         self.is_full = True
@@ -120,11 +120,13 @@ class LoadAdmission:
 
     def _others(self, request: Request) -> dict[Request, Loaded]:
         """Return the other loaded requests that have not computed since."""
-        others = {each: one for each, one in self._loaded.items() if each is not request and not each.is_finished()}
-        for each, one in others.items():
-            if one.ended_at is None and not self._is_loading(each.request_id):
-                one.blocks, one.ended_at = 0, self._clock()
-            one.blocks = one.blocks or self._blocks_of(each.num_tokens + self._drafts, each.num_computed_tokens)
+        others = {
+            other: load for other, load in self._loaded.items() if other is not request and not other.is_finished()
+        }
+        for other, load in others.items():
+            if load.ended_at is None and not self._is_loading(other.request_id):
+                load.blocks, load.ended_at = 0, self._clock()
+            load.blocks = load.blocks or self._blocks_of(other.num_tokens + self._drafts, other.num_computed_tokens)
         return others
 
     def _fits(self, request: Request, computed: int, others: dict[Request, Loaded]) -> bool:
@@ -132,11 +134,11 @@ class LoadAdmission:
         blocks = self._blocks_of(request.num_tokens + self._drafts, computed)
         if not others:
             return max(blocks, self._blocks_of(computed, computed) + self._kept_free) <= self._blocks
-        failed = sum(one.blocks for each, one in others.items() if not each.num_computed_tokens)
+        failed = sum(load.blocks for other, load in others.items() if not other.num_computed_tokens)
         free = self.pool.get_num_free_blocks() if self.pool is not None else inf
         if failed and blocks + failed + self._kept_free > free:
             return False
-        taken = blocks + self._kept_free + sum(one.blocks for one in others.values())
+        taken = blocks + self._kept_free + sum(load.blocks for load in others.values())
         return taken <= LOADED_SHARE * self._blocks
 
     def _blocks_of(self, tokens: int, computed: int) -> float:
