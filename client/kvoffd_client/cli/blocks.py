@@ -70,7 +70,7 @@ def ls(
         ]
         print_table(("key", "state", ">size", ">pins"), rows)
         if len(rows[0][0]) < len(found[0].key.hex()):
-            say("Keys are cut to fit, but not in a pipe; `blocks show` accepts their first digits.")
+            say("Keys are cut to fit, not in a pipe; `blocks show` accepts their first digits.")
         if more:
             say(f"There are more blocks; --limit {10 * limit} shows more of them.")
     return int(bool(prefix) and not found)
