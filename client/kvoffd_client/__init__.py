@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.memory import SharedMemory as SharedMemory
     from kvoffd_client.namespace import Geometry as Geometry
     from kvoffd_client.namespace import NamespaceSpec as NamespaceSpec
-    from kvoffd_client.scheduler_client import Lookup as Lookup
+    from kvoffd_client.scheduler_client import LookupFuture as LookupFuture
     from kvoffd_client.scheduler_client import SchedulerClient as SchedulerClient
     from kvoffd_client.session import ClientOptions as ClientOptions
     from kvoffd_client.worker_client import Job as Job
@@ -62,7 +62,7 @@ _HOMES = {
     "kvoffd_client.errors": "BlockDamaged BlockUnavailable DaemonUnavailable ForkedProcess KvoffdClientError "
     "RequestRefused RequestTimeout UnknownNamespace",
     "kvoffd_client.namespace": "Geometry NamespaceSpec",
-    "kvoffd_client.scheduler_client": "Lookup SchedulerClient",
+    "kvoffd_client.scheduler_client": "LookupFuture SchedulerClient",
     "kvoffd_client.memory": "Registration SharedMemory",
     "kvoffd_client.worker_client": "Job WorkerClient",
     "kvoffd_proto.errors": "ErrorCode",

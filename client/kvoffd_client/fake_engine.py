@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.scheduler_client import Lookup, SchedulerClient
+from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, Closing
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
@@ -91,7 +91,7 @@ class FakeEngine(Closing):
             namespace = NamespaceSpec.named(namespace, world_size, KEY_BYTES, layers=layers, page_bytes=page_bytes)
         self.namespace = namespace
         self._job_ids = itertools.count(1)
-        self._lookup: Lookup | None = None
+        self._lookup: LookupFuture | None = None
         self._memories: list[SharedMemory] = []
         self._pages: list[npt.NDArray[np.uint8]] = []
         self.workers: list[WorkerClient] = []
@@ -168,7 +168,7 @@ class FakeEngine(Closing):
             self.scheduler.release(before.lease_id)
         return future.leading_ready()
 
-    def _look_up(self, keys: Sequence[bytes], timeout_s: float, again: bool = False) -> Lookup:
+    def _look_up(self, keys: Sequence[bytes], timeout_s: float, again: bool = False) -> LookupFuture:
         future = self._lookup = self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again)
         if not future.wait(timeout_s) or future.failed:
             self.release()

@@ -25,7 +25,7 @@ REPORT_PAUSE_S = 1.0
 """Time for which reports of prompts are collected before they are sent together."""
 
 
-class Lookup(Struct, eq=False):
+class LookupFuture(Struct, eq=False):
     """The answer to one lookup, like a future. Reading it never blocks; wait() does.
 
     Attributes:
@@ -121,14 +121,14 @@ class SchedulerClient(Session):
         self._events_topic = kv_topic(self._fingerprint) if subscribe_events else None
         self._events: deque[KvEvent] = deque([AllBlocksCleared()])
         self._next_events_sequence: int | None = None
-        self._leases: dict[int, Lookup] = {}
+        self._leases: dict[int, LookupFuture] = {}
         """Lookups with pinned blocks by lease id, oldest first."""
-        self._unanswered: dict[int, Lookup] = {}
+        self._unanswered: dict[int, LookupFuture] = {}
         self.events_lost = 0
         self._reports: deque[m.PromptReport] = deque(maxlen=m.MAX_PROMPT_REPORTS)
         self._transport.start(self)
 
-    def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False) -> Lookup:
+    def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False) -> LookupFuture:
         """Ask which keys are ready and pin those under a new lease. While not connected, return a failed lookup.
 
         Keys that exceed the limit of one request are sent in several.
@@ -148,11 +148,11 @@ class SchedulerClient(Session):
         with self._transport.lock:
             now = self._transport.now()
             if not self.ready or self._limits is None:
-                return Lookup(0, done=True, failed=True)
+                return LookupFuture(0, done=True, failed=True)
             fits = nbytes <= self._limits.max_keys_per_request * size
             parts = [(range(len(groups)), groups)] if fits else self._split(groups)
             lease_id = self._rng.getrandbits(63) | 2**32  # random: any worker that knows it may load
-            found = Lookup(lease_id, transport=self._transport, missing=len(parts), partial=[b""] * len(groups))
+            found = LookupFuture(lease_id, transport=self._transport, missing=len(parts), partial=[b""] * len(groups))
             self._unanswered[lease_id] = found
             for places, asked in parts:
                 message = m.Lookup(self._next_request_id(), self._fingerprint, lease_id, list(asked), again)
@@ -188,7 +188,7 @@ class SchedulerClient(Session):
             if self.ready:
                 self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))
 
-    def note_request(self, report: m.PromptReport) -> None:
+    def report_prompt(self, report: m.PromptReport) -> None:
         """Report the outcome of a prompt within about a second. Of very many prompts only the last are reported."""
         with self._transport.lock:
             self._reports.append(report)
@@ -231,7 +231,7 @@ class SchedulerClient(Session):
 
     def _on_answer(
         self,
-        found: Lookup,
+        found: LookupFuture,
         places: Sequence[int],
         asked: Sequence[m.GroupKeys],
         sent_at: float,
@@ -267,7 +267,7 @@ class SchedulerClient(Session):
         found.states, found.answered_at = found.partial, now
         found.done = True  # last, because readers do not take the lock
 
-    def _on_failed(self, found: Lookup, reply: ReplyOrError, now: float) -> None:
+    def _on_failed(self, found: LookupFuture, reply: ReplyOrError, now: float) -> None:
         must_release = found.leased or found.unwanted
         del self._unanswered[found.lease_id]
         found.pinned, found.ttl_ms, found.failed = 0, 0, True

@@ -26,8 +26,8 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
     with FakeEngine(daemon.directory, "tiny") as engine:
         assert "No connected engine has reported a request." in cli()
         for name, outcome in (("cmpl-1", Outcome.LOADED), ("cmpl-2", Outcome.MISSED), ("\x1b[2J", "of the future")):
-            engine.scheduler.note_request(report(name, outcome, b"\xab" * 32))
-        engine.scheduler.note_request(report("cmpl-3", Outcome.TOO_SHORT))
+            engine.scheduler.report_prompt(report(name, outcome, b"\xab" * 32))
+        engine.scheduler.report_prompt(report("cmpl-3", Outcome.TOO_SHORT))
         wait_until(lambda: cli().count("\n") == 5)
         head, first, second, third, _ = cli().splitlines()
         fingerprint = engine.namespace.fingerprint.hex()
@@ -43,7 +43,7 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
         assert found["report"]["request"] == "cmpl-3"
         assert found["namespace"] == engine.namespace.fingerprint.hex()
         for number in range(300):
-            engine.scheduler.note_request(report(f"many-{number}", Outcome.MISSED))
+            engine.scheduler.report_prompt(report(f"many-{number}", Outcome.MISSED))
         wait_until(lambda: cli().count(" many-") == 256)
         assert "many-299" in cli("many").splitlines()[-1], "the last ones"
     assert "No connected engine has reported a request." in cli()

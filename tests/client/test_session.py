@@ -11,7 +11,7 @@ import pytest
 
 from kvoffd_client import (
     ClientOptions,
-    Lookup,
+    LookupFuture,
     NamespaceSpec,
     Registration,
     SchedulerClient,
@@ -156,7 +156,7 @@ def worker(new_worker: WorkerClient, link: PaperLink) -> WorkerClient:
     return new_worker
 
 
-def look_up(scheduler: SchedulerClient, link: PaperLink, now: float, groups: list[m.GroupKeys] = KEYS) -> Lookup:
+def look_up(scheduler: SchedulerClient, link: PaperLink, now: float, groups: list[m.GroupKeys] = KEYS) -> LookupFuture:
     link.time = now
     return scheduler.lookup(groups)
 
@@ -353,13 +353,13 @@ def test_a_lookup_is_done_after_all_that_is_read_of_it(
     """Its readers hold no lock."""
     seen: list[tuple[object, ...]] = []
 
-    class Watched(Lookup):
+    class Watched(LookupFuture):
         def __setattr__(self, name: str, value: object) -> None:
             if name == "done":
                 seen.append((self.states, self.pinned, self.failed, self.alive, self.answered_at))
             super().__setattr__(name, value)
 
-    monkeypatch.setattr(scheduler_client, "Lookup", Watched)
+    monkeypatch.setattr(scheduler_client, "LookupFuture", Watched)
     for released in (False, True):
         found = look_up(scheduler, link, 0.0)
         if released:

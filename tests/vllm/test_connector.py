@@ -137,7 +137,7 @@ def test_an_adapter_is_what_the_workers_have_read(
     connector, _ = worker
     weights = torch.nn.Linear(4, 4)
     connector._weights = LiveWeights(lambda: [weights])
-    live = AdapterWorker(changed=connector._weights.note_change)
+    live = AdapterWorker(changed=connector._weights.mark_changed)
     connector._adapters = live.adapters
     connector.connector_worker.worker.leave()
     connector._digest = connector._weights.digest()

@@ -54,7 +54,7 @@ class LiveAdapters:
         self._ahead: dict[int, tuple[float, Any]] = {}
         """Adapters read ahead, with the time; at most as many as the GPU has slots."""
         self._reported: Mapping[int, tuple[str, bytes]] | None = None
-        self._reported_held = set[int]()
+        self._reported_numbers = set[int]()
         self._is_new = False
         if self._read is None or config is None:
             return
@@ -72,10 +72,10 @@ class LiveAdapters:
         """
         if self._reported is None:
             return None
-        held = self._held()
-        if self._is_new or held != self._reported_held:
-            self._is_new, self._reported_held = False, held
-            known = {each: of for each, of in self._contents.items() if each in held}
+        loaded = self._loaded_numbers()
+        if self._is_new or loaded != self._reported_numbers:
+            self._is_new, self._reported_numbers = False, loaded
+            known = {each: of for each, of in self._contents.items() if each in loaded}
             self._reported = known | dict.fromkeys(self._unreadable, ("", UNREADABLE))
         return self._reported
 
@@ -85,21 +85,21 @@ class LiveAdapters:
             number = lora.lora_int_id
             if self._reported is None:
                 return
-            if number in self._held():
+            if number in self._loaded_numbers():
                 if number in self._contents:
                     # Its path does not matter: vLLM uses the adapter with this number.
                     self._contents[number] = lora.lora_path, self._contents[number][1]
                     self._is_new = True
                 else:  # it was loaded in an unknown way
-                    self._note_unreadable(number)
+                    self._mark_unreadable(number)
                 continue
             try:
                 adapter = self._read(lora)  # type: ignore[misc]
             except Exception as error:  # of the file system, the checkpoint or vLLM
                 logger.warning("kvoffd: the LoRA adapter %s could not be read: %s", lora.lora_name, error)
-                self._note_unreadable(number)
+                self._mark_unreadable(number)
                 continue
-            self._note(lora, adapter)
+            self._record(lora, adapter)
             while len(self._ahead) >= self._most_ahead:
                 del self._ahead[next(iter(self._ahead))]
             self._ahead[number] = time.monotonic(), adapter
@@ -109,8 +109,8 @@ class LiveAdapters:
         if self._reported is not None:
             self._ahead.clear()
             self._unreadable.clear()
-            held = self._held()
-            self._contents = {each: of for each, of in self._contents.items() if each in held}
+            loaded = self._loaded_numbers()
+            self._contents = {each: of for each, of in self._contents.items() if each in loaded}
             self._is_new = True
 
     def _load(self, request: LoRARequest) -> Any:
@@ -118,14 +118,14 @@ class LiveAdapters:
         read_at, adapter = self._ahead.pop(request.lora_int_id, (0.0, None))
         if adapter is None or request.load_inplace or time.monotonic() - read_at > AHEAD_S:
             adapter = self._read(request)  # type: ignore[misc]
-            self._note(request, adapter)
+            self._record(request, adapter)
         return adapter
 
-    def _held(self) -> set[int]:
+    def _loaded_numbers(self) -> set[int]:
         """Return the numbers of adapters in vLLM's memory, or read ahead for it."""
         return {*self._manager.list_adapters(), *self._ahead}
 
-    def _note(self, request: LoRARequest, adapter: Any) -> None:
+    def _record(self, request: LoRARequest, adapter: Any) -> None:
         """Record an adapter that was read. A failure must cost an engine no more than its shared blocks."""
         number = request.lora_int_id
         if len(self._contents) >= MAX_REMEMBERED and number not in self._contents:
@@ -137,7 +137,7 @@ class LiveAdapters:
         except Exception:
             logger.exception("kvoffd: a LoRA adapter in memory could not be read.")
             content = UNREADABLE
-            self._note_unreadable(number)
+            self._mark_unreadable(number)
         else:
             self._contents[number] = request.lora_path, content
             self._unreadable.discard(number)
@@ -145,7 +145,7 @@ class LiveAdapters:
         if before not in (UNREADABLE, content):
             self._changed()
 
-    def _note_unreadable(self, number: int) -> None:
+    def _mark_unreadable(self, number: int) -> None:
         if len(self._unreadable) >= MAX_REMEMBERED:
             self._unreadable.clear()
         self._unreadable.add(number)
@@ -202,7 +202,7 @@ class AdapterContents:
         content = self._namespace.adapter(adapter.lora_int_id, adapter.lora_path)
         if content is None:
             return None
-        cached = self._note(adapter, content)
+        cached = self._record(adapter, content)
         if content == UNREADABLE:
             problem = "cannot be read in the workers' memory"
         elif not cached:
@@ -236,9 +236,9 @@ class AdapterContents:
 
     def compute_unknown(self, adapter: LoRARequest) -> None:
         """Record that vLLM computes with an adapter of unknown content."""
-        self._note(adapter, UNREADABLE)
+        self._record(adapter, UNREADABLE)
 
-    def note_reports(self, reports: Mapping[int, MemoryReport], begun: Iterable[LoRARequest]) -> None:
+    def record_reports(self, reports: Mapping[int, MemoryReport], begun: Iterable[LoRARequest]) -> None:
         """Record the contents with which requests that have begun continue to compute."""
         if len(self._digests) > MAX_CACHED:
             self._digests.clear()
@@ -253,9 +253,9 @@ class AdapterContents:
             if adapter.lora_int_id in changed:
                 content = UNREADABLE
             if content is not None:
-                self._note(adapter, content)
+                self._record(adapter, content)
 
-    def _note(self, adapter: LoRARequest, content: bytes) -> set[bytes]:
+    def _record(self, adapter: LoRARequest, content: bytes) -> set[bytes]:
         """Record a content and return all that vLLM may have in its cache; empty beyond MAX_CACHED."""
         name = adapter.lora_name, adapter.lora_path
         if name not in self._cached and len(self._cached) >= MAX_CACHED:

@@ -129,7 +129,7 @@ class HostBlockEvents:
             origins[index] = parents, b"".join([one.token_ids for one in blocks])
         return origins
 
-    def note_engine_events(self, events: Iterable[KVCacheEvent]) -> None:
+    def handle_engine_events(self, events: Iterable[KVCacheEvent]) -> None:
         """Handle vLLM's own events, which are published before ours: after its AllBlocksCleared routers know no blocks.
 
         Existing blocks are published again when a request finds them.

@@ -105,7 +105,7 @@ USED = {
 """Attributes that the connector reads, by class of vLLM. A test finds missing ones."""
 
 HAS_DEFECTS_OF_0_32 = release_of(vllm.__version__) == (0, 32)
-"""Whether this vLLM needs ``forget_session_blocks`` and ``note_given_blocks``."""
+"""Whether this vLLM needs ``forget_session_blocks`` and ``record_given_blocks``."""
 
 
 def require_vllm() -> None:
@@ -265,7 +265,7 @@ def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
                 group.block_ids.clear()
 
 
-def note_given_blocks(scheduler: Any, block_ids: Iterable[int]) -> None:
+def record_given_blocks(scheduler: Any, block_ids: Iterable[int]) -> None:
     """Make stores that read these blocks end before this step.
 
     0.32 records only blocks that it loads itself or computes. With MultiConnector another connector may load into them,
@@ -274,7 +274,7 @@ def note_given_blocks(scheduler: Any, block_ids: Iterable[int]) -> None:
     scheduler._current_batch_allocated_block_ids.update(block_ids)
 
 
-def note_new_blocks(pool: Any, new: set[int]) -> None:
+def record_new_blocks(pool: Any, new: set[int]) -> None:
     """Add to ``new`` the ids of blocks that vLLM's pool allocates for writing: all but cache hits."""
     give = pool.get_new_blocks
 

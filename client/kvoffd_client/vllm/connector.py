@@ -17,9 +17,9 @@ from kvoffd_client.vllm.compat import (
     check_version,
     fence_no_readers,
     forget_session_blocks,
-    note_given_blocks,
-    note_new_blocks,
     patch_v2_runner_fence,
+    record_given_blocks,
+    record_new_blocks,
     require_methods,
     require_vllm,
     untested,
@@ -94,7 +94,7 @@ class KvoffdConnector(OffloadingConnector):
             factors = collect_factors(vllm_config, kv_cache_config, options.salt)
             self.connector_worker.spec.namespace = namespace_of(factors, label_of(vllm_config))
             self._weights = LiveWeights(list)
-            self._adapters = LiveAdapters(None, None, self._weights.note_change)
+            self._adapters = LiveAdapters(None, None, self._weights.mark_changed)
             self._digest: str | None = None
             self._generation = 0
             self._last_memory: MemoryReport | None = None
@@ -156,7 +156,7 @@ class KvoffdConnector(OffloadingConnector):
         weights = self._weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(config))
         self._digest = weights.digest()
         manager = getattr(weights.runner, "lora_manager", None)
-        self._adapters = LiveAdapters(manager, config.lora_config, weights.note_change)
+        self._adapters = LiveAdapters(manager, config.lora_config, weights.mark_changed)
         specs = [one for group in cache.kv_cache_groups for one in iter_layer_specs(group.kv_cache_spec)]
         writes_early = cache.needs_kv_cache_zeroing or any(isinstance(one, MambaSpec) for one in specs)
         is_patched = patch_v2_runner_fence(weights.runner, super().handle_preemptions)
@@ -250,7 +250,7 @@ class KvoffdConnector(OffloadingConnector):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = self._admission.pool = gpu_block_pool
-        note_new_blocks(gpu_block_pool, self._new_blocks)
+        record_new_blocks(gpu_block_pool, self._new_blocks)
         fence_no_readers(self.connector_scheduler, lambda: self._begun_blocks - self._new_blocks)
         super().bind_gpu_block_pool(gpu_block_pool)
 
@@ -281,11 +281,11 @@ class KvoffdConnector(OffloadingConnector):
         if known is None or (known and admission.admits(request, num_computed_tokens + known, loads=True) is None):
             return None, False  # as in the previous step, without scanning all keys
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        self._manager.note_scan(request, num_computed_tokens, tokens)
+        self._manager.record_scan(request, num_computed_tokens, tokens)
         if tokens is None:
             return None, False
         if self._dense_groups and self._has_windows:
-            self._note_shared_prefix(request, num_computed_tokens + tokens)
+            self._mark_shared_prefix(request, num_computed_tokens + tokens)
         if tokens and self._manager.skips_load(name, tokens):
             tokens, loads = 0, False
         admitted = admission.admits(request, num_computed_tokens + tokens, loads=loads)
@@ -297,10 +297,10 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's; also releases the pinned blocks of a request that is scheduled without a load."""
         if HAS_DEFECTS_OF_0_32:
             ids = [block.block_id for group in blocks.blocks for block in group if not block.is_null]
-            note_given_blocks(self.connector_scheduler, ids)
+            record_given_blocks(self.connector_scheduler, ids)
         for group in self._attention_groups:
             self._begun_blocks.update([block.block_id for block in blocks.blocks[group]])
-        self._admission.note(request, loads=num_external_tokens > 0)
+        self._admission.record_scheduled(request, loads=num_external_tokens > 0)
         self._manager.scheduled(request, num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -313,7 +313,7 @@ class KvoffdConnector(OffloadingConnector):
         if scheduler_output.total_num_scheduled_tokens > 0:
             namespace.ask()  # these tokens need a digest of the weights
         if self._manager.events is not None and self._pool is not None:
-            self._manager.events.note_engine_events(self._pool.kv_event_queue)
+            self._manager.events.handle_engine_events(self._pool.kv_event_queue)
         if HAS_DEFECTS_OF_0_32 and new:
             forget_session_blocks(scheduler, [one.req_id for one in new])
         meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))
@@ -403,7 +403,7 @@ class KvoffdConnector(OffloadingConnector):
         gauge = functools.partial(metric_types[Gauge], multiprocess_mode="mostrecent")
         return super().build_prom_metrics(vllm_config, {**metric_types, Gauge: gauge}, *args)
 
-    def _note_shared_prefix(self, request: Request, found: int) -> None:
+    def _mark_shared_prefix(self, request: Request, found: int) -> None:
         """Make vLLM keep and offer the windows and states where a prompt diverges from those in the daemon.
 
         vLLM keeps those at the end of each prompt, and where two prompts in its own cache diverge. If prompts with a

@@ -133,7 +133,7 @@ class DoNoHarm:
         recent = [one for samples in self._loads.values() for at, one in samples if at >= oldest]
         return self.prefill.tokens_per_second, 1 / max(median(recent), 1e-9) if recent else 0.0
 
-    def note_load(self, tokens: int, seconds: float) -> None:
+    def record_load(self, tokens: int, seconds: float) -> None:
         """Record the duration of a load. If loads of its length take too long, pause them and log that."""
         now, rate, length = self._clock(), self.prefill.tokens_per_second, tokens.bit_length()
         if tokens <= 0:
@@ -155,7 +155,7 @@ class DoNoHarm:
                     *(tokens, loaded_s, computed_s, SAMPLE_AGE_S),
                 )
 
-    def note_wait(self, seconds: float) -> None:
+    def record_wait(self, seconds: float) -> None:
         """Record that vLLM waited for stores, in all workers at once."""
         now = self._clock()
         if not self.active or seconds < LEAST_WAITED_S or now < self.stores_paused_until:

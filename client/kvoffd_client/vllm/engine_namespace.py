@@ -57,7 +57,7 @@ class Unconnected:
     ready = False
     reported_prefill_rate = 0.0
 
-    def note_request(self, report: PromptReport) -> None: ...
+    def report_prompt(self, report: PromptReport) -> None: ...
 
     def take_events(self) -> list[KvEvent]:
         return []

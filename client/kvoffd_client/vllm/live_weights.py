@@ -147,7 +147,7 @@ class LiveWeights:
             logger.exception("kvoffd: the weights in memory could not be read.")
             return None
 
-    def note_change(self) -> None:
+    def mark_changed(self) -> None:
         """Record that the weights, or those of an adapter, may have changed."""
         self.changed = True
 

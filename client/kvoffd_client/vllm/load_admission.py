@@ -87,7 +87,7 @@ class LoadAdmission:
         self.pool: BlockPool | None = None
         self.is_full = False
 
-    def note(self, request: Request, *, loads: bool) -> None:
+    def record_scheduled(self, request: Request, *, loads: bool) -> None:
         """Record that a request is scheduled, to be loaded or to compute."""
         self._loaded = {other: load for other, load in self._loaded.items() if not other.is_finished()}
         self._loaded.pop(request, None)
