@@ -75,7 +75,7 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         for key, words in (
             ("2", ("registered", "fake engine", "workers")),
             ("3", ("There is no disk and no shared store",)),
-            ("4", ("Policy learned", "come back")),
+            ("4", ("Policy learned", "are reused")),
             ("?", ("the hash of one block",)),
             ("h", ("Pool [",)),
         ):
@@ -196,7 +196,7 @@ def test_another_node_over_http() -> None:
         terminal.run(CLI, "top", "--interval", "200ms", "--url", f"http://{address}")
         terminal.wait_for(LABEL, "4 policy")
         terminal.type("2")
-        terminal.wait_for("HTTP has statistics alone")
+        terminal.wait_for("HTTP has statistics only")
         terminal.type("1")
         daemon.kill()
         terminal.wait_for("No answer since", "Connection refused", "Pool [")
