@@ -136,7 +136,7 @@ def test_a_prompt_that_is_computed_for_want_of_kv_cache_has_an_outcome_and_a_lin
     have(engine, request)
     engine.end([request], 20)
     assert [(one.outcome, one.loaded_tokens) for one in engine.client.reported] == [("no_space", 0)]
-    assert "the KV cache has no space to load them" in lines[0]
+    assert "the KV cache has no space for them" in lines[0]
 
 
 @pytest.mark.parametrize("for_space", [True, False])
