@@ -28,6 +28,7 @@ from kvoffd_client.vllm.compat import (
 require_vllm()
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
@@ -197,12 +198,15 @@ class KvoffdConnector(OffloadingConnector):
         worker.flush()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Prepare the step's stores, which the next step starts.
+        """Prepare the step's stores, which the next step starts; a step without tokens starts them in get_finished().
 
         vLLM does so in wait_for_save(), which with speculative decoding its first model runner calls only in the last
         pipeline stage. Loads have started in handle_preemptions().
         """
-        self.connector_worker.prepare_store_kv(self._get_connector_metadata())
+        metadata = self._get_connector_metadata()
+        self.connector_worker.prepare_store_kv(metadata)
+        if isinstance(metadata, ConnectorMetadata) and metadata.starts_stores:
+            self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
 
     def wait_for_save(self) -> None:
         """Do nothing; see start_load_kv()."""
@@ -317,14 +321,17 @@ class KvoffdConnector(OffloadingConnector):
         if HAS_DEFECTS_OF_0_32 and new:
             forget_session_blocks(scheduler, [one.req_id for one in new])
         meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))
-        self._has_unsent_stores = bool(meta.store_jobs)
+        starts_stores = bool(meta.store_jobs) and not scheduler_output.total_num_scheduled_tokens
+        self._has_unsent_stores = bool(meta.store_jobs) and not starts_stores
         self._new_blocks.clear()
         self._begun_blocks.clear()
         generation, joined = namespace.begin_step()
         adapters = self._manager.adapters.take_wanted()
-        if generation is None and not adapters:
+        if generation is None and not adapters and not starts_stores:
             return meta
-        return ConnectorMetadata(**vars(meta), generation=generation, namespace=joined, adapters=adapters)
+        return ConnectorMetadata(
+            **vars(meta), generation=generation, namespace=joined, adapters=adapters, starts_stores=starts_stores
+        )
 
     def has_pending_push_work(self) -> bool:
         """As vLLM's, but False for running stores unless KV events are published.

@@ -100,7 +100,7 @@ class FailedJob:
 
 @dataclass
 class ConnectorMetadata(OffloadingConnectorMetadata):
-    """Scheduler to workers. The last fields are set only when they change.
+    """Scheduler to workers. ``generation``, ``namespace`` and ``adapters`` are set only when they change.
 
     vLLM's handshake is no alternative: MultiConnector gives the first child's handshake to all children, but each child
     its own metadata.
@@ -110,11 +110,13 @@ class ConnectorMetadata(OffloadingConnectorMetadata):
             it computes anything in this step.
         namespace: where workers of this generation must register their memory.
         adapters: adapters that the workers must have read before the loads of this step.
+        starts_stores: the step computes nothing, so its stores start in it, not in the next one.
     """
 
     generation: int | None = None
     namespace: NamespaceSpec | None = None
     adapters: Sequence[LoRARequest] = ()
+    starts_stores: bool = False
 
 
 @dataclass
