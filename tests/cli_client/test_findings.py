@@ -121,9 +121,9 @@ def engine(**changes: float) -> Facts:
     return facts(engines={"http://engine:8000": EngineMetrics({**ENGINE.metrics, **named})})
 
 
-def with_disk(free_bytes: int | None = None, **changes: Any) -> Facts:
+def with_disk(free_bytes: int | None = None, skipped: int = 0, **changes: Any) -> Facts:
     disk = structs.replace(DISK, **changes)
-    tiers = TieringStats(write_mode="always")
+    tiers = TieringStats(write_mode="always", written_blocks=1000, not_written={"budget": skipped, "unlikely": 500})
     return facts(
         {"disks": [disk], "tiers": tiers},
         disks_free_bytes={"/mnt/nvme0": free_bytes} if free_bytes else {},
@@ -152,6 +152,7 @@ CASES: dict[str, Facts] = {
     ),
     "tier_late": space(misses={"tier_late": 500, "unknown": 3500}, found_keys={"pool": 4000, "disk": 2000}),
     "disk_writes": with_disk(written_bytes=600 * GIB),
+    "disk_write_limit": with_disk(skipped=500, written_bytes=600 * GIB, read_bytes=200 * GIB),
     "not_shared": facts(namespaces=[info(1), info(2, "llama", tokens_per_hash=64)]),
     "left_behind": facts(namespaces=[HALF, info(1, tokens_per_hash=64)]),
     "pool_too_small": facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}),
@@ -191,6 +192,14 @@ def test_of_two_findings_about_one_disk_it_is_said_which_comes_first() -> None:
     writes, space = find(small)
     assert (writes.check, space.check) == ("disk_writes", "disk_too_small")
     assert "First give it more space (see disk_too_small)" in writes.evidence
+
+
+def test_the_write_limit_is_raised_by_what_was_skipped_where_the_disks_are_read() -> None:
+    limited = {"written_bytes": 600 * GIB, "skipped": 500}
+    (found,) = find(with_disk(read_bytes=200 * GIB, **limited))
+    assert "25.0 % of the blocks" in found.evidence
+    assert found.fix.startswith('disk_write_per_day = "10800GiB"')  # half as much again as 600 GiB in two hours
+    assert [one.check for one in find(with_disk(read_bytes=GIB, **limited))] == ["disk_writes"]
 
 
 def test_a_quota_that_is_used_is_no_reason_for_a_larger_pool() -> None:

@@ -49,6 +49,8 @@ MOST_WRITTEN_PER_READ = 10.0
 """More bytes written per byte read are too many."""
 LATE_TIER_SHARE, ERROR_SHARE = 0.1, 0.01
 """Shares of late blocks in tiers, and of failed requests and jobs, that justify a warning."""
+LIMITED_SHARE = 0.1
+"""Share of the blocks for the disks that the daily write limit may exclude."""
 THRASH_SHARE = 0.2
 """Share of looked up keys that had been evicted."""
 LOOP_BLOCKED_S = 0.05
@@ -108,6 +110,7 @@ KINDS = {
     "disk_too_small": Kind("info", "Blocks are evicted before they are reused.", "{}" + _RESTART),
     "tier_late": Kind("warning", "Engines computed instead: tiers are slow or overloaded.", "{}" + _RESTART),
     "disk_writes": Kind("warning", "The drives wear out for little benefit.", "{}" + _RESTART),
+    "disk_write_limit": Kind("info", "What they held is recomputed.", "{}, if the SSDs are rated for it" + _RESTART),
     # Namespaces.
     "not_shared": Kind("warning", "Each engine computes blocks that the other has.", "kvoffd-cli namespaces diff {}"),
     "left_behind": Kind(
@@ -350,6 +353,22 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
         yield finding("disk_writes", evidence, 0.3, fix)
 
 
+def disk_write_limit(facts: Facts) -> Iterator[Finding]:
+    stats, tiers = facts.stats, facts.stats.tiers
+    written, read = (sum(getattr(one, f"{verb}_bytes") for one in stats.disks) for verb in ("written", "read"))
+    if tiers is None or not written or written >= MOST_WRITTEN_PER_READ * read:
+        return
+    skipped = tiers.not_written.get("budget", 0)
+    left = sum(tiers.not_written.values()) + tiers.written_blocks
+    if skipped >= FEWEST_ERRORS and skipped >= LIMITED_SHARE * left:
+        day_bytes = written * DAY_S / max(1.0, stats.uptime_seconds) * (tiers.written_blocks + skipped)
+        wanted = exact_size(round(day_bytes / max(1, tiers.written_blocks)) >> 20 << 20)
+        evidence = (
+            f"{percent(skipped, left)} of the blocks for the disks were skipped: the daily write limit was reached."
+        )
+        yield finding("disk_write_limit", evidence, _share(skipped, left), f'disk_write_per_day = "{wanted}"')
+
+
 # --- namespaces -------------------------------------------------------------------------------------
 
 
@@ -579,7 +598,7 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Fin
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     daemon_health, late_lookups, failures, blocked_loop, connected_clients, partial_blocks, memory,
-    disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, starving, engines,
+    disks, late_tiers, disk_writes, disk_write_limit, namespaces_apart, pool_size, lru_is_better, starving, engines,
 )  # fmt: skip
 
 
