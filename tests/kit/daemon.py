@@ -19,6 +19,7 @@ from typing import Self
 from kvoffd_proto.paths import SocketPaths
 
 from .closing import Starting
+from .forked_daemon import LAUNCHER, ForkedDaemon
 from .service_manager import LAUNCH_WITH_FDS, ServiceManager
 from .waiting import wait_until
 
@@ -26,11 +27,11 @@ START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 180.0
 """Longer than any machine of CI has kept a process from its CPU: kernels report 53 s and more for their own threads."""
 
-LAUNCHER = Path(__file__).with_name("launcher.py")
-
 
 class DaemonProcess(Starting):
     """``kvoffd serve`` in a short directory of its own. Start, kill, stop and start again as a test likes.
+
+    It is forked from a process that has imported kvoffd, unless what is asked for needs a start as users have it.
 
     Args:
         pool_size: of the daemon.
@@ -45,6 +46,7 @@ class DaemonProcess(Starting):
         program: its command line up to the subcommand; this Python's ``kvoffd`` where none is given.
         environ: variables of the daemon besides those of this process.
         pass_fds: descriptors that it inherits.
+        fork: False for a start as users have it, whatever is asked for.
         limits: what replaces constants of ``kvoffd.config.Limits``, by name.
         flags: settings, by name.
     """
@@ -63,6 +65,7 @@ class DaemonProcess(Starting):
         program: Sequence[str] = (),
         environ: dict[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        fork: bool = True,
         limits: dict[str, float] | None = None,
         **flags: str,
     ) -> None:
@@ -82,21 +85,16 @@ class DaemonProcess(Starting):
             "releases_slowly": str(releases_slowly_s or ""),
             "limits": limits or {},
         }
-        launch = {name: value for name, value in options.items() if value}
-        launcher = [str(LAUNCHER), json.dumps(launch)] if launch else ["-m", "kvoffd"]
-        self._command = [
-            *before,
-            *(program or [sys.executable, *launcher]),
-            "serve",
-            "--directory",
-            str(self.directory),
-        ]
+        self._options = {name: value for name, value in options.items() if value}
+        launcher = [str(LAUNCHER), json.dumps(self._options)] if self._options else ["-m", "kvoffd"]
+        self._command = [*before, *(program or [sys.executable, *launcher])]
+        self._fork = fork and not (before or program or environ or pass_fds or manager)
         if watchdog_s:
             self._environ = {**self._environ, "WATCHDOG_USEC": str(round(watchdog_s * 1e6))}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedDaemon | None = None
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> subprocess.Popen[bytes] | ForkedDaemon:
         assert self._process is not None, "the daemon was never started"
         return self._process
 
@@ -113,7 +111,9 @@ class DaemonProcess(Starting):
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def start(self, *, wait: bool = True) -> Self:
-        command = [*self._command, *(part for name, value in self.flags.items() for part in (f"--{name}", value))]
+        flags = [part for name, value in self.flags.items() for part in (f"--{name}", value)]
+        arguments = ["serve", "--directory", str(self.directory), *flags]
+        command = [*self._command, *arguments]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFD_")} | self._environ
         fds = self._pass_fds
         if self.manager is not None:
@@ -125,8 +125,12 @@ class DaemonProcess(Starting):
                 names = ":".join(name for name, _ in stored)
                 environ |= {"LISTEN_FDS": str(len(stored)), "LISTEN_FDNAMES": names}
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ, pass_fds=fds
+            self._process = (
+                ForkedDaemon(arguments, self._options, environ, log.fileno())
+                if self._fork
+                else subprocess.Popen(
+                    command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ, pass_fds=fds
+                )
             )
         if wait:
             self.wait_ready()

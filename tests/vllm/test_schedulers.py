@@ -22,7 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffd_client import NamespaceSpec
-from kvoffd_client.vllm import engine_namespace
+from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.compat import HAS_DEFECTS_OF_0_32
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
@@ -202,7 +202,7 @@ def test_a_request_that_resumes_under_the_second_runner_has_its_new_blocks_alone
     """
     config = make_config(model, {"directory": str(tmp_path)})
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr(engine_namespace, "PATIENCE_S", 0.0)  # no worker will report its memory
+    monkeypatch.setattr(EngineNamespace.pending, "__defaults__", (0.0,))  # no worker will report its memory
     scheduler, hasher = make_scheduler(config, 10)
     half = scheduler.connector.connector_scheduler
     known, ask = half._req_status, half.get_num_new_matched_tokens
