@@ -22,10 +22,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffd_client import NamespaceSpec
-from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.compat import HAS_DEFECTS_OF_0_32
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
+from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.clock import Clock
 from tests.vllm.scheduler_harness import SchedulerHarness
