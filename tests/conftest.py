@@ -29,6 +29,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 DOOR = ("daemon", "cli", "faults", "chaos", "sim")
 """Folders of the door suite; the real engines of ``tests/vllm``, marked ``engine``, are the rest of it."""
 
+VLLM = Path(__file__).parent / "vllm"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     require.required()  # a wrong name is an error before anything runs
@@ -37,9 +39,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-m engine`` the other files need not be read: to import all takes 20 seconds of a CPU."""
-    only_engines = config.option.markexpr.startswith("engine") and collection_path.name.startswith("test_")
-    return (only_engines and "mark.engine" not in collection_path.read_text()) or None
+    """What -m begins with need not be imported to be left out: vLLM alone takes 15 seconds of a CPU."""
+    if not collection_path.name.startswith("test_"):
+        return None
+    of_vllm = collection_path.parent == VLLM
+    match config.option.markexpr.split():
+        case "engine", *_:
+            return "mark.engine" not in collection_path.read_text() or None
+        case "vllm", *_:
+            return not of_vllm or None
+        case "not", "vllm", *_:
+            return of_vllm or None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,6 +64,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     if folder in DOOR or item.get_closest_marker("engine"):
         item.add_marker(pytest.mark.door)
+    if item.path.parent == VLLM:
+        item.add_marker(pytest.mark.vllm)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from tests.chaos.supervisor import Supervisor
 from tests.kit.amount import TIMES
 from tests.kit.daemon import DaemonProcess
 
-ROUNDS = 3 * TIMES
+ROUNDS = 2 * TIMES
 LONGEST_STEP_S = FENCE_TIMEOUT_S + 1.0
 """The bound that is promised. The aim is lower, but other processes use the machine; the figure is printed."""
 

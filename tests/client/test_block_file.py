@@ -18,9 +18,10 @@ from kvoffd_client import Block, BlockFile, BlockFileError, Geometry, checksum_o
 from kvoffd_client.block_file import BlockFileWriter
 from kvoffd_proto.admin import BlockInfo, PageSpec, ShardSpec
 from kvoffd_proto.messages import READY, GroupSpec, LayerSpec
+from tests.kit.amount import TIMES
 
 KEY_BYTES = 16
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=15 * TIMES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 
@@ -159,7 +160,7 @@ def test_the_safetensors_library_reads_every_layer(content: tuple[Geometry, list
         assert all(read.values()), "a tensor of nobody"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30 * TIMES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(contents(), st.data())
 def test_a_flipped_byte_is_found_or_means_nothing(content: tuple[Geometry, list[Block]], data: st.DataObject) -> None:
     geometry, blocks = content

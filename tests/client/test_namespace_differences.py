@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.namespace_differences import FIELDS, explain
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of vLLM and torch, at their import
-    from tests.kit.factors import FACTS, GROUP, other
+from tests.kit.factors import FACTS, GROUP, other
 
 DIGESTS = ("model_config", "weights", "hash_probe", "live_weights", "computation", "multimodal", "speculative")
 WHOLE = {**FACTS, "format": 2, **{name: f"{number:064x}" for number, name in enumerate(DIGESTS)}}

@@ -60,7 +60,7 @@ def test_ended_sessions_are_counted_by_reason() -> None:
 
 def test_ended_sessions_with_much_unread_at_both_ends() -> None:
     """The loop hears only once that the client died, and that may be before what it had sent was read."""
-    with DaemonProcess() as daemon, WireClient(daemon.directory) as client:
+    with DaemonProcess(fork=False) as daemon, WireClient(daemon.directory) as client:  # it is waited for as a child
         client.send_lifeline(attach_frame(1), [os.memfd_create("attached")])
         assert select.select([client.stream], [], [], 30.0)[0]  # the answer, which stays unread
         daemon.process.send_signal(signal.SIGSTOP)

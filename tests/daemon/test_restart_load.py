@@ -18,9 +18,9 @@ from tests.kit.checked import STEP, CheckedEngine, Truth
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 
-KILLS = int(os.environ.get("RESTART_KILLS", "3"))
+KILLS = int(os.environ.get("RESTART_KILLS", "2"))
 ENGINES = 2
-MOST_BATCHES = 40
+MOST_BATCHES = 24
 """Stores of one engine in one life; the pool holds those of several lives, so that nothing is evicted."""
 LIVES_IN_POOL = 4
 

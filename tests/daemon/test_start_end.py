@@ -60,7 +60,7 @@ def test_start_is_refused_before_the_pool_is_taken(tmp_path: Path) -> None:
     assert "absent" in refused("--directory", str(tmp_path), *store)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with closing(DaemonProcess(http_address=address)) as daemon:
+        with closing(DaemonProcess(fork=False, http_address=address)) as daemon:
             daemon.start(wait=False)
             assert daemon.process.wait(60) == 2
             assert f"The HTTP address {address} cannot be listened on" in daemon.log
@@ -138,7 +138,7 @@ def test_a_log_that_nobody_reads_keeps_no_client_waiting() -> None:
 
 
 def test_the_pool_takes_its_size_and_two_percent_more_at_most() -> None:
-    with DaemonProcess("256MiB") as daemon:
+    with DaemonProcess("256MiB", fork=False) as daemon:
         status = Path(f"/proc/{daemon.pid}/status").read_text()
         (shared_kib,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("RssShmem:")]
         assert 256 * 1024 <= shared_kib <= 256 * 1024 * 1.02
@@ -166,7 +166,7 @@ def test_systemd_learns_that_the_daemon_is_ready_lives_and_stops() -> None:
 
 
 def test_sigterm_removes_the_sockets_and_ends_with_success() -> None:
-    with DaemonProcess("1MiB") as daemon:
+    with DaemonProcess("1MiB", fork=False) as daemon:
         assert daemon.stop() == 0
         assert "ERROR" not in daemon.log
         assert daemon.log.rstrip().endswith("Stopped.")
@@ -193,7 +193,7 @@ def test_sigterm_waits_for_running_jobs() -> None:
 def test_sighup_ends_the_daemon_unless_nohup_started_it(ignored: bool) -> None:
     handler = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
-        daemon = DaemonProcess("1MiB").start()
+        daemon = DaemonProcess("1MiB", fork=False).start()
     finally:
         signal.signal(signal.SIGHUP, handler)
     with closing(daemon):

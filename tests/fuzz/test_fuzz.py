@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from kvoffd_proto import codec
 from tests.fuzz.corpus import seeds
 from tests.fuzz.decoders import DECODERS
+from tests.kit.amount import TIMES
 
-quick = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=40 * TIMES, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("name", DECODERS)

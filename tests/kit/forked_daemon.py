@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -31,6 +32,11 @@ class _Parent:
                 env={**os.environ, "PYTHONPATH": path},
                 pass_fds=[theirs.fileno()],
             )
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._requests.close()
+        self._process.wait()
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> int:
         """The process id of a new daemon."""

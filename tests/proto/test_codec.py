@@ -15,6 +15,7 @@ from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS, decode_completions, decode_reply, decode_request, encode, request_id_of
 from kvoffd_proto.events import EventBatch, decode_event_batch
+from tests.kit.amount import TIMES
 from tests.kit.cases import case
 from tests.kit.made_up_messages import instances
 
@@ -23,7 +24,7 @@ REPLIES = codec.REPLIES
 OTHERS = {m.Completions: decode_completions, EventBatch: decode_event_batch}
 
 
-quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=8 * TIMES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 a_request = st.sampled_from(REQUESTS).flatmap(instances)
 
 

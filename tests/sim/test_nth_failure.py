@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kit.amount import TIMES
 from tests.sim.clock import Injected
 from tests.sim.daemon import SimDaemon
 from tests.sim.network import Dealer, Line, Subscription
@@ -22,8 +23,8 @@ from tests.sim.transfer_engine import SimQueue
 from tests.sim.world import run
 
 SEED = 7
-MOST = 5
-"""Up to this number every failure is tried; of later ones fewer and fewer, some ten in all."""
+MOST = 2 if TIMES == 1 else 5
+"""Up to this number every failure is tried; of later ones fewer and fewer, some five or ten in all."""
 MANNERS = {"partial_store", "partial_load", "early_reuse", "beyond_credit", "invalidate", "reset"}
 """What happens besides: no faults, but all that changes what a store or load finds."""
 
@@ -83,5 +84,5 @@ def test_nth_failure_leaves_everything_in_order(operation: str) -> None:
         assert outcome.problem is None, f"{operation} fails at its {nth}. time: {outcome.problem}"
         if done[0] < nth:
             break
-        nth += 1 if nth < MOST else nth // 2
+        nth += 1 if nth < MOST else nth // 2 if TIMES > 1 else nth
     assert nth > 1, f"{operation} never happens in this run"

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from kvoffd.system.native import LIBRARY, Native, NotCompiled, native
 from kvoffd.transfer.engine import SlotChecksums, Transfer, host_copy, try_out
 from kvoffd.transfer.plan import Direction, Plan
+from tests.kit.amount import TIMES
 from tests.kit.copy_buffers import address_of, random_bytes
 
 STRIPE, BLOCK = 64, 1024  # of XXH3
@@ -105,7 +106,7 @@ def test_a_slot_of_any_length_has_the_checksum_of_the_library(library: Native) -
         assert buffers.pool.tobytes() == buffers.expected([(0, 5, length)])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60 * TIMES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_slots_are_filled_in_pieces_of_any_size(library: Native, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=4), "lengths")

@@ -15,6 +15,7 @@ from kvoffd.errors import BadGeometry, OutOfBounds
 from kvoffd.transfer.engine import Transfer, host_copy
 from kvoffd.transfer.plan import BlockCopy, Direction, GroupLayout, Plan, build_layouts, plan_blocks
 from kvoffd_proto.messages import PageRef, TensorLayout
+from tests.kit.amount import TIMES
 from tests.kit.cases import case
 from tests.kit.copy_buffers import address_of, random_bytes
 
@@ -117,7 +118,7 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(tensors, page_refs, blocks_per_key, ids, first_block, slots, chosen, end, keys * slot)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=120 * TIMES, deadline=None)
 @given(job=jobs(), direction=st.sampled_from(Direction))
 def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction) -> None:
     def run(how: str) -> tuple[bytes, bytes, int]:

@@ -17,6 +17,7 @@ from kvoffd.transfer.cuda.pinning import PinnedPool
 from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.plan import Direction, Outcome, Plan
 from kvoffd_proto.cuda import CudaError
+from tests.kit.amount import TIMES
 from tests.kit.copy_buffers import random_bytes
 from tests.kit.stub_cuda import StubCuda
 from tests.kit.waiting import wait_until
@@ -227,7 +228,7 @@ def test_pieces_of_any_size_at_any_distance_arrive_whole(machine: Machine) -> No
     machine.stub.fail("cuMemHostRegister_v2", 2, UNKNOWN)
     machine.pin()
     made: Counter[str] = Counter()
-    for seed in range(8):
+    for seed in range(4 * TIMES):
         chance, sizes, gaps = random.Random(seed), list[int](), list[int]()
         machine.stub.set("seed", seed)
         while sum(sizes) + sum(gaps) < 3 * POOL // 8:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler
@@ -16,16 +15,13 @@ from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
 from kvoffd_client.cli import main
 from kvoffd_client.cli.doctor import read_engine, swapped_bytes
 from kvoffd_client.testing import EngineResult, FakeEngine
+from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.closing import ServerThread, ThreadsServer
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
+from tests.kit.factors import FACTS, GROUP
 from tests.kit.waiting import wait_until
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of vLLM and torch, at their import
-    from kvoffd_client.vllm.fingerprint import namespace_of
-    from tests.kit.factors import FACTS, GROUP
 
 LAYERS, PAGE_BYTES, TOKENS = 2, 4096, 64
 BLOCK_BYTES = LAYERS * PAGE_BYTES
