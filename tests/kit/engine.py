@@ -37,6 +37,8 @@ ENGINE_ENVIRON = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    # Two wait for each other by spinning: a tiny model takes half the time and a third of the CPU with one.
+    "OMP_NUM_THREADS": "1",
 }
 _NEW = multiprocessing.get_context("spawn")
 
@@ -79,8 +81,7 @@ class EngineProcess(Starting):
     default the environment says whether it has.
 
     With ``fork`` it is forked from a process that has imported vLLM, as its core and workers are from it, and is there
-    in seconds; without, it is a new process and vLLM starts them as it does for users, by spawning them on CPU. A
-    forked worker computes with as many threads as there are CPUs, a spawned one with as many as vLLM says.
+    in seconds; without, it is a new process and vLLM starts them as it does for users, by spawning them on CPU.
 
     The connector has its defaults, unless it is ``patient``: then it waits long for the daemon and loads what is there.
     That is for tests of something else than waiting and loading, on a machine busy with other tests: a late answer is
@@ -130,7 +131,7 @@ class EngineProcess(Starting):
         self._environ = {
             **os.environ,
             **ENGINE_ENVIRON,
-            **({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"} if tensor_parallel > 1 else {}),
+            **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if tensor_parallel > 1 else {}),
             **(environ or {}),
         }
         self._v2 = runner_v2.wanted() if v2 is None else v2

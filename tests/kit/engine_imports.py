@@ -11,6 +11,7 @@ for descriptor in (1, 2):
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 # What else the sampler would compile when an engine is first asked for log probabilities, for seconds.
 os.environ["TORCH_COMPILE_DISABLE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # as in ENGINE_ENVIRON; torch reads it at its import
 
 import vllm.entrypoints.llm  # noqa: E402
 import vllm.model_executor.models.llama  # noqa: E402

@@ -78,8 +78,8 @@ def test_hanging_copies_hold_nothing_beyond_its_deadline() -> None:
     others = [kind for kind in KINDS if kind != "copy_hang"]
     hung = 0
     longest_lookup_s = longest_job_s = 0.0
-    for seed in range(2 + 2 * TIMES):
-        scenario = Scenario(seed, duration_s=10.0, max_requests=80, check_every=64, swarm=False).but(*others)
+    for seed in range(4 + TIMES):
+        scenario = Scenario(seed, duration_s=14.0, max_requests=140, check_every=64, swarm=False).but(*others)
         outcome = run(scenario)
         assert outcome.problem is None
         hung += outcome.counts["copy_hang"]

@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.plan import Direction, Outcome, Plan
 from kvoffd_proto.cuda import CudaError
 from tests.kit.amount import TIMES
-from tests.kit.copy_buffers import random_bytes
+from tests.kit.copy_buffers import Bytes, random_bytes
 from tests.kit.stub_cuda import StubCuda
 from tests.kit.waiting import wait_until
 
@@ -26,6 +27,12 @@ KIB = 1 << 10
 POOL = 5 * STEP_BYTES
 UNKNOWN = 999  # an error after which the driver goes on
 SIZES = [1, 511, 4 * KIB, 16 * KIB - 8, 64 * KIB, 256 * KIB - 1, 256 * KIB, 300 * KIB, STEP_BYTES + 12345]
+
+
+@cache
+def source() -> Bytes:
+    """What is copied. Made once: it takes as long as a test."""
+    return random_bytes(POOL, 5)
 
 
 class Machine:
@@ -90,7 +97,7 @@ class Job:
         columns = [offset + np.uint64(base) for offset, base in zip(offsets, bases, strict=True)]
         self.plan = Plan(columns[0], columns[1], np.array(sizes, dtype=np.uint64), sum(sizes))
         self.expected_to = np.zeros(POOL, dtype=np.uint8)
-        self.source = random_bytes(POOL, 5)
+        self.source = source()
         for to, begin, size in zip(offsets[0].tolist(), offsets[1].tolist(), sizes, strict=True):
             self.expected_to[to : to + size] = self.source[begin : begin + size]
         self._to, self._from = views
