@@ -206,7 +206,12 @@ LEADS: dict[str, tuple[Callable[[], list[list[int]]], list[int], float]] = {
 """Requests, sizes of pools in blocks, and how many points of hit ratio the policy is ahead of an LRU, at least."""
 
 
-@pytest.mark.parametrize("load", LEADS)
+LONG = "a pool that has just become full"  # as long as the others together
+
+
+@pytest.mark.parametrize(
+    "load", [*(load for load in LEADS if load != LONG), pytest.param(LONG, marks=pytest.mark.nightly)]
+)
 def test_it_learns_what_comes_back(load: str) -> None:
     requests, pools, lead = LEADS[load]
     trace = trace_of(requests())
