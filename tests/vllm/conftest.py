@@ -45,18 +45,24 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Engines come last: other tests run while a process imports vLLM, from which engines are forked.
 
-    Of those the ones come last that need the server, which starts beside tests of engines of their own.
+    Of those the ones come last that need the server, which starts beside tests of engines of their own. Side by side
+    (--dist loadgroup) one process runs all that need it, since it takes 40 seconds of a CPU to start.
     """
     items.sort(key=rank)
+    for item in items:
+        if of_engine(item) and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("server" if rank(item) > 1 else item.path.stem))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly:
         engines = {item.path.stem for item in session.items if of_engine(item)}
-        for v2 in {stem.endswith("_v2") or runner_v2.wanted() for stem in engines}:
+        wanted = {stem.endswith("_v2") or runner_v2.wanted() for stem in engines}
+        # One of several processes has the few tests of the second runner, and imports vLLM for them when they come.
+        for v2 in {False} if len(wanted) > 1 and hasattr(session.config, "workerinput") else wanted:
             import_vllm(v2=v2)
 
 
