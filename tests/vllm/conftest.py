@@ -45,7 +45,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Engines come last: other tests run while a process imports vLLM, from which engines are forked.
 
     Of those the ones come last that need the server, which starts beside tests of engines of their own. Side by side
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     items.sort(key=rank)
     for item in items:
-        if of_engine(item) and config.pluginmanager.hasplugin("xdist"):
+        if of_engine(item):
             item.add_marker(pytest.mark.xdist_group("server" if rank(item) > 1 else item.path.stem))
 
 
