@@ -25,16 +25,15 @@ class _Parent:
         self._lock = threading.Lock()
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            path = os.pathsep.join([str(LAUNCHER.parents[2]), *filter(None, sys.path)])
             self._process = subprocess.Popen(
                 [sys.executable, str(LAUNCHER), "forks", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
                 pass_fds=[theirs.fileno()],
             )
         atexit.register(self._end)
 
     def _end(self) -> None:
+        self._requests.shutdown(socket.SHUT_RDWR)  # also where a process that was forked from this one has it too
         self._requests.close()
         self._process.wait()
 
