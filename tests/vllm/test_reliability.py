@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,14 +11,11 @@ import pytest
 
 from kvoffd.config import SETTINGS, Config, Limits
 from kvoffd_client import ClientOptions
+from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_proto.units import parse_duration
 from tests.sim.planted import PLANTED
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of vLLM and torch, at their import
-    from kvoffd_client.vllm.config import ConnectorOptions
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "RELIABILITY.md").read_text()
 UNIT = (ROOT / "deploy" / "systemd" / "kvoffd.service").read_text()
 DOOR = ("daemon", "cli", "faults", "chaos", "vllm")
