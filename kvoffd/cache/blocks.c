@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 /* Of everything that C and Python share: system/native.py has it too, and refuses another one. */
-const uint32_t kvoffd_version = 10;
+const uint32_t kvoffd_version = 11;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
@@ -150,6 +150,48 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
     }
 }
 
+static void append(const struct blocks *x, struct block_list *list, uint32_t block)
+{
+    x->older[block] = list->newest;
+    x->newer[block] = NONE;
+    *(list->newest == NONE ? &list->oldest : &x->newer[list->newest]) = block;
+    list->newest = block;
+}
+
+static void take_out(const struct blocks *x, struct block_list *list, uint32_t block)
+{
+    uint32_t older = x->older[block], newer = x->newer[block];
+
+    *(older == NONE ? &list->oldest : &x->newer[older]) = newer;
+    *(newer == NONE ? &list->newest : &x->older[newer]) = older;
+}
+
+/* Puts blocks of a group, which are in the index, into its list. */
+void kvoffd_blocks_append(const struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++)
+        append(x, g->list, blocks[i]);
+}
+
+/* Finds up to `count` of the oldest blocks of a group, among as many as `seen` of them; if `loose`, READY ones that nothing
+ * pins, and the others become its newest: they are in use. Returns how many. */
+uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uint64_t count, uint64_t seen, uint32_t loose)
+{
+    uint32_t next = g->list->oldest, last = g->list->newest, found = 0, block = NONE;
+
+    while (block != last && found < count && seen--) {
+        block = next;
+        next = x->newer[block];
+        if (!loose || (x->state[block] == READY && !x->pins[block])) {
+            x->numbers[found++] = block;
+        } else if (block != last) {
+            take_out(x, g->list, block);
+            append(x, g->list, block);
+        }
+    }
+    return found;
+}
+
 /* Makes blocks of free slots, [count][ranks], for keys none of which is there: their records name the namespace and its
  * group, and all their shards are still to be written. Returns how many: fewer where a key is there. */
 static uint64_t enter(struct blocks *x, const struct block_group *g, const uint32_t *slots, uint64_t count,
@@ -178,6 +220,7 @@ static uint64_t enter(struct blocks *x, const struct block_group *g, const uint3
         }
         x->missing[of_block[0]] = g->ranks;
         x->pages[of_block[0]] = g->pages;
+        append(x, g->list, of_block[0]);
         *new_place(&x->index, hashed) = entry_of(hashed, of_block[0]);
     }
     return count;
@@ -348,9 +391,10 @@ static void note(const struct blocks *x, uint64_t hashed, uint64_t reason)
     x->misses[hashed & (MISSES - 1)] = (hashed & ~REASON) | reason;
 }
 
-/* Takes blocks out of the index, and finds their keys. They are DROPPED then, no successor brings them back, and those that
+/* Takes blocks of a group out of the index, and finds their keys. They are DROPPED then, no successor brings them back, and those that
  * nothing holds are ended. Notes why they left where there is a reason. Returns how many: fewer where one is not there. */
-uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t reason)
+uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count,
+                            uint64_t reason)
 {
     uint8_t *keys = x->bytes;
 
@@ -358,13 +402,14 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t c
     for (uint64_t i = 0; i < count; i++) {
         uint32_t block = blocks[i], at = block;
         const uint8_t *key = key_of(x, block);
-        uint64_t key_bytes = record_of(x, block)[KEY_BYTES], hashed = hash(x, x->group[block], key, key_bytes);
-        uint64_t *entry = find(x, hashed, x->group[block], key, key_bytes);
+        uint64_t hashed = hash(x, g->number, key, g->key_bytes);
+        uint64_t *entry = find(x, hashed, g->number, key, g->key_bytes);
         if (!*entry || slot_of(*entry) != block)
             return i;
         remove_at(&x->index, entry);
-        memcpy(keys, key, key_bytes);
-        keys += key_bytes;
+        take_out(x, g->list, block);
+        memcpy(keys, key, g->key_bytes);
+        keys += g->key_bytes;
         if (reason)
             note(x, hashed, reason);
         x->state[block] = DROPPED;
@@ -384,7 +429,7 @@ uint64_t kvoffd_blocks_replace(struct blocks *x, const struct block_group *g, co
 {
     const struct released *released = (struct released *)x->counts;
 
-    if (kvoffd_blocks_drop(x, blocks, count, reason) < count)
+    if (kvoffd_blocks_drop(x, g, blocks, count, reason) < count)
         return 0;
     if (released->slots < count * g->ranks || released->corrupt)
         return 0;

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import READY, BlockIds, BlockTable
-from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group, Policy
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
 
@@ -44,12 +42,6 @@ class Victims:
     ) -> None:
         self._slots, self._blocks, self._policy, self._groups = slots, blocks, policy, groups
         self._waiting = waiting
-        self._oldest: dict[Namespace, deque[tuple[int, int]]] = {}
-        """Of namespaces with a quota: blocks that were there at some time and their generations, the oldest first."""
-
-    def forget(self, namespace: Namespace) -> None:
-        """Its blocks are gone."""
-        self._oldest.pop(namespace, None)
 
     def are_left(self, ready_bytes: int) -> bool:
         """Whether any of the READY blocks, of so many bytes, may go."""
@@ -156,42 +148,23 @@ class Victims:
                 return np.unique(firsts)
         return _NOTHING
 
-    def of_namespace(
-        self, namespace: Namespace, groups: Sequence[int], nbytes: int, most: int, below: float
-    ) -> BlockIds:
+    def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float) -> BlockIds:
         """Blocks of a namespace's groups of about so many bytes, and at most so many: the next ones in the policy's
         order or, where those of many others come before them, the ones that were stored first."""
-        blocks = self._blocks
-        victims: dict[int, None] = {}
-        passed = 0
+        blocks, numbers = self._blocks, [group.number for group in groups]
+        victims, passed = _NOTHING, 0
         for batch in self._policy.candidates(below):
-            loose = np.isin(blocks.group[batch], groups) & (blocks.pins[batch] == 0)
-            for block in batch[loose].tolist():
-                if nbytes <= 0 or len(victims) >= most:
-                    break
-                victims[block] = None
-                nbytes -= int(blocks.pages[block]) * PAGE_BYTES
-            passed += len(batch) - int(loose.sum())
-            if nbytes <= 0 or len(victims) >= most or passed >= MAX_PASSED:
+            own = batch[np.isin(blocks.group[batch], numbers) & (blocks.pins[batch] == 0)]
+            victims, passed = np.concatenate([victims, own]), passed + len(batch) - len(own)
+            if passed >= MAX_PASSED or len(victims) >= most or self._bytes_of(victims) >= nbytes:
                 break
-        oldest = self._oldest.get(namespace) or deque()
-        refilled = passed < MAX_PASSED
-        while nbytes > 0 and len(victims) < most and (oldest or not refilled):
-            if not oldest:
-                oldest, refilled = self._by_age(groups), True
-                self._oldest[namespace] = oldest
-                continue
-            block, generation = oldest.popleft()
-            if blocks.records["generation"][block] != generation or blocks.state[block] != READY:
-                continue
-            if blocks.group[block] in groups and not blocks.pins[block] and block not in victims:
-                victims[block] = None
-                nbytes -= int(blocks.pages[block]) * PAGE_BYTES
-        return np.array(list(victims), np.uint32)
+        if passed >= MAX_PASSED and self._bytes_of(victims) < nbytes:
+            each = [blocks.oldest(one, min(most, -(-nbytes // one.block_bytes)), loose=True) for one in groups]
+            stored = np.concatenate(each)
+            stored = stored[np.argsort(blocks.records["generation"][stored])]
+            victims = np.concatenate([victims, stored[~np.isin(stored, victims)]])
+        enough = np.searchsorted(np.cumsum(blocks.pages[victims]) * PAGE_BYTES, nbytes)
+        return victims[: min(most, int(enough) + 1)]
 
-    def _by_age(self, groups: Sequence[int]) -> deque[tuple[int, int]]:
-        """The READY blocks of groups with their generations, the one that was stored first first."""
-        found = np.flatnonzero(np.isin(self._blocks.group, groups) & (self._blocks.state == READY))
-        generations = self._blocks.records["generation"][found]
-        order = np.argsort(generations)
-        return deque(zip(found[order].tolist(), generations[order].tolist(), strict=True))
+    def _bytes_of(self, blocks: BlockIds) -> int:
+        return int(self._blocks.pages[blocks].sum()) * PAGE_BYTES

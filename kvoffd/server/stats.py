@@ -131,7 +131,7 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
             role=one.role,
             age_seconds=now - one.opened_at,
             idle_seconds=now - one.last_request_at,
-            leases=cache.leases_of(one.id).leases,
+            leases=len(cache.leases_of(one.id).leases),
             jobs=len(one.jobs),
             registrations=len(one.registrations),
             registered_bytes=sum(size for each in one.registrations.values() for _, size in each.memory.spans),

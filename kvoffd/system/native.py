@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 10
+VERSION = 11
 """Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
 changes: an old library would read wrong memory."""
 
@@ -80,7 +80,9 @@ class Native:
                 "blocks_publish", ctypes.c_uint32, address, address, *some, address, number, address
             )
             self.blocks_set_checksum = with_gil("blocks_set_checksum", None, address, number, number)
-            self.blocks_drop = with_gil("blocks_drop", count, address, *some, number)
+            self.blocks_append = with_gil("blocks_append", None, address, text, *some)
+            self.blocks_oldest = with_gil("blocks_oldest", count, address, text, number, number, number)
+            self.blocks_drop = with_gil("blocks_drop", count, address, text, *some, number)
             self.blocks_replace = with_gil("blocks_replace", count, address, text, *some, text, number)
             self.blocks_alike = with_gil("blocks_alike", ctypes.c_uint32, address, *some, number)
             self.blocks_release = with_gil("blocks_release", None, address, *some)

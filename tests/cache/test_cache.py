@@ -161,13 +161,15 @@ def test_a_successor_does_not_find_what_was_reset_and_not_freed_yet() -> None:
 
 def test_many_resets_are_written_down_once_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = CacheRig(64, 8)
-    spaces, saves = [rig.open(str(number)) for number in range(5)], list[NamespaceSnapshot]()
-    monkeypatch.setattr(rig.table, "save_namespaces", lambda snapshot: saves.append(snapshot) or True)
+    spaces, saves = [rig.open(str(number)) for number in range(5)], list[object]()
+    save = rig.table.save_namespaces
+    monkeypatch.setattr(rig.table, "save_namespaces", lambda snapshot: saves.append(snapshot) or save(snapshot))
     with rig.cache.saving_once():
         for space in spaces:
             rig.cache.reset(space, generation=3)
         assert not saves
-    (snapshot,) = saves
+    assert len(saves) == 1
+    snapshot = rig.successor()[0].cache.table.load_namespaces(NamespaceSnapshot)
     assert [(one.number, one.generation) for one in snapshot.namespaces] == [(space.number, 3) for space in spaces]
     with rig.cache.saving_once():
         pass
@@ -276,7 +278,7 @@ def test_requests_are_reported_once_and_a_benchs_never() -> None:
 
 
 def test_what_was_not_compared_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.cache.cache.SWEPT_AT_ONCE", 5)
+    monkeypatch.setattr("kvoffd.cache.cache.LOOKED_AT_ONCE", 5)
     rig = CacheRig(16, 4)
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(7)))

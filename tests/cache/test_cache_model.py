@@ -473,6 +473,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.spaces[space] = self.rig.open(f"n{space}", *NAMESPACES[space])
         self.loaded[self.spaces[space]], self.unused[space] = [0, 0], 0
 
+    @rule(slots=st.integers(1, 8), leases=st.integers(1, 4))
+    def steps_are_small(self, slots: int, leases: int) -> None:
+        self.cache.swept_at_once, self.cache.ended_at_once = slots, leases
+
     @rule()
     def background(self) -> None:
         self.cache.background()
@@ -600,6 +604,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.unpin(blocks)
         for session in (1, 2, 3):
             self.cache.end_session(session)
+        while self.cache.background():
+            pass
         assert not self.cache.blocks.pinned_bytes
         for namespace in self.spaces:
             self.cache.reset(namespace)
