@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -69,47 +69,51 @@ class Victims:
         then what is evicted too early in it is outweighed by what stays too long elsewhere. So the sizes share the pool
         by age of use, none starves, and one slot of an odd size does not cost a region of blocks in use.
         """
-        blocks = self._blocks
+        blocks, slots = self._blocks, self._slots
         wanted = {size: count * group.sizes.count(size) for size in group.sizes}
-        chosen: list[int] = []
-        passed: list[BlockIds] = []
-        pinned: list[BlockIds] = []
-        passed_pages = patience = 0
+        chosen, pinned = [_NOTHING], [_NOTHING]
+        passed, passed_pages, patience = _NOTHING, 0, 0
+
+        def take_region() -> bool:
+            """Choose the coldest region's blocks; False where none may go."""
+            nonlocal passed, passed_pages
+            region, its_blocks = self._coldest_region(passed)
+            if its_blocks.size:
+                chosen.append(its_blocks)
+                passed = passed[~np.isin(passed, its_blocks)]
+                passed_pages = int(blocks.pages[passed].sum())
+                size = max(wanted, key=wanted.__getitem__)
+                wanted[size] -= slots.slots_in(region, size)
+            return bool(its_blocks.size)
+
         for batch in self._policy.candidates(below):
-            if (blocks.pins[batch] != 0).any():
-                pinned.append(batch[blocks.pins[batch] != 0])
-                batch = batch[blocks.pins[batch] == 0]
-            batch = self._written_first(batch)
-            while batch.size:
-                numbers = blocks.group[batch]
-                useful = self._has_slot_of(numbers, {size for size, lacking in wanted.items() if lacking > 0})
+            pins = blocks.pins[batch] != 0
+            pinned.append(batch[pins])
+            batch = self._written_first(batch[~pins])
+            while batch.size and wanted:
+                gives = self._slots_of(batch, list(wanted))
+                useful = gives.any(axis=0)
                 if not patience and not useful.all():
-                    region = int(batch[~useful][0]) // self._slots.slots_per_region
-                    held = len(self._slots.neighbours(region))
-                    patience = held * int(self._slots.slot_bytes[region]) // PAGE_BYTES
+                    region = int(batch[~useful][0]) // slots.slots_per_region
+                    patience = len(slots.neighbours(region)) * int(slots.slot_bytes[region]) // PAGE_BYTES
                 so_far = passed_pages + np.cumsum(np.where(useful, 0, blocks.pages[batch]))
-                end = int(np.searchsorted(so_far, patience)) + 1 if patience else len(batch)
-                for place in np.flatnonzero(useful[:end]).tolist():
-                    its_sizes = self._groups[int(numbers[place])].sizes
-                    if not any(wanted.get(size, 0) > 0 for size in its_sizes):
-                        end = place  # there are enough of its size now: what follows is looked at anew
-                        break
-                    chosen.append(int(batch[place]))
-                    for size in its_sizes:
-                        if size in wanted:
-                            wanted[size] -= 1
-                    if max(wanted.values()) <= 0:
-                        return self._picked(chosen, pinned)
-                passed.append(batch[:end][~useful[:end]])
-                passed_pages = int(so_far[min(end, len(batch)) - 1])
+                end = min(len(batch), int(np.searchsorted(so_far, patience)) + 1) if patience else len(batch)
+                given = gives[:, :end].cumsum(axis=1)
+                for its, lacking in zip(given, wanted.values(), strict=True):  # what follows is looked at anew
+                    end = min(end, int(np.searchsorted(its, lacking)) + 1)
+                chosen.append(batch[:end][useful[:end]])
+                passed, passed_pages = np.concatenate([passed, batch[:end][~useful[:end]]]), int(so_far[end - 1])
+                for size, its in zip(wanted, given, strict=True):
+                    wanted[size] -= int(its[end - 1])
                 batch = batch[end:]
-                if patience and passed_pages >= patience:
-                    if (region_blocks := self._coldest_region(np.concatenate(passed))).size:
-                        return np.union1d(self._picked(chosen, pinned), region_blocks)
+                if patience and passed_pages >= patience and max(wanted.values()) > 0 and not take_region():
                     patience = 2 * passed_pages
-        if passed_pages and (region_blocks := self._coldest_region(np.concatenate(passed))).size:
-            return np.union1d(self._picked(chosen, pinned), region_blocks)
-        return self._picked(chosen, pinned)
+                wanted = {size: lacking for size, lacking in wanted.items() if lacking > 0}
+            if not wanted:
+                break
+        if wanted and passed_pages:
+            take_region()
+        return self._picked(np.concatenate(chosen), np.concatenate(pinned))
 
     def _written_first(self, blocks: BlockIds) -> BlockIds:
         """The same blocks, those that wait to be written last; the order is otherwise the same."""
@@ -117,26 +121,25 @@ class Victims:
             return blocks
         return np.concatenate([blocks[~waiting], blocks[waiting]])
 
-    def _has_slot_of(self, groups: npt.NDArray[np.uint32], sizes: Set[int]) -> npt.NDArray[np.bool_]:
-        """Whether a block of each group has a slot of one of these sizes."""
-        if (groups == groups[0]).all():
-            return np.full(len(groups), not sizes.isdisjoint(self._groups[int(groups[0])].sizes))
-        fitting = [number for number in np.unique(groups).tolist() if not sizes.isdisjoint(self._groups[number].sizes)]
-        return np.isin(groups, fitting)
+    def _slots_of(self, blocks: BlockIds, sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+        """[sizes, blocks] how many slots of each size each block has."""
+        numbers, place = np.unique(self._blocks.group[blocks], return_inverse=True)
+        groups = [self._groups[number].sizes for number in numbers.tolist()]
+        return np.array([[of_group.count(size) for of_group in groups] for size in sizes])[:, place]
 
-    def _picked(self, chosen: Sequence[int], pinned: Sequence[BlockIds]) -> BlockIds:
-        if chosen and sum(map(len, pinned)) > MAX_SKIPPED_PINNED:  # to pass them each time takes long
-            skipped = np.concatenate(pinned)
-            numbers = self._blocks.group[skipped]
+    def _picked(self, chosen: BlockIds, pinned: BlockIds) -> BlockIds:
+        if chosen.size and len(pinned) > MAX_SKIPPED_PINNED:  # to pass them each time takes long
+            numbers = self._blocks.group[pinned]
             for number in np.unique(numbers).tolist():
-                group, alike = self._groups[number], skipped[numbers == number]
+                group, alike = self._groups[number], pinned[numbers == number]
                 names = self._blocks.keys(alike, group.key_bytes)
                 self._policy.remove(group, alike, names)
                 self._policy.insert(group, alike, names)
-        return np.array(chosen, np.uint32)
+        return np.unique(chosen)
 
-    def _coldest_region(self, passed: BlockIds) -> BlockIds:
-        """All blocks of the region of which most was passed over, if all may go; of the oldest ones' regions."""
+    def _coldest_region(self, passed: BlockIds) -> tuple[int, BlockIds]:
+        """The region of which most was passed over, if all of its blocks may go, and these; of the oldest ones'
+        regions."""
         blocks, slots = self._blocks, self._slots
         regions = blocks.all_slots(passed) // slots.slots_per_region
         found, first, counts = np.unique(regions, return_index=True, return_counts=True)
@@ -145,8 +148,8 @@ class Victims:
         for _, region in sorted(held, reverse=True):
             firsts = blocks.first_slots(slots.neighbours(region))
             if (blocks.state[firsts] == READY).all() and not blocks.pins[firsts].any():
-                return np.unique(firsts)
-        return _NOTHING
+                return region, np.unique(firsts)
+        return 0, _NOTHING
 
     def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float) -> BlockIds:
         """Blocks of a namespace's groups of about so many bytes, and at most so many: the next ones in the policy's

@@ -61,6 +61,9 @@ class Native:
             self.host_copy = without_gil("host_copy", count, *columns, *columns, address)
             self.digests = without_gil("digests", None, *columns)
             self.gpu_copy = without_gil("gpu_copy", None, address, address)
+            self.plan_blocks = without_gil(
+                "plan_blocks", None, address, number, number, number, text, number, text, number, text, address
+            )
             self.receive = without_gil("receive", ctypes.c_int64, *(number,) * 3, *(number,) * 2, *columns)
             self.reader_work = without_gil("reader_work", ctypes.c_int, address)
             self.disk_enter = without_gil("disk_enter", count, address, *some, address)
@@ -90,9 +93,6 @@ class Native:
             self.blocks_unpin = with_gil("blocks_unpin", count, address, *some)
             self.blocks_keys = with_gil("blocks_keys", None, address, *some, number)
             self.blocks_plan = with_gil("blocks_plan", count, address, *keys, number, address)
-            self.plan_blocks = with_gil(
-                "plan_blocks", None, address, number, number, number, text, number, text, number, text, address
-            )
             self.slots_take = with_gil("slots_take", count, address, number, number, number, address, number)
             self.slots_free = with_gil("slots_free", ctypes.c_int, address, *some)
             self.reader_open = with_gil("reader_open", address, number, number)

@@ -93,7 +93,7 @@ class Daemon:
         self.service = make_service(config, self.pool, None, engine, host, State(NoStateFile()))
         self.cache = self.service.cache
         self.turns = Turns()
-        self._next_key = self._next_job = 0
+        self._next_key = 0
 
     def _copy(self, transfer: Transfer) -> None:
         if transfer.checksums is not None:
@@ -154,11 +154,11 @@ class Daemon:
         return keys_of(self._next_key - count, count)
 
     def store(self, worker: Session, keys: bytes) -> None:
-        """Store keys in one message."""
-        self._next_job += 1
+        """Store keys, in as many messages as a client takes."""
         ids = np.arange(len(keys) // KEY_BYTES, dtype="<i4").tobytes()
-        job = Job(self._next_job, [GroupTransfer(0, keys, ids)])
-        self.ask(worker, submit_of(1, b"r" * 16, KEY_BYTES, [job], 1 << 40))
+        job, most = Job(1, [GroupTransfer(0, keys, ids)]), self.service.config.limits.max_keys_per_submit
+        for part in job.parts(job.checked_size(1, KEY_BYTES), KEY_BYTES, 1, (most, 1 << 20), 1):
+            self.ask(worker, submit_of(1, b"r" * 16, KEY_BYTES, [part], 1 << 40))
 
     def fill(self, worker: Session, nbytes: int | None = None) -> int:
         """Store blocks of these bytes, or until one is lost. Returns the number of the first."""
@@ -312,7 +312,7 @@ def two_sizes(pool_bytes: int) -> Result:
 
 
 def large_store(pool_bytes: int) -> Result:
-    """A store of 8,192 blocks in one message, in a full pool."""
+    """A store of 8,192 blocks in a full pool."""
     daemon = Daemon(pool_bytes)
     worker = daemon.session(m.Role.WORKER, name_of(0))
     daemon.fill(worker)
