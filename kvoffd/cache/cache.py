@@ -20,7 +20,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress, takewhile
+from itertools import compress, repeat, takewhile
 from math import inf
 
 import numpy as np
@@ -88,7 +88,7 @@ RECOVERED_AT_ONCE = 4096
 """Recovered blocks of which those of one group are entered together: about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
-_REASONS = list(MissReason)
+_REASONS, _KEY_STATES = list(MissReason), {int(state): state for state in KeyState}
 _LACKING = bytes([Verdict.LACKING])
 
 
@@ -1160,19 +1160,24 @@ class Cache:
 
     # --- facts ----------------------------------------------------------------------------------
 
-    def block(self, block: int) -> BlockInfo:
-        """What there is to say of a block that has slots."""
-        group = self._of_block(block)
-        slots = self.blocks.slots(np.array([block], np.uint32), len(group.sizes))[0]
+    def describe(self, blocks: BlockIds) -> list[BlockInfo]:
+        """What there is to say of blocks of one group that have slots."""
+        if not blocks.size:
+            return []
+        group = self._of_block(int(blocks[0]))
+        slots = self.blocks.slots(blocks, len(group.sizes))
         written = self.blocks.shard[slots] & SHARD_STATE == WRITTEN
         records = self.table.records[slots]
-        return BlockInfo(
-            self.blocks.keys(slots[:1], group.key_bytes),
-            KeyState(self.blocks.state[block]),
-            group.block_bytes,
-            int(self.blocks.pins[block]),
-            int(records["first_block"][written].max(initial=0)),
-            np.where(written, records["checksum"], 0).astype(">u8").tobytes(),
+        return list(
+            map(
+                BlockInfo,
+                self.blocks.split_keys(blocks, group.key_bytes),
+                map(_KEY_STATES.__getitem__, self.blocks.state[blocks].tolist()),
+                repeat(group.block_bytes),
+                self.blocks.pins[blocks].tolist(),
+                np.where(written, records["first_block"], 0).max(axis=1).tolist(),
+                [row.tobytes() for row in np.where(written, records["checksum"], 0).astype(">u8")],
+            )
         )
 
     def page(
@@ -1180,23 +1185,30 @@ class Cache:
     ) -> tuple[BlockIds, int]:
         """Some of a group's blocks whose keys begin with these hex digits, and the position behind them; 0 at the end.
 
-        ``places`` slots are looked into from ``position`` on, 0 at first. A block that is there from the first page to
-        the last is on exactly one.
+        About ``places`` slots are looked into from ``position`` on, 0 at first. A block that is there from the first
+        page to the last is on exactly one.
         """
-        known, begin, end = self.group(namespace, group), position, min(position + places, len(self.blocks.state))
-        if begin >= end:
-            return _NOTHING, 0
+        known, slots, seen = self.group(namespace, group), self.slots, list[SlotIds]()
         if len(prefix) == 2 * namespace.key_bytes:
             states, blocks = self.blocks.find(known.number, bytes.fromhex(prefix), namespace.key_bytes)
             return blocks[np.frombuffer(states, np.uint8) != FREE], 0
-        there = (self.blocks.group[begin:end] == known.number) & np.isin(self.blocks.state[begin:end], (WRITING, READY))
-        blocks = (np.flatnonzero(there) + begin).astype(np.uint32)
+        end = len(self.blocks.state)
+        while position < end and places > 0:
+            region, first = position // slots.slots_per_region, position % slots.slots_per_region
+            size = int(slots.slot_bytes[region])
+            seen.append(np.arange(first, slots.slots_in(region, size) if size else 0, dtype=np.uint32))
+            seen[-1] += region * slots.slots_per_region
+            places -= len(seen[-1])
+            position = (region + 1) * slots.slots_per_region
+        blocks = np.concatenate([_NOTHING, *seen])
+        blocks = blocks[self.blocks.group[blocks] == known.number]
+        blocks = blocks[np.isin(self.blocks.state[blocks], (WRITING, READY))]
         if prefix:
             keys = self.blocks.split_keys(blocks, namespace.key_bytes)
             blocks = blocks[[key.hex().startswith(prefix) for key in keys]]
         if len(blocks) > limit:
-            blocks, end = blocks[:limit], int(blocks[limit])
-        return blocks, 0 if end == len(self.blocks.state) else end
+            blocks, position = blocks[:limit], int(blocks[limit])
+        return blocks, position if position < end else 0
 
     @property
     def usage(self) -> PoolUsage:

@@ -139,7 +139,8 @@ class Namespace:
         """Of its blocks: it is raised whenever all that there are become stale."""
         self.number = 0
         """By which the slot table's records name it: a new one with each reset."""
-        self.counters = Counters()
+        self.totals, self.has_counted = Counters(), False
+        """What it has counted, and whether that changed since ``has_counted`` was made false."""
         self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
         """By state, the number of blocks: WRITING, READY, and DROPPED ones that something still holds."""
         self.bytes_in = dict.fromkeys(WITH_SLOTS, 0)
@@ -156,6 +157,12 @@ class Namespace:
         """By whether they are short, with their number and generation."""
         self.key_type = np.dtype((np.void, key_bytes))
         """Of an array whose elements are keys."""
+
+    @property
+    def counters(self) -> Counters:
+        """To count."""
+        self.has_counted = True
+        return self.totals
 
     @property
     def ready_blocks(self) -> int:

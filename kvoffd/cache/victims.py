@@ -54,8 +54,15 @@ class Victims:
         and may go, as a rule; otherwise None."""
         first = self._policy.first(count, below)
         if (waiting := self._waiting(first)) is not None and waiting.any():
-            some = self._policy.first(max(WRITTEN_AHEAD * count, MIN_AHEAD), below)
-            first = self._written_first(some[self._blocks.pins[some] == 0])[:count]
+            ahead, most = count, max(WRITTEN_AHEAD * count, MIN_AHEAD)
+            while True:
+                ahead = min(most, 4 * ahead)
+                some = self._policy.first(ahead, below)
+                loose = some[self._blocks.pins[some] == 0]
+                waiting = self._waiting(loose)
+                if waiting is None or len(loose) - waiting.sum() >= count or len(some) < ahead or ahead == most:
+                    break
+            first = self._written_first(loose)[:count]
             if len(first) < min(count, len(some)):
                 return None
         return first if not first.size or self._blocks.group_of(first, loose=True) == group.number else None

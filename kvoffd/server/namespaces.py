@@ -47,7 +47,7 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
     session.namespaces[fingerprint] = namespace
     if created:
         namespace.generation = service.state.generation(fingerprint)
-    return m.NamespaceOpened(message.request_id, created, namespace.counters.prefill_tokens_per_second)
+    return m.NamespaceOpened(message.request_id, created, namespace.totals.prefill_tokens_per_second)
 
 
 def forget_idle(service: Service, after_s: float = 0.0) -> None:

@@ -305,7 +305,7 @@ class Service:
     def _warn_of_partial(self) -> None:
         """Say once for each namespace that blocks lack shards: its engine stores what nobody can ever read."""
         for namespace in self.cache.namespaces.values():
-            if namespace.counters.partial_blocks and namespace not in self._partial_warned:
+            if namespace.totals.partial_blocks and namespace not in self._partial_warned:
                 self._partial_warned.add(namespace)
                 logger.warning(
                     "Blocks of the namespace %s were dropped, since not all of its %d ranks stored their shard in "

@@ -97,7 +97,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
 def _namespace_stats(
     service: Service, on_disk: Counter[bytes], namespace: Namespace, curve: s.HitCurve
 ) -> s.NamespaceStats:
-    counters = namespace.counters
+    counters = namespace.totals
     return filled(
         s.NamespaceStats,
         counters,

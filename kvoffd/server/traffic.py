@@ -36,8 +36,11 @@ class TrafficCounts:
         self._started_at, self._began = clock(), time.time()
         self._windows = CounterWindows(clock)
         self._sampled_at = float("-inf")
-        self._gone: Counter[str] = Counter()
-        """What the counters of namespaces that were forgotten since had come to: sums never fall."""
+        self._total: Counter[str] = Counter()
+        self._others: Counter[str] = Counter()
+        """Of the namespaces without a row, those among them that were forgotten: sums never fall."""
+        self._counted: dict[Namespace, Mapping[str, float]] = {}
+        """What is in the sums of each namespace."""
         self.gone_namespaces = 0
         """That had counted something."""
         self._has_row: dict[Namespace, bool] = {}
@@ -51,19 +54,31 @@ class TrafficCounts:
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Go on to count what the namespace counted."""
-        self._has_row.pop(namespace, None)
-        if not namespace.of_bench:
-            counts = counts_of(namespace)
-            self._gone.update(counts)
-            self.gone_namespaces += bool(counts)
+        self._add(namespace)
+        counts, has_row = self._counted.pop(namespace, {}), self._has_row.pop(namespace, True)
+        self.gone_namespaces += bool(counts)
+        if has_row:
+            self._others.update(counts)
 
     def total(self) -> Mapping[str, float]:
         """What all namespaces have counted since the start."""
-        total = self._gone.copy()
         for namespace in self._cache.namespaces.values():
-            if not namespace.of_bench:
-                total.update(counts_of(namespace))
-        return total
+            if namespace.has_counted:
+                self._add(namespace)
+        return self._total.copy()
+
+    def _add(self, namespace: Namespace) -> None:
+        """Add to the sums what the namespace has counted since the last time: there may be a thousand, most idle."""
+        namespace.has_counted = False
+        if namespace.of_bench:
+            return
+        counts, before = counts_of(namespace), self._counted.get(namespace, {})
+        gained = {name: count - before.get(name, 0) for name, count in counts.items()}
+        self._total.update(gained)
+        if not self._has_row.get(namespace, True):
+            self._others.update(gained)
+        if counts:
+            self._counted[namespace] = counts
 
     def choose_rows(self) -> tuple[list[Namespace], list[NamespaceStats]]:
         """The namespaces that have a row of their own, the largest first, and one row for all others, if there are any.
@@ -79,18 +94,18 @@ class TrafficCounts:
                 self._has_row[one] = len(ids) < MAX_NAMESPACE_ROWS and name not in ids
                 if self._has_row[one]:
                     ids.add(name)
+                else:
+                    self._others.update(self._counted.get(one, {}))
         largest = [one for one in known if self._has_row[one]]
         rest = [one for one in known if not self._has_row[one] and not one.of_bench]
         if not rest:
             return largest, []
-        counts = self._gone.copy()
-        for one in rest:
-            counts.update(counts_of(one))
+        self.total()
         row = NamespaceStats(
             id=OTHERS,
             ready_blocks=sum(one.ready_blocks for one in rest),
             ready_bytes=sum(one.ready_bytes for one in rest),
-            **figures(counts),
+            **figures(self._others),
         )
         return largest, [row]
 
@@ -114,8 +129,8 @@ class TrafficCounts:
 
 
 def counts_of(namespace: Namespace) -> dict[str, float]:
-    """What a namespace has counted that is not 0: there may be a thousand, most of them idle."""
-    counters = namespace.counters
+    """What a namespace has counted that is not 0."""
+    counters = namespace.totals
     counts = {name: count for name, count in zip(COUNTED, _counted(counters), strict=True) if count}
     for reason, count in counters.misses.items():
         counts[_MISSES_OF[reason]] = count

@@ -192,7 +192,7 @@ class Level:
     def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
         """Whether a number of blocks takes longer to read than to compute, by the measured speeds and with nothing else
         to be read; not once a while. How long the queue is only the engine can weigh, which has one of its own."""
-        prefill, speed = namespace.counters.prefill_tokens_per_second, self.speed.measured
+        prefill, speed = namespace.totals.prefill_tokens_per_second, self.speed.measured
         tokens = count * namespace.groups[group].tokens_per_block
         if not (tokens and prefill and speed):
             return False

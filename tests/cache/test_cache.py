@@ -320,8 +320,10 @@ def test_recovered_blocks_are_announced_unless_they_went(monkeypatch: pytest.Mon
 
 def order(rig: CacheRig) -> list[int]:
     """Keys of 8 bytes in the order in which they would go."""
-    every = [block for batch in rig.cache.policy.candidates() for block in batch.tolist()]
-    return [int.from_bytes(rig.cache.block(block).key, "big") for block in every]
+    every = np.concatenate([np.empty(0, np.uint32), *rig.cache.policy.candidates()])
+    return [
+        int.from_bytes(one.key, "big") for _, alike in rig.cache.by_group(every) for one in rig.cache.describe(alike)
+    ]
 
 
 def test_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypatch: pytest.MonkeyPatch) -> None:

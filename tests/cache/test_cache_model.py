@@ -563,7 +563,7 @@ class CacheMachine(RuleBasedStateMachine):
             while True:
                 blocks, position = self.cache.page(namespace, group, position, places, text, limit)
                 assert len(blocks) <= limit
-                for fact in map(self.cache.block, blocks.tolist()):
+                for fact in self.cache.describe(blocks):
                     name = space, group, int.from_bytes(fact.key, "big")
                     assert (fact.state, fact.pins) == (self.state(name), self.index[name].pins)
                     assert fact.first_block == max(self.index[name].first_block.values(), default=0)
