@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 
 LOOKED_AT_ONCE = 4096
 """Slots of which one step looks whether they were compared with their checksums."""
-SWEPT_AT_ONCE, ENDED_AT_ONCE = 2048, 2048
+SWEPT_AT_ONCE, ENDED_AT_ONCE = 1024, 1024
 """Slots of what was reset that one step frees, and leases whose blocks one step lets go."""
 MAX_OVER_QUOTA = 2048
 """Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its quota."""

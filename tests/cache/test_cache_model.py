@@ -554,6 +554,8 @@ class CacheMachine(RuleBasedStateMachine):
     def list_blocks(self, space: int, group: int, places: int, limit: int, prefix: int) -> None:
         namespace, _, group = self.geometry(space, 0, group)
         names = {name for name in self.index if name[:2] == (space, group)}
+        while self.cache._ended:  # what the last of ended leases hold is pinned until then
+            self.cache.background()
         for text, expected in [
             ("", names),
             (keys_of(prefix).hex()[:15], {name for name in names if name[2] // 16 == prefix // 16}),

@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +35,7 @@ class Echo:
         self.steps = 0
         """Of background work that are left."""
         self.urgent = False
+        self.loop_watch = nullcontext()
         self.turns = list[str]()
         """What was sent, and when ``after_send`` was called."""
 

@@ -105,6 +105,8 @@ class SimDaemon:
         """The pool as it was when the process was killed in the middle of something."""
         state = make_state(world.written_state, self.process, world.scenario.rng(f"state {life}"))
         self.service = make_service(self.config, self._pool, self.pool, self.engine, self, state)
+        cache, steps = self.service.cache, world.scenario.rng(f"steps {life}")
+        cache.swept_at_once, cache.ended_at_once = steps.choice((1, 3, 1024)), steps.choice((1, 3, 1024))
         self._more_at_once = self._rng.choice((0.0, 0.01, 0.2))
         """Seconds between two steps of background work."""
         jobs = self.service.jobs
