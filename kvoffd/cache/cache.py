@@ -143,7 +143,7 @@ class Cache:
         """By state, bytes of all blocks, of forgotten namespaces too."""
         self._next_number = 1
         self._warned_of_no_space = False
-        self._saves_late = self._save_due = False
+        self._saves_late = self._save_due = self._saves_short = False
         self._unverified_at = 0
         """Slots before this one were looked at by ``next_unverified``."""
         self._groups: dict[int, Group] = {}
@@ -240,12 +240,12 @@ class Cache:
         self._save_due = self._saves_late
         if self._saves_late:
             return
-        kept, short = [one for one in self.namespaces.values() if any(one.shard_bytes)], False
+        kept = [one for one in self.namespaces.values() if any(one.shard_bytes)]
         count = len(kept)
-        while not self.table.save_namespaces(_snapshot(self._next_number, kept, short=short)):
-            if short:
+        while not self.table.save_namespaces(_snapshot(self._next_number, kept, short=self._saves_short)):
+            if self._saves_short:
                 kept = sorted(kept, key=lambda one: one.ready_blocks, reverse=True)[: len(kept) // 2]
-            short = True
+            self._saves_short = True
         if len(kept) < count and not self._warned_of_no_space:
             self._warned_of_no_space = True
             logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
@@ -309,6 +309,7 @@ class Cache:
             self._retire(group)
         del self.namespaces[namespace.fingerprint]
         self._requested = deque(request for request in self._requested if request[0] is not namespace)
+        self._saves_short = False
         self._save()
 
     def restore_namespace(self, record: NamespaceRecord) -> list[Group]:
@@ -1228,7 +1229,7 @@ def _some(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], size: int)
 def _snapshot(next_number: int, namespaces: Sequence[Namespace], *, short: bool) -> list[Deflated]:
     """A ``NamespaceSnapshot`` as msgpack."""
     head = b"\x92" + msgpack.encode(next_number) + b"\xdc" + len(namespaces).to_bytes(2, "big")
-    return [Deflated.of(head), *[part for one in namespaces for part in one.record(short=short)]]
+    return [Deflated.of(head), *[one.record(short=short) for one in namespaces]]
 
 
 def _shortened(found: Found, held: BlockIds, part: float) -> Found:

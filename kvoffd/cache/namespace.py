@@ -153,8 +153,8 @@ class Namespace:
         """By rank and group, bytes of a shard; None for a rank of which no worker has registered yet."""
         self.shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
         """By rank and group, what a shard is made of; None for a rank where no worker described it."""
-        self._records: dict[bool, tuple[int, int, Sequence[Deflated]]] = {}
-        """By whether they are short, with their number and generation."""
+        self._records: dict[bool, tuple[int, int, Deflated, Deflated]] = {}
+        """By whether they are short: number, generation, what is between them, all of it."""
         self.key_type = np.dtype((np.void, key_bytes))
         """Of an array whose elements are keys."""
 
@@ -233,21 +233,21 @@ class Namespace:
         self._records.clear()
         return True
 
-    def record(self, *, short: bool) -> Sequence[Deflated]:
+    def record(self, *, short: bool) -> Deflated:
         """What a successor must know to go on with the blocks, a ``NamespaceRecord`` as msgpack. ``short``: without
         what nobody needs to read them."""
-        if (found := self._records.get(short)) is not None and found[:2] == (self.number, self.generation):
-            return found[2]
-        body = found[2][1] if found is not None else None
+        number, generation, body, whole = self._records.get(short, (0, 0, None, None))
+        if whole is not None and number == self.number and generation == self.generation:
+            return whole
         if body is None:
             shards = [None] * self.world_size if short else self.shards
             description = "" if short and len(self.description) > LONG_DESCRIPTION else self.description
             spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, description
             body = Deflated.of(msgpack.encode((*spec, self.shard_bytes, shards))[1:])
-        head = b"\x9a" + msgpack.encode(self.number)
-        parts = Deflated.of(head), body, Deflated.of(msgpack.encode(self.generation))
-        self._records[short] = self.number, self.generation, parts
-        return parts
+        head, tail = b"\x9a" + msgpack.encode(self.number), msgpack.encode(self.generation)
+        whole = Deflated.joined([Deflated.of(head), body, Deflated.of(tail)])
+        self._records[short] = self.number, self.generation, body, whole
+        return whole
 
     def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int]) -> bool:
         """Set the bytes of a rank's shards, by group; False where they were set already.

@@ -96,12 +96,14 @@ class Deflated(NamedTuple):
         return cls(packed, nbytes, zlib.adler32(content))
 
 
-def zlib_stream(parts: Sequence[Deflated]) -> bytes:
-    low, high = 1, 0
-    for _, nbytes, checksum in parts:
-        high = (high + (checksum >> 16) + nbytes * (low - 1)) % _ADLER
-        low = (low + (checksum & 0xFFFF) - 1) % _ADLER
-    return b"".join([b"\x78\x01", *[part.packed for part in parts], b"\x03\x00", Struct(">HH").pack(high, low)])
+    @classmethod
+    def joined(cls, parts: Sequence[Deflated]) -> Deflated:
+        low, high, total = 1, 0, 0
+        for _, nbytes, checksum in parts:
+            total += nbytes
+            high += (checksum >> 16) + nbytes * (low - 1)
+            low = (low + (checksum & 0xFFFF) - 1) % _ADLER
+        return cls(b"".join([part.packed for part in parts]), total, high % _ADLER << 16 | low)
 
 
 class BadTable(KvoffdError):
@@ -215,11 +217,9 @@ class SlotTable:
         changed nothing, where there is no room for it.
         """
         half_bytes = self.geometry.namespace_bytes // 2
-        packed_bytes = sum([len(part.packed) for part in snapshot])
-        if packed_bytes > half_bytes or sum([part.nbytes for part in snapshot]) > _MAX_UNPACKED_BYTES:
-            return False
-        content = zlib_stream(snapshot)
-        if _SNAPSHOT.size + len(content) > half_bytes:
+        packed, nbytes, checksum = Deflated.joined(snapshot)
+        content = b"".join([b"\x78\x01", packed, b"\x03\x00", checksum.to_bytes(4, "big")])
+        if nbytes > _MAX_UNPACKED_BYTES or _SNAPSHOT.size + len(content) > half_bytes:
             return False
         number = self._snapshot + 1
         begin = self.geometry.namespaces_at + number % 2 * half_bytes

@@ -18,8 +18,8 @@ COUNTED = tuple(
     name for name in Counters.__slots__ if name not in ("misses", "no_space") and not name.endswith("per_second")
 )
 _counted = attrgetter(*COUNTED)
-_MISSES, _NO_SPACE = "misses ", "no_space "
-_MISSES_OF = {reason: f"{_MISSES}{reason.name.lower()}" for reason in MissReason}
+_MISSES, _NO_SPACE = "misses", "no_space"
+_MISSES_OF = {reason: f"{_MISSES} {reason.name.lower()}" for reason in MissReason}
 _COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
 """Counters that statistics have under their own name."""
 
@@ -135,16 +135,17 @@ def counts_of(namespace: Namespace) -> dict[str, float]:
     for reason, count in counters.misses.items():
         counts[_MISSES_OF[reason]] = count
     for cause, count in counters.no_space.items():
-        counts[_NO_SPACE + cause] = count
+        counts[f"{_NO_SPACE} {cause}"] = count
     return counts
 
 
 def figures(counts: Mapping[str, float]) -> dict[str, Any]:
     """The fields of a Traffic: every key that was asked for is loaded, not needed, or a miss."""
-    misses, causes = (
-        {name.removeprefix(prefix): int(n) for name, n in counts.items() if name.startswith(prefix) and n}
-        for prefix in (_MISSES, _NO_SPACE)
-    )
+    misses, causes = dict[str, int](), dict[str, int]()
+    for name, count in counts.items():
+        if " " in name and count:
+            kind, what = name.split(" ")
+            (misses if kind == _MISSES else causes)[what] = int(count)
     sources = {"pool": "keys_ready", "disk": "found_disk", "shared": "found_shared"}
     found = {source: int(count) for source, name in sources.items() if (count := counts.get(name, 0))}
     loaded = int(counts.get("loaded_keys", 0))
