@@ -278,6 +278,22 @@ class BlockTable(Structure):
             : self._native.blocks_oldest(self.address, group.packed, count, MAX_SEEN if loose else count, loose)
         ].copy()
 
+    def make_space(
+        self, slots: SlotAllocator, group: Group, count: int, order: BlockIds, *, last: bool
+    ) -> tuple[BlockIds, bool]:
+        """Blocks to evict so that slots for ``count`` blocks of a group come free, and whether they are enough: see
+        ``Victims.for_space``.
+
+        ``order``: READY blocks that nothing pins, the next to go first; ``last``: there are no others.
+        """
+        room = len(order) + 2 * slots.slots_per_region
+        self._fit(room)
+        wanted = slots.address, group.packed, count
+        found = self._native.blocks_make_space(self.address, *wanted, packed(order), len(order), room, last)
+        if found == NO_BLOCK:
+            raise MemoryError
+        return self._numbers[:found].copy(), bool(self._counts[0])
+
     def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
         """Take blocks of a group out of the index, for a reason that is noted if it is not 0. They are DROPPED then,
         no successor brings them back, and those that nothing holds are ended.
@@ -329,18 +345,6 @@ class BlockTable(Structure):
         for rank in range(1, ranks):
             found[:, rank] = self.next[found[:, rank - 1]]
         return found
-
-    def all_slots(self, blocks: BlockIds) -> SlotIds:
-        """The slots of all ranks of blocks of any groups, those of each block together."""
-        at, place = blocks, np.arange(len(blocks))
-        slots, places = [], []
-        while at.size:
-            slots.append(at)
-            places.append(place)
-            at = self.next[at]
-            further = self.state[at] == NOT_FIRST
-            at, place = at[further], place[further]
-        return np.concatenate(slots)[np.argsort(np.concatenate(places), kind="stable")] if slots else blocks
 
     def first_slots(self, slots: SlotIds) -> BlockIds:
         """The blocks that slots belong to. One that is free, or in quarantine, stands for itself."""

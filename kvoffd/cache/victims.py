@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import READY, BlockIds, BlockTable
-from kvoffd.cache.policy import Group, Policy
+from kvoffd.cache.block_table import BlockIds, BlockTable
+from kvoffd.cache.policy import BATCH, Group, Policy
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
 
 MAX_SKIPPED_PINNED = 1000
 """Pinned blocks that one eviction passes over; more of them become the newest, as they are in use."""
-MAX_REGIONS_COMPARED = 16
-"""Regions that are looked into to find the coldest."""
+MAX_CONSIDERED = 65536
+"""Blocks among which one eviction chooses."""
 MAX_PASSED = 1024
 """Blocks of others in the policy's order that are passed over for one of a namespace that has its quota."""
 WRITTEN_AHEAD, MIN_AHEAD = 4, 1024
@@ -76,51 +76,15 @@ class Victims:
         then what is evicted too early in it is outweighed by what stays too long elsewhere. So the sizes share the pool
         by age of use, none starves, and one slot of an odd size does not cost a region of blocks in use.
         """
-        blocks, slots = self._blocks, self._slots
-        wanted = {size: count * group.sizes.count(size) for size in group.sizes}
-        chosen, pinned = [_NOTHING], [_NOTHING]
-        passed, passed_pages, patience = _NOTHING, 0, 0
-
-        def take_region() -> bool:
-            """Choose the coldest region's blocks; False where none may go."""
-            nonlocal passed, passed_pages
-            region, its_blocks = self._coldest_region(passed)
-            if its_blocks.size:
-                chosen.append(its_blocks)
-                passed = passed[~np.isin(passed, its_blocks)]
-                passed_pages = int(blocks.pages[passed].sum())
-                size = max(wanted, key=wanted.__getitem__)
-                wanted[size] -= slots.slots_in(region, size)
-            return bool(its_blocks.size)
-
-        for batch in self._policy.candidates(below):
-            pins = blocks.pins[batch] != 0
-            pinned.append(batch[pins])
-            batch = self._written_first(batch[~pins])
-            while batch.size and wanted:
-                gives = self._slots_of(batch, list(wanted))
-                useful = gives.any(axis=0)
-                if not patience and not useful.all():
-                    region = int(batch[~useful][0]) // slots.slots_per_region
-                    patience = len(slots.neighbours(region)) * int(slots.slot_bytes[region]) // PAGE_BYTES
-                so_far = passed_pages + np.cumsum(np.where(useful, 0, blocks.pages[batch]))
-                end = min(len(batch), int(np.searchsorted(so_far, patience)) + 1) if patience else len(batch)
-                given = gives[:, :end].cumsum(axis=1)
-                for its, lacking in zip(given, wanted.values(), strict=True):  # what follows is looked at anew
-                    end = min(end, int(np.searchsorted(its, lacking)) + 1)
-                chosen.append(batch[:end][useful[:end]])
-                passed, passed_pages = np.concatenate([passed, batch[:end][~useful[:end]]]), int(so_far[end - 1])
-                for size, its in zip(wanted, given, strict=True):
-                    wanted[size] -= int(its[end - 1])
-                batch = batch[end:]
-                if patience and passed_pages >= patience and max(wanted.values()) > 0 and not take_region():
-                    patience = 2 * passed_pages
-                wanted = {size: lacking for size, lacking in wanted.items() if lacking > 0}
-            if not wanted:
-                break
-        if wanted and passed_pages:
-            take_region()
-        return self._picked(np.concatenate(chosen), np.concatenate(pinned))
+        most = BATCH
+        while True:
+            order = self._policy.first(most, below)
+            pinned, last = self._blocks.pins[order] != 0, len(order) < most or most >= MAX_CONSIDERED
+            loose = self._written_first(order[~pinned])
+            chosen, enough = self._blocks.make_space(self._slots, group, count, loose, last=last)
+            if enough or last:
+                return self._picked(chosen, order[pinned])
+            most *= 4
 
     def _written_first(self, blocks: BlockIds) -> BlockIds:
         """The same blocks, those that wait to be written last; the order is otherwise the same."""
@@ -128,35 +92,15 @@ class Victims:
             return blocks
         return np.concatenate([blocks[~waiting], blocks[waiting]])
 
-    def _slots_of(self, blocks: BlockIds, sizes: Sequence[int]) -> npt.NDArray[np.int64]:
-        """[sizes, blocks] how many slots of each size each block has."""
-        numbers, place = np.unique(self._blocks.group[blocks], return_inverse=True)
-        groups = [self._groups[number].sizes for number in numbers.tolist()]
-        return np.array([[of_group.count(size) for of_group in groups] for size in sizes])[:, place]
-
     def _picked(self, chosen: BlockIds, pinned: BlockIds) -> BlockIds:
         if chosen.size and len(pinned) > MAX_SKIPPED_PINNED:  # to pass them each time takes long
             numbers = self._blocks.group[pinned]
-            for number in np.unique(numbers).tolist():
+            for number in set(numbers.tolist()):
                 group, alike = self._groups[number], pinned[numbers == number]
                 names = self._blocks.keys(alike, group.key_bytes)
                 self._policy.remove(group, alike, names)
                 self._policy.insert(group, alike, names)
-        return np.unique(chosen)
-
-    def _coldest_region(self, passed: BlockIds) -> tuple[int, BlockIds]:
-        """The region of which most was passed over, if all of its blocks may go, and these; of the oldest ones'
-        regions."""
-        blocks, slots = self._blocks, self._slots
-        regions = blocks.all_slots(passed) // slots.slots_per_region
-        found, first, counts = np.unique(regions, return_index=True, return_counts=True)
-        oldest = np.argsort(first)[:MAX_REGIONS_COMPARED]
-        held = [(counts[at] / len(slots.neighbours(int(found[at]))), int(found[at])) for at in oldest.tolist()]
-        for _, region in sorted(held, reverse=True):
-            firsts = blocks.first_slots(slots.neighbours(region))
-            if (blocks.state[firsts] == READY).all() and not blocks.pins[firsts].any():
-                return region, np.unique(firsts)
-        return 0, _NOTHING
+        return chosen
 
     def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float) -> BlockIds:
         """Blocks of a namespace's groups of about so many bytes, and at most so many: the next ones in the policy's

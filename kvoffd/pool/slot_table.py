@@ -95,7 +95,6 @@ class Deflated(NamedTuple):
             packed = packer.compress(content) + packer.flush(zlib.Z_FULL_FLUSH)
         return cls(packed, nbytes, zlib.adler32(content))
 
-
     @classmethod
     def joined(cls, parts: Sequence[Deflated]) -> Deflated:
         low, high, total = 1, 0, 0

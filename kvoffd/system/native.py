@@ -88,6 +88,8 @@ class Native:
             self.blocks_drop = with_gil("blocks_drop", count, address, text, *some, number)
             self.blocks_replace = with_gil("blocks_replace", count, address, text, *some, text, number)
             self.blocks_alike = with_gil("blocks_alike", ctypes.c_uint32, address, *some, number)
+            of_space = address, address, text, number, *some, number, number
+            self.blocks_make_space = with_gil("blocks_make_space", count, *of_space)
             self.blocks_release = with_gil("blocks_release", None, address, *some)
             self.blocks_pin = with_gil("blocks_pin", None, address, *some)
             self.blocks_unpin = with_gil("blocks_unpin", count, address, *some)
