@@ -664,10 +664,10 @@ class Cache:
         short = -inf  # what has a score up to here gets no space
         try:
             if part.starts is not None and lacking and group.sizes and not group.namespace.of_bench:
-                starts = (
-                    part.starts if len(part.starts) == 1 else sorted({*np.searchsorted(lacking, part.starts).tolist()})
-                )
-                runs = self.policy.admit(group, names, list(starts))
+                starts = list(part.starts)
+                if len(starts) > 1:
+                    starts = sorted({*np.searchsorted(lacking, starts).tolist()})
+                runs = self.policy.admit(group, names, starts)
                 if self.slots.free_bytes < group.block_bytes and not self._dead and not self._partial:
                     short = self.policy.lowest
             for count, score in runs:

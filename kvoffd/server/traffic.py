@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
+from kvoffd.cache.block_table import READY
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Counters, MissReason, Namespace
 from kvoffd.observe.meters import CounterWindows
@@ -86,10 +87,10 @@ class TrafficCounts:
         A namespace keeps its row, or has none for good, so that no counter falls. With the others are those that were
         forgotten.
         """
-        known = sorted(self._cache.namespaces.values(), key=lambda one: one.ready_bytes, reverse=True)
-        ids = {namespace_id(one.fingerprint) for one, has_row in self._has_row.items() if has_row}
-        for one in known:
-            if one not in self._has_row:
+        known = sorted(self._cache.namespaces.values(), key=lambda one: one.bytes_in[READY], reverse=True)
+        if new := [one for one in known if one not in self._has_row]:
+            ids = {namespace_id(one.fingerprint) for one, has_row in self._has_row.items() if has_row}
+            for one in new:
                 name = namespace_id(one.fingerprint)  # two rows, or series, cannot have one
                 self._has_row[one] = len(ids) < MAX_NAMESPACE_ROWS and name not in ids
                 if self._has_row[one]:
@@ -103,8 +104,8 @@ class TrafficCounts:
         self.total()
         row = NamespaceStats(
             id=OTHERS,
-            ready_blocks=sum(one.ready_blocks for one in rest),
-            ready_bytes=sum(one.ready_bytes for one in rest),
+            ready_blocks=sum([one.blocks_in[READY] for one in rest]),
+            ready_bytes=sum([one.bytes_in[READY] for one in rest]),
             **figures(self._others),
         )
         return largest, [row]
