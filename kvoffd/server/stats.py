@@ -18,7 +18,6 @@ from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.sessions import Session
 from kvoffd.server.tiers import Disk
-from kvoffd.server.traffic import counts_of, figures
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
@@ -110,7 +109,7 @@ def _namespace_stats(
         disk_bytes=on_disk[namespace.fingerprint],
         quota_bytes=service.cache.quotas.get(namespace.fingerprint),
         curve=curve,
-        **figures(counts_of(namespace)),
+        **service.traffic.figures_of(namespace),
     )
 
 

@@ -42,6 +42,8 @@ class TrafficCounts:
         """Of the namespaces without a row, those among them that were forgotten: sums never fall."""
         self._counted: dict[Namespace, Mapping[str, float]] = {}
         """What is in the sums of each namespace."""
+        self._figures: dict[Namespace, dict[str, Any]] = {}
+        """Of namespaces that have counted nothing since."""
         self.gone_namespaces = 0
         """That had counted something."""
         self._has_row: dict[Namespace, bool] = {}
@@ -71,6 +73,7 @@ class TrafficCounts:
     def _add(self, namespace: Namespace) -> None:
         """Add to the sums what the namespace has counted since the last time: there may be a thousand, most idle."""
         namespace.has_counted = False
+        self._figures.pop(namespace, None)
         if namespace.of_bench:
             return
         counts, before = counts_of(namespace), self._counted.get(namespace, {})
@@ -80,6 +83,14 @@ class TrafficCounts:
             self._others.update(gained)
         if counts:
             self._counted[namespace] = counts
+
+    def figures_of(self, namespace: Namespace) -> dict[str, Any]:
+        """The fields of the namespace's Traffic."""
+        if namespace.has_counted:
+            self._add(namespace)
+        if (found := self._figures.get(namespace)) is None:
+            found = self._figures[namespace] = figures(counts_of(namespace))
+        return found
 
     def choose_rows(self) -> tuple[list[Namespace], list[NamespaceStats]]:
         """The namespaces that have a row of their own, the largest first, and one row for all others, if there are any.
