@@ -260,6 +260,13 @@ def leased(pool_bytes: int) -> Result:
     return daemon.measure(lambda: daemon.store(worker, daemon.keys(STORED)), STORES)
 
 
+def over_quota(pool_bytes: int) -> Result:
+    """A store of a namespace whose quota was lowered to half of what it has."""
+    daemon, _, worker, _ = _at_its_quota(pool_bytes)
+    daemon.cache.quotas[name_of(1)] //= 2
+    return daemon.measure(lambda: daemon.store(worker, daemon.keys(STORED)), STORES)
+
+
 def waiting(pool_bytes: int) -> Result:
     """A store of one block in a full pool, while all blocks wait for a disk."""
     daemon = Daemon(pool_bytes)
@@ -365,7 +372,7 @@ def opening(pool_bytes: int) -> Result:
 
 CASES = {
     one.__name__: one
-    for one in (reset, quota, leased, waiting, listing, session_end, two_sizes, large_store, stats, opening)
+    for one in (reset, quota, leased, over_quota, waiting, listing, session_end, two_sizes, large_store, stats, opening)
 }
 
 
