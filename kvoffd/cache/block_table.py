@@ -118,8 +118,8 @@ class BlockTable(Structure):
         """Of a block: pages of its slots."""
         self._older, self._newer = np.zeros(slots, np.uint32), np.zeros(slots, np.uint32)
         self._misses = np.zeros(KNOWN_MISSES, np.uint64)
-        arrays = self.state, self.shard, self.pins, self.missing, self.group, self.next, self.pages
-        arrays += self._older, self._newer, self._misses
+        lists = self.next, self.pages, self._older, self._newer, self._misses
+        arrays = self.state, self.shard, self.pins, self.missing, self.group, *lists
         self._native = native()
         self._counts = array("Q", bytes(8 * 18))
         """The most that C writes there: ``struct found`` of blocks.c."""
