@@ -593,7 +593,8 @@ class Cache:
                 del self.held[lease.session]
             if self.tiers is not None:
                 self.tiers.lease_ended(lease)
-        self.unpin(np.concatenate([_NOTHING, *[lease.blocks for lease in some]]))
+        if some:
+            self.unpin(some[0].blocks if len(some) == 1 else np.concatenate([lease.blocks for lease in some]))
 
     def tick(self) -> int:
         """End overdue leases, drop blocks that were partial for too long. Returns how many of both."""
