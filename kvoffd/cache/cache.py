@@ -574,12 +574,13 @@ class Cache:
         return self._end([one for one in self.leases_of(session).leases if self.leases.get(one.lease_id) is one])
 
     def _end(self, leases: Sequence[Lease]) -> int:
-        """End leases. Where they are many, ``background`` lets go what the last of them hold."""
+        """End leases. Where they are many, ``background`` lets go what they hold."""
         for lease in leases:
             del self.leases[lease.lease_id]
             del lease.namespace.leases[lease]
         self._ended.extend(leases)
-        self._let_go()
+        if len(self._ended) <= self.ended_at_once:
+            self._let_go()
         return len(leases)
 
     def _let_go(self) -> None:
