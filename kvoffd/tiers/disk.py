@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -19,7 +19,7 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import FileCalls, OnError, aligned_buffer, write_all
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk_file import RECORD, DiskFile, runs_of
-from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NEVER, NO_SLOT, DiskMap, Known
+from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NO_SLOT, REGIONS_AT_ONCE, DiskMap, Known
 from kvoffd.tiers.disk_reads import End, Job, Reads, failed_end
 from kvoffd.tiers.header import HEADER_BYTES, Block, Space, encode_header, fits_header
 from kvoffd.tiers.tier import ABSENT, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
@@ -32,11 +32,6 @@ BLOCK_MEMORY_BYTES = 128
 """Memory for what is known of a block, at most."""
 _LEAST_BLOCKS, _BLOCKS_SHIFT = 1 << 17, 16
 """A tier has a block for each 64 KiB, and so many at least."""
-REGIONS_AT_ONCE = 64
-"""In which blocks of a removed namespace are looked for before the daemon's thread does other work."""
-REMOVED_AT_ONCE = 2048
-"""Blocks of a namespace that is removed as a whole, whose slots are freed before the daemon's thread does other work:
-a few milliseconds."""
 HANG_TIMEOUT_S = 10.0
 """A disk hangs when a write takes longer, or none of its reads has ended for so long."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
@@ -123,10 +118,10 @@ class DiskTier(Tier):
         self._used_when_full = 0
         self._evicted: dict[int, list[int]] = {}
         """By slot size, the slots that the hand took and that are written to next. Their records go then."""
-        self._leaving: deque[tuple[Known, list[int]]] = deque()
-        """Spaces that were removed as a whole and have slots still, and the regions that may have some of them."""
-        self._region_note: Note | None = None
-        """That of a region that goes."""
+        self._leaving: deque[Iterator[list[int]]] = deque()
+        """Of each namespace and region that goes as a whole, the slots that it has still."""
+        self._clearing: Note | None = None
+        """Of the slots that were taken of the first of them last."""
         self._unsized: set[int] = set()
         """Regions whose size could not be noted."""
         self._noted_bytes = 0
@@ -202,7 +197,7 @@ class DiskTier(Tier):
         region, place = job.region, job.place
         # While it is pinned the slot gets no other block: what is there, if anything, is what was read.
         known = self._map.numbered.get(region.spaces[place])
-        is_there = known is not None and self._map.spaces.get(known.space.tag) is known
+        is_there = known is not None and self._map.is_there(known)
         if not is_there and end.result in (Result.DONE, Result.CORRUPT):
             end = End(Result.GONE)  # it was removed during the read, which may have found its header cleared
         if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and region.found[place]:
@@ -210,7 +205,7 @@ class DiskTier(Tier):
         if end.fault is not None:
             self._error(end.fault, end.sentence)
         if is_there and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED):
-            self._drop(job.slot)
+            self._drop([job.slot])
             self._note_gone([job.slot])
         if end.result is Result.DONE:
             region.found[place], region.used[place] = 0, 1
@@ -273,29 +268,26 @@ class DiskTier(Tier):
         A region of another size at which it comes goes as a whole, unless most of it is of use; its slots are free when
         that is noted, and nothing else is evicted until then.
         """
-        if self._leaving or self._region_note is not None:  # slots come free without
+        if self._leaving:  # slots come free without
             return False
         left = LOOKED_AT_ONCE
         for _ in range(2 * len(self._map.regions)):
             number, region = next(iter(self._map.regions.items()))
             first, other, hand = number * self._map.slots.slots_per_region, region.slot_bytes != size, region.hand
-            victims = region.take_all() if other else region.take_some(left)
+            there, victims = (region.pass_all(), []) if other else (0, region.take_some(left))
+            left -= max(LOOKED_AT_ONCE // REGIONS_AT_ONCE, region.hand - hand)
             if region.hand == region.slots:
                 region.hand = 0
-                self._map.regions[number] = self._map.regions.pop(number)
-            self.counters.evicted_blocks += len(victims)
-            if victims and other:
-                for place in victims:
-                    self._drop(first + place)
-                self._region_note = self._note_gone([first + place for place in victims])
+                self._map.regions.move_to_end(number)
+            self.counters.evicted_blocks += there + len(victims)
+            if there:
+                self._leave(self._map.slots_of_region(number))
                 return False
             if victims:
                 self._used_when_full = self._map.slots.used_bytes
-                for place in victims:
-                    self._drop(first + place)
-                self._evicted.setdefault(size, []).extend(first + place for place in victims)
+                self._drop(slots := [first + place for place in victims])
+                self._evicted.setdefault(size, []).extend(slots)
                 return True
-            left -= region.slots if other else (region.hand or region.slots) - hand
             if left <= 0:  # it goes on from here with the next write
                 return False
         for unused in [one for one in self._evicted if one != size]:  # they keep regions for sizes that nobody writes
@@ -356,16 +348,7 @@ class DiskTier(Tier):
             if (len(self._put_aside) + 1) * _PUT_ASIDE_SHARE <= self._map.blocks:
                 self._put_aside.add(job.slot)
         if kept and result is Result.DONE:
-            region, place = job.region, job.place
-            known = self._map.spaces[job.space.tag]
-            region.keys[place, : len(job.key)] = np.frombuffer(job.key, np.uint8)
-            region.key_bytes[place], region.spaces[place] = len(job.key), known.number
-            region.used[place] = region.found[place] = 0
-            region.hours[place] = int(self._wall_clock()) // _HOUR_S
-            self._map.enter(job.slot.to_bytes(4, "little"), 1)
-            known.blocks += 1
-            self._map.blocks += 1
-            self._map.nbytes += job.space.nbytes
+            self._map.add(self._map.spaces[job.space.tag], job.key, job.slot, int(self._wall_clock()) // _HOUR_S)
             self._listener.blocks_stored(self, job.space, [job.key])
         else:
             self._note_gone([job.slot])
@@ -376,8 +359,7 @@ class DiskTier(Tier):
 
     def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
         slots = self._map.slots_of(space.tag, list(dict.fromkeys(keys)))
-        for slot in slots:
-            self._drop(slot)
+        self._drop(slots)
         for key in keys:
             self._writing.pop((space.tag, key), None)  # it is dropped when it ends
         self._note_gone(slots)
@@ -386,34 +368,27 @@ class DiskTier(Tier):
         removed = {tag: one for tag, one in self._map.spaces.items() if fingerprint in (None, one.space.fingerprint)}
         for name in [name for name in self._writing if name[0] in removed]:
             del self._writing[name]
-        for tag, known in removed.items():
-            del self._map.spaces[tag]
-            self._map.blocks -= known.blocks
-            self._map.nbytes -= known.blocks * known.space.nbytes
-            if not self._leaving:
-                self._post(self._clear_some)
-            self._leaving.append((known, list(self._map.regions)))
+        for known in removed.values():
+            self._leave(self._map.remove_whole(known))
         return sum(known.blocks for known in removed.values())
 
+    def _leave(self, slots: Iterator[list[int]]) -> None:
+        """Free slots, some at a time."""
+        self._leaving.append(slots)
+        if len(self._leaving) == 1:
+            self._post(self._clear_some)
+
     def _clear_some(self) -> None:
-        """Free some slots of what was removed as a whole."""
-        if not self._leaving:
+        """Free some slots of what goes as a whole, once those before are free."""
+        if not self._leaving or self._clearing is not None:
             return
-        (known, regions), slots = self._leaving[0], list[int]()
-        for number in regions[-REGIONS_AT_ONCE:][::-1]:
-            if (region := self._map.regions.get(number)) is not None:  # or it was taken for others
-                there = np.flatnonzero(region.space_numbers == known.number)[: REMOVED_AT_ONCE - len(slots)]
-                for place in there.tolist():
-                    slots.append(number * self._map.slots.slots_per_region + place)
-                    self._map.clear(region, place, slots[-1])
-                if len(slots) == REMOVED_AT_ONCE:  # there may be more
-                    break
-            regions.pop()
-        if not regions:
+        if slots := next(self._leaving[0], None):
+            self._drop(slots)
+            self._clearing = self._note_gone(slots)
+            return
+        if slots is None:
             self._leaving.popleft()
-            del self._map.numbered[known.number]
-        self._note_gone(slots)
-        if self._leaving and not self._closed:
+        if not self._closed:
             self._post(self._clear_some)
 
     def _note_gone(self, slots: Sequence[int]) -> Note:
@@ -426,17 +401,10 @@ class DiskTier(Tier):
             self._notes.put(note)
         return note
 
-    def _drop(self, slot: int) -> None:
-        """A block is not there any more; its slot is still taken."""
-        region, place = self._map.at(slot)
-        key, known = region.key(place), self._map.numbered[region.spaces[place]]
-        tag = known.space.tag
-        self._map.clear(region, place, slot)
-        if self._map.spaces.get(tag) is known:  # else it was removed with all of its namespace
-            known.blocks -= 1
-            self._map.blocks -= 1
-            self._map.nbytes -= known.space.nbytes
-            self._listener.blocks_removed(self, known.space, [key])
+    def _drop(self, slots: Sequence[int]) -> None:
+        """Blocks are not there any more; their slots are still taken."""
+        for known, keys in self._map.drop(slots):
+            self._listener.blocks_removed(self, known.space, keys)
 
     def _unpin(self, slots: Sequence[int]) -> None:
         free: list[int] = []
@@ -476,9 +444,10 @@ class DiskTier(Tier):
             assert end.fault is not None
             self._error(end.fault, end.sentence)
             self._unsized |= note.sizes.keys()
-        if note is self._region_note:
-            self._region_note = None
         self._unpin(note.gone)
+        if note is self._clearing:
+            self._clearing = None
+            self._clear_some()
 
     # --- the rest --------------------------------------------------------------------------------
 
@@ -495,8 +464,9 @@ class DiskTier(Tier):
     @property
     def oldest_seconds(self) -> float:
         """Time since the oldest block was written, at most; 0 without blocks. The hour alone is written down."""
-        hours = [int(np.frombuffer(region.hours, np.uint32).min()) for region in self._map.regions.values()]
-        age_s = max(0.0, self._wall_clock() - min(hours, default=NEVER) * _HOUR_S)
+        if (hour := self._map.oldest_hour) is None:
+            return 0.0
+        age_s = max(0.0, self._wall_clock() - hour * _HOUR_S)
         return age_s if self.found_blocks else min(age_s, self._clock() - self._opened_at)
 
     def bytes_by_namespace(self) -> Counter[bytes]:
@@ -550,7 +520,7 @@ class DiskTier(Tier):
         self._writes.end(End(Result.CANCELLED))
         while self._leaving:
             self._clear_some()
-            if time.monotonic() >= until:
+            if not self._notes.settle(until) or time.monotonic() >= until:
                 return False
         if not all([one.close(until) for one in (self._reads, self._writes, self._notes)]):  # noqa: C419
             return False

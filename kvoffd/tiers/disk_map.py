@@ -6,7 +6,8 @@ import ctypes
 import os
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,9 +22,12 @@ from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
 from kvoffd.tiers.header import HEADER_BYTES, Space, parse_header
 
 NO_SLOT = 2**32 - 1
-LOOKED_AT_ONCE = 4096
-"""Slots that the hand passes, or takes of a region of another size, before the daemon's thread does other work: a
-millisecond or two."""
+LOOKED_AT_ONCE, REGIONS_AT_ONCE = 4096, 64
+"""Slots and regions that the hand passes, or in which a removed namespace is looked for, before the daemon's thread
+does other work: a millisecond or two."""
+CLEARED_AT_ONCE = 256
+"""Blocks of a cleared namespace, or of a region that is taken for another size, whose slots are freed before the
+daemon's thread does other work: one or two milliseconds."""
 EVICTED_AT_ONCE = 16
 """Neighbours that the hand takes in one go, so that what is written into their slots is one write."""
 HEADERS_TRIED = 8
@@ -87,14 +91,11 @@ class Region:
     def key(self, place: int) -> bytes:
         return self.keys[place, : self.key_bytes[place]].tobytes()
 
-    def take_all(self) -> list[int]:
-        """The blocks that are there, if hardly any is of use."""
-        there: list[int] = np.flatnonzero(self.space_numbers).tolist()
-        of_use = any(self.pins) or 2 * sum(self.used) > len(there)
-        self.used = bytearray(len(self.used))
-        if of_use or len(there) <= LOOKED_AT_ONCE:
-            self.hand = self.slots
-        return [] if of_use else there[:LOOKED_AT_ONCE]
+    def pass_all(self) -> int:
+        """Have the hand pass all slots. Returns how many blocks are there; 0 where half of them were of use."""
+        there, used = np.count_nonzero(self.space_numbers), np.count_nonzero(np.frombuffer(self.used, np.uint8))
+        self.hand, self.used = self.slots, bytearray(self.slots)
+        return 0 if 2 * used > there or np.frombuffer(self.pins, np.uint16).any() else there
 
     def take_some(self, looked_at: int) -> list[int]:
         """Blocks that the hand takes as it goes on over so many slots at most. What was used since it came by stays."""
@@ -124,8 +125,8 @@ class DiskMap:
         self._file = file
         head = file.head
         self.slots = SlotAllocator(head.regions * head.region_bytes, head.region_bytes)
-        self.regions: dict[int, Region] = {}
-        """By number, the one that the hand left first comes first."""
+        self.regions: OrderedDict[int, Region] = OrderedDict()
+        """By number, the one that the hand left first comes first. Of a dict it is looked for behind all that left."""
         self.spaces: dict[int, Known] = {}
         """By tag, those whose blocks can be read."""
         self.numbered: dict[int, Known] = {}
@@ -144,6 +145,8 @@ class DiskMap:
             raise MemoryError
         self._close_index = weakref.finalize(self, self._native.disk_close, ctypes.pointer(self._index))
         self.blocks = self.nbytes = 0
+        self._hours: Counter[int] = Counter()
+        """By the hour in which they were written, blocks in slots."""
 
     def open(self, generation: Callable[[bytes], int], should_stop: Callable[[], bool]) -> dict[bytes, int]:
         """Take over the blocks of the index that may be there, and of no generation that is over."""
@@ -231,6 +234,8 @@ class DiskMap:
             slots.append((there + number * self.slots.slots_per_region).astype(np.uint32))
             sizes[number] = region.slot_bytes
             counts += np.bincount(region.space_numbers[there], minlength=len(counts))
+            hours, of_hour = np.unique(np.frombuffer(region.hours, np.uint32)[there], return_counts=True)
+            self._hours.update(dict(zip(hours.tolist(), of_hour.tolist(), strict=True)))
         self.slots.restore(np.concatenate(slots), sizes)
         for known in self.numbered.values():
             known.blocks = int(counts[known.number])
@@ -274,6 +279,11 @@ class DiskMap:
             for place in np.flatnonzero(region.space_numbers == known.number).tolist()
         ]
 
+    @property
+    def oldest_hour(self) -> int | None:
+        """When the oldest block was written, in hours since 1970; None without blocks."""
+        return min(self._hours, default=None)
+
     def open_region(self, number: int, slot_bytes: int) -> Region:
         region = self.regions[number] = Region(slot_bytes, self.slots.slots_in(number, slot_bytes))
         self._addresses[number] = region.addresses()
@@ -287,7 +297,67 @@ class DiskMap:
         number, place = divmod(slot, self.slots.slots_per_region)
         return PAGE_BYTES + number * self.slots.region_bytes + place * self.regions[number].slot_bytes
 
-    def clear(self, region: Region, place: int, slot: int) -> None:
-        """Have the block of a slot not be found any more."""
-        self._native.disk_remove(self._index_at, slot.to_bytes(4, "little"), 1)
-        region.spaces[place], region.hours[place] = 0, NEVER
+    def add(self, known: Known, key: bytes, slot: int, hour: int) -> None:
+        """Have a block found that was written to a slot."""
+        region, place = self.at(slot)
+        region.keys[place, : len(key)] = np.frombuffer(key, np.uint8)
+        region.key_bytes[place], region.spaces[place], region.hours[place] = len(key), known.number, hour
+        region.used[place] = region.found[place] = 0
+        self._hours[hour] += 1
+        self.enter(slot.to_bytes(4, "little"), 1)
+        known.blocks += 1
+        self.blocks += 1
+        self.nbytes += known.space.nbytes
+
+    def drop(self, slots: Sequence[int]) -> list[tuple[Known, list[bytes]]]:
+        """Have the blocks of slots not be found any more. Returns their keys, where the space was not removed whole."""
+        self._native.disk_remove(self._index_at, np.array(slots, np.uint32).tobytes(), len(slots))
+        keys: dict[int, list[bytes]] = {}
+        for slot in slots:
+            region, place = self.at(slot)
+            keys.setdefault(region.spaces[place], []).append(region.key(place))
+            hour = region.hours[place]
+            self._hours[hour] -= 1
+            if not self._hours[hour]:
+                del self._hours[hour]
+            region.spaces[place], region.hours[place] = 0, NEVER
+        gone = [(known, keys[known.number]) for known in map(self.numbered.__getitem__, keys) if self.is_there(known)]
+        for known, its in gone:
+            known.blocks -= len(its)
+            self.blocks -= len(its)
+            self.nbytes -= len(its) * known.space.nbytes
+        return gone
+
+    def is_there(self, known: Known) -> bool:
+        """Whether it was not removed as a whole."""
+        return self.spaces.get(known.space.tag) is known
+
+    def remove_whole(self, known: Known) -> Iterator[list[int]]:
+        """Have no block of a space be found. Gives, some at a time, the slots that have them still; nobody has them in
+        the end."""
+        del self.spaces[known.space.tag]
+        self.blocks -= known.blocks
+        self.nbytes -= known.blocks * known.space.nbytes
+        return self._slots_of_whole(known, list(self.regions))
+
+    def _slots_of_whole(self, known: Known, numbers: Sequence[int]) -> Iterator[list[int]]:
+        for at in range(0, len(numbers), REGIONS_AT_ONCE):
+            slots = list[int]()
+            for number in numbers[at : at + REGIONS_AT_ONCE]:
+                while (region := self.regions.get(number)) is not None:  # else it was taken for others
+                    there = np.flatnonzero(region.space_numbers == known.number)[: CLEARED_AT_ONCE - len(slots)]
+                    slots += (there + number * self.slots.slots_per_region).tolist()
+                    if len(slots) < CLEARED_AT_ONCE:
+                        break
+                    yield slots
+                    slots = []
+            yield slots
+        del self.numbered[known.number]
+
+    def slots_of_region(self, number: int) -> Iterator[list[int]]:
+        """Some at a time, the slots of its blocks, but for what is being read."""
+        while (region := self.regions.get(number)) is not None:
+            there = np.flatnonzero(region.space_numbers * (np.frombuffer(region.pins, np.uint16) == 0))
+            if not len(there):
+                return
+            yield (there[:CLEARED_AT_ONCE] + number * self.slots.slots_per_region).tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable
-from itertools import count
+from itertools import count, pairwise
 from random import Random
 
 import pytest
@@ -165,6 +165,24 @@ def test_sizes_share_the_disk_and_none_starves(rig: DiskRig) -> None:
         rig.check()
     rig.restart()
     rig.check()
+
+
+def test_a_region_is_taken_for_another_size_some_blocks_at_a_time(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffd.tiers.disk_map.CLEARED_AT_ONCE", 2)
+    rig.write(*map(block_of, range(CAPACITY)))
+    there, large = [rig.tier.stats().blocks], make_space(OTHER, 0, 0, [60_000])
+    rig.tier.write(block_of(99, large), rig.fill(block_of(99, large)), lambda result: None)
+    there.append(rig.tier.stats().blocks)
+    while rig.posted or rig.notes.waiting:
+        rig.notes.work()
+        rig.posted.popleft()()
+        there.append(rig.tier.stats().blocks)
+    assert CAPACITY - there[-1] >= 8, "a region is free"
+    assert all(before - after <= 2 for before, after in pairwise(there))
+    rig.check()
+    assert rig.write(block_of(99, large)) == [DONE]
 
 
 def test_a_small_disk_holds_what_fits_of_several_block_sizes() -> None:
@@ -329,7 +347,7 @@ def test_all_of_a_namespace_is_removed(rig: DiskRig, fingerprint: bytes | None, 
 
 @pytest.mark.parametrize("end", ["kill", "restart"])
 def test_all_of_a_large_namespace_is_removed_in_parts(rig: DiskRig, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    monkeypatch.setattr("kvoffd.tiers.disk.REMOVED_AT_ONCE", 2)
+    monkeypatch.setattr("kvoffd.tiers.disk_map.CLEARED_AT_ONCE", 2)
     rig.write(*map(block_of, range(9)))
     assert rig.tier.remove_all(ONE) == 9
     assert rig.tier.stats().blocks == 0
@@ -575,7 +593,10 @@ def test_lifetime_bytes_and_age_outlive_a_kill(rig: DiskRig) -> None:
     rig.kill()
     assert rig.tier.lifetime_written_bytes == written
     assert 7200 <= rig.tier.oldest_seconds <= 3 * 3600
+    rig.write(block_of(3))
     rig.remove(*range(3))
+    assert rig.tier.oldest_seconds <= 3600
+    rig.remove(3)
     assert rig.tier.oldest_seconds == 0
 
 
