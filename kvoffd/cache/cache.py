@@ -856,7 +856,7 @@ class Cache:
                     slots = self.blocks.take(self.slots, group, left, count - entered)
                 if len(slots):
                     self._count(group, FREE, WRITING, len(slots))
-                elif (victims := self._make_space(group, count - entered, below)) is None:
+                elif (victims := self._evict_for(group, count - entered, below)) is None:
                     break
                 elif not victims.size:
                     continue
@@ -897,7 +897,7 @@ class Cache:
             return "sizes"
         return "pinned" if usage.pinned >= usage.writing else "filling"
 
-    def _make_space(self, group: Group, count: int, below: float) -> BlockIds | None:
+    def _evict_for(self, group: Group, count: int, below: float) -> BlockIds | None:
         """Blocks of a group, up to ``count``, for others of it to replace; none where space was made otherwise, and
         None where nothing may go."""
         if self._dead:

@@ -69,8 +69,8 @@ class _ReadAtOnce(Reads):
         """There is nothing to read."""
 
     def put(self, job: Job) -> None:
-        ones = (1,) * len(job.space.lengths)
-        block = Block(job.space, job.key, tuple(0 for _ in ones), ones)
+        ones = (1,) * len(job.group.lengths)
+        block = Block(job.group, job.key, tuple(0 for _ in ones), ones)
         self._post(lambda: self._finish(job, End(Result.DONE, block)))
 
     def _stop(self, until: float) -> bool:

@@ -14,7 +14,7 @@ from kvoffd.cache.tickets import FillTicket, Lease
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiering.writer import Writer
-from kvoffd.tiers.header import Block, Space
+from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.tier import ABSENT, Result, Tier
 
 NO_SPACE, QUOTA, OVERDUE, SLOWER = "no_space", "quota", "overdue", "slower"
@@ -56,7 +56,7 @@ class Wanted:
 
     first: Lease
     """The lease of the lookup that asked first; it may have ended."""
-    space: Space
+    group: BlockGroup
     level: Level
     block_bytes: int
     """Pool bytes of a block."""
@@ -89,7 +89,7 @@ class Fill:
 
 
 Coming = dict[int, dict[bytes, Fill]]
-"""By tag of their space and by key: blocks that come up, from whatever tier, and are not withdrawn."""
+"""By tag of their group and by key: blocks that come up, from whatever tier, and are not withdrawn."""
 
 
 class Level:
@@ -209,7 +209,7 @@ class Level:
         if self.queued_blocks + self._queued_by[wanted.first.session] // 3 >= MOST_QUEUED:
             return None
         fill = Fill(wanted, key, tier)
-        self._coming.setdefault(wanted.space.tag, {})[key] = fill
+        self._coming.setdefault(wanted.group.tag, {})[key] = fill
         self._wanted[wanted] = None
         wanted.queue.append(fill)
         self._count_queued(wanted, 1)
@@ -261,7 +261,7 @@ class Level:
     def _begin_batch(self, batch: Sequence[Fill]) -> bool:
         """Begin fills of one group; False where not all could begin: those are queued again, or failed."""
         wanted = batch[0].wanted
-        tickets = self._cache.begin_fill(wanted.namespace, wanted.space.group, [fill.key for fill in batch])
+        tickets = self._cache.begin_fill(wanted.namespace, wanted.group.index, [fill.key for fill in batch])
         refused: list[Fill] = []
         no_space: list[Fill] = []
         try:
@@ -288,7 +288,7 @@ class Level:
         for fill in refused:
             if not fill.tier.available():
                 self._failed(fill, Result.DEADLINE)
-            elif fill.tier.find(fill.wanted.space, [fill.key], prefix=False)[0] == ABSENT:
+            elif fill.tier.find(fill.wanted.group, [fill.key], prefix=False)[0] == ABSENT:
                 self._failed(fill, Result.GONE)
             else:
                 kept.append(fill)
@@ -299,7 +299,7 @@ class Level:
         if not fills:
             self._blocked_since = None
             return fills
-        cause = self._cache.no_space_cause(self._cache.group(wanted.namespace, wanted.space.group))
+        cause = self._cache.no_space_cause(self._cache.group(wanted.namespace, wanted.group.index))
         if cause in ("pinned", "filling") and not self._is_blocked_for(self._patience_s):
             return fills
         self._fail_for_space(wanted, QUOTA if cause == QUOTA else NO_SPACE, fills)
@@ -407,13 +407,13 @@ class Level:
 
     def _begin(self, fill: Fill, ticket: FillTicket) -> bool:
         """Have the tier read into the slots; False where it does not take the read now."""
-        space = fill.wanted.space
-        if not fill.tier.read(space, fill.key, ticket.offsets, self._patience_s, partial(self._on_end, fill)):
+        block_group = fill.wanted.group
+        if not fill.tier.read(block_group, fill.key, ticket.offsets, self._patience_s, partial(self._on_end, fill)):
             return False
         fill.begun_at = self._clock()
         if not self.under_way:
             self._turn_at = fill.begun_at
-        self.speed.begin(space.nbytes)
+        self.speed.begin(block_group.nbytes)
         fill.ticket = ticket
         self.under_way[fill] = None
         self._count_under_way(fill.wanted, 1)
@@ -434,7 +434,7 @@ class Level:
         try:
             if self._end_fill(fill.ticket, block if result is Result.DONE else None):
                 self.promoted_blocks += 1
-                self.promoted_bytes += fill.wanted.space.nbytes
+                self.promoted_bytes += fill.wanted.group.nbytes
                 for lease in fill.leases:
                     self._cache.hold(lease, fill.ticket.blocks)
                 self.writer.is_there(int(fill.ticket.blocks[0]))
@@ -445,7 +445,7 @@ class Level:
         finally:
             self._withdraw(fill)  # whatever went wrong, no lookup waits for it
             fill.ticket = None  # a lookup may know the fill for some seconds more
-        self.speed.end(fill.wanted.space.nbytes if result is Result.DONE else 0, len(self.under_way))
+        self.speed.end(fill.wanted.group.nbytes if result is Result.DONE else 0, len(self.under_way))
         if 2 * self.under_way_bytes <= self._may_be_under_way(fill.wanted.block_bytes):
             self.pump(BEGUN_PER_END)
 
@@ -463,7 +463,7 @@ class Level:
             lease.coming = max(0, lease.coming - 1)
         if not fill.withdrawn:
             self._withdraw(fill)
-            self._cache.note_misses(fill.wanted.namespace, fill.wanted.space.group, fill.key, miss)
+            self._cache.note_misses(fill.wanted.namespace, fill.wanted.group.index, fill.key, miss)
 
     def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
         """Count the key for those who asked for it, once: as found, or as a miss."""
@@ -481,11 +481,11 @@ class Level:
         if fill.withdrawn:
             return
         fill.withdrawn = True
-        keys = self._coming.get(fill.wanted.space.tag, {})
+        keys = self._coming.get(fill.wanted.group.tag, {})
         if keys.get(fill.key) is fill:
             del keys[fill.key]
             if not keys:
-                del self._coming[fill.wanted.space.tag]
+                del self._coming[fill.wanted.group.tag]
 
     def _count_queued(self, wanted: Wanted, blocks: int) -> None:
         """Count blocks that begin to wait; below 0 those that wait no longer."""

@@ -19,8 +19,8 @@ from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.level import SLOWER, Coming, Fill, Level, Wanted
-from kvoffd.tiering.writer import space_of
-from kvoffd.tiers.header import Space
+from kvoffd.tiering.writer import block_group_of
+from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Tier
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
@@ -56,8 +56,10 @@ class _Lookup:
 class _Range:
     """Some keys of one group of a lookup, and what is known of them by their places."""
 
-    def __init__(self, space: Space, keys: Sequence[bytes], states: memoryview, coming: Mapping[bytes, Fill]) -> None:
-        self.space, self.keys, self.states, self.coming = space, keys, states, coming
+    def __init__(
+        self, block_group: BlockGroup, keys: Sequence[bytes], states: memoryview, coming: Mapping[bytes, Fill]
+    ) -> None:
+        self.group, self.keys, self.states, self.coming = block_group, keys, states, coming
         """``states``: to be answered with. ``coming``: what is on its way already."""
         free = len(states) if not any(states) else 0
         self.left = list(range(free)) or [at for at, state in enumerate(states) if state == FREE]
@@ -74,7 +76,7 @@ class _Range:
             for tier in level.tiers:
                 if not self.left:
                     return
-                found = tier.find(self.space, [self.keys[at] for at in self.left], prefix=prefix)
+                found = tier.find(self.group, [self.keys[at] for at in self.left], prefix=prefix)
                 if any(found):
                     answers = list(zip(self.left, found, strict=True))
                     source = level, tier
@@ -117,7 +119,7 @@ class Tiering:
         """What comes up for each lease."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
         """By block: 1 and the number of its level if it was promoted and not loaded since, else 0."""
-        self._evicted: list[tuple[Space, list[bytes]]] = []
+        self._evicted: list[tuple[BlockGroup, list[bytes]]] = []
         self._events = events
         self._logged: dict[tuple[str, str], float] = {}
         """Tiers and kinds of their errors that were logged, and when; the tiers count them."""
@@ -149,8 +151,10 @@ class Tiering:
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             start = run_end(answer[number]) if limit is None else 0
             names: list[bytes] = np.frombuffer(groups[number][1], namespace.key_type)[start:limit].tolist()
-            space = space_of(every[number])
-            some = _Range(space, names, memoryview(answer[number])[start:limit], self._coming.get(space.tag, {}))
+            block_group = block_group_of(every[number])
+            some = _Range(
+                block_group, names, memoryview(answer[number])[start:limit], self._coming.get(block_group.tag, {})
+            )
             if limit is None:
                 asking |= self._find_run(lookup, some)
             else:
@@ -195,7 +199,7 @@ class Tiering:
 
         Stores are not asked where the disks have all of the window at the end.
         """
-        spec = lookup.namespace.groups[some.space.group]
+        spec = lookup.namespace.groups[some.group.index]
         window = range(0)
         for shared in (False, True):
             some.look([level for level in lookup.levels if level.shared is shared], prefix=False)
@@ -217,7 +221,7 @@ class Tiering:
         if some.asked:
             self._answers_due = self._clock() + ANSWER_S
             if not lookup.again:
-                names = [(some.space.tag, some.keys[at]) for at in some.asked]
+                names = [(some.group.tag, some.keys[at]) for at in some.asked]
                 self._uncounted.setdefault(lookup.namespace, Counter()).update(names)
 
     def _request(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> None:
@@ -225,16 +229,16 @@ class Tiering:
         if not places:
             return
         slower, lease, wants = self._slower_levels(lookup, some, places), lookup.lease, dict[Level, Wanted]()
-        block_bytes = self._cache.group(lease.namespace, some.space.group).block_bytes
+        block_bytes = self._cache.group(lease.namespace, some.group.index).block_bytes
         for at in places:
             key = some.keys[at]
-            if (fill := self._coming.get(some.space.tag, {}).get(key)) is None:
+            if (fill := self._coming.get(some.group.tag, {}).get(key)) is None:
                 level, tier = some.there[at]
                 no_space = level.no_space_until.get(lease.session, 0.0) > self._clock()
                 if level in slower or (lookup.again and no_space):
                     return
                 if (wanted := wants.get(level)) is None:
-                    wanted = wants[level] = Wanted(lease, some.space, level, block_bytes)
+                    wanted = wants[level] = Wanted(lease, some.group, level, block_bytes)
                 if lookup.left_bytes < block_bytes or (fill := level.request(wanted, key, tier)) is None:
                     return
             lookup.left_bytes -= block_bytes * (lease not in fill.leases)
@@ -248,7 +252,7 @@ class Tiering:
         slower = {
             level
             for level, count in Counter(level for level, _ in sources).items()
-            if level.is_slower(lookup.namespace, some.space.group, count)
+            if level.is_slower(lookup.namespace, some.group.index, count)
         }
         for level, _ in sources if slower else ():
             if level in slower:
@@ -296,7 +300,7 @@ class Tiering:
             for level in self.levels:
                 level.writer.evicted(group, alike, keys)
             if self.disks.tiers:
-                self._evicted.append((space_of(group), keys))
+                self._evicted.append((block_group_of(group), keys))
 
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
         levels = [level for level in self.levels if level.writer.waiting and level.available]
@@ -308,14 +312,14 @@ class Tiering:
         return found
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
-        names, space = namespace.split(group, keys), space_of(self._cache.group(namespace, group))
-        coming = self._coming.get(space.tag, {})
+        names, block_group = namespace.split(group, keys), block_group_of(self._cache.group(namespace, group))
+        coming = self._coming.get(block_group.tag, {})
         for fill in [coming[key] for key in names if key in coming]:
             fill.wanted.level.forget(fill)
         for level in self.levels:
             # Others use what a store has; bytes that are wrong here are not wrong there.
             for tier in level.tiers if not level.shared or why is not MissReason.CORRUPT else ():
-                tier.remove(space, names, why.name.lower())
+                tier.remove(block_group, names, why.name.lower())
 
     def forget_all(self, namespace: Namespace) -> int:
         # The event of the cache that the namespace is cleared tells of the disks' blocks too.
@@ -346,9 +350,9 @@ class Tiering:
     def tick(self) -> None:
         """A few times a second: deadlines, the cold end of the pool."""
         evicted, self._evicted = self._evicted, []
-        for space, keys in evicted:
+        for block_group, keys in evicted:
             for tier in self.disks.tiers:
-                tier.used(space, keys)
+                tier.used(block_group, keys)
         for level in self.levels:
             level.tick()
 
@@ -359,18 +363,18 @@ class Tiering:
 
     # --- what the tiers call: see TierListener ----------------------------------------------------
 
-    def blocks_stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
-        if (namespace := self._namespace_of(space)) is not None:
-            self._events.stored(namespace, space.group, list(keys), MEDIUM_STORAGE)
+    def blocks_stored(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes]) -> None:
+        if (namespace := self._namespace_of(block_group)) is not None:
+            self._events.stored(namespace, block_group.index, list(keys), MEDIUM_STORAGE)
 
-    def blocks_removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
-        if (namespace := self._namespace_of(space)) is not None:
-            self._events.removed(namespace, space.group, list(keys), MEDIUM_STORAGE)
+    def blocks_removed(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes]) -> None:
+        if (namespace := self._namespace_of(block_group)) is not None:
+            self._events.removed(namespace, block_group.index, list(keys), MEDIUM_STORAGE)
 
-    def _namespace_of(self, space: Space) -> Namespace | None:
-        """The namespace of a space, if it is open and was not reset since."""
-        namespace = self._cache.namespaces.get(space.fingerprint)
-        return namespace if namespace is not None and namespace.generation == space.generation else None
+    def _namespace_of(self, block_group: BlockGroup) -> Namespace | None:
+        """The namespace of a group, if it is open and was not reset since."""
+        namespace = self._cache.namespaces.get(block_group.fingerprint)
+        return namespace if namespace is not None and namespace.generation == block_group.generation else None
 
     def error(self, tier: Tier, kind: str, sentence: str) -> None:
         now = self._clock()
@@ -378,21 +382,21 @@ class Tiering:
             logger.warning("%s: %s", tier.name, sentence)
             put_newest(self._logged, (tier.name, kind), now, MOST_LOGGED)
 
-    def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+    def answered(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Count what lookups answered with as being asked for."""
-        namespace = self._cache.namespaces.get(space.fingerprint)
+        namespace = self._cache.namespaces.get(block_group.fingerprint)
         if namespace is None or not (uncounted := self._uncounted.get(namespace)):
             return
-        lookups = [uncounted.pop((space.tag, key), 0) for key in keys]
+        lookups = [uncounted.pop((block_group.tag, key), 0) for key in keys]
         if not any(lookups):
             return
         absent: list[bytes] = []
         for key, count, there in zip(keys, lookups, found, strict=True):
-            if there and namespace.generation == space.generation:
+            if there and namespace.generation == block_group.generation:
                 namespace.counters.found_shared += count
             else:
                 absent += [key] * count
-        self._cache.count_misses(namespace, space.group, b"".join(absent))
+        self._cache.count_misses(namespace, block_group.index, b"".join(absent))
 
     def _forget_fills(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):

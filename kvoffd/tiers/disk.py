@@ -21,7 +21,7 @@ from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk_file import RECORD, DiskFile, runs_of
 from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NO_SLOT, REGIONS_AT_ONCE, DiskMap, Known
 from kvoffd.tiers.disk_reads import End, Job, Reads, failed_end
-from kvoffd.tiers.header import HEADER_BYTES, Block, Space, encode_header, fits_header
+from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, encode_header, fits_header
 from kvoffd.tiers.tier import ABSENT, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
 from kvoffd_proto.stats import DiskFault
 from kvoffd_proto.units import format_size
@@ -149,28 +149,28 @@ class DiskTier(Tier):
     def available(self) -> bool:
         return not (self.hangs or self._closed)
 
-    def find(self, space: Space, keys: Sequence[bytes], *, prefix: bool) -> bytes:
-        if self.hangs or self._map.known(space) is None:
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
+        if self.hangs or self._map.known(group) is None:
             return bytes(len(keys))
-        return np.where(self._map.find(space.tag, keys) == NO_SLOT, np.uint8(ABSENT), np.uint8(PRESENT)).tobytes()
+        return np.where(self._map.find(group.tag, keys) == NO_SLOT, np.uint8(ABSENT), np.uint8(PRESENT)).tobytes()
 
-    def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+    def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
         found = (
-            self._map.find(space.tag, keys).tolist() if self._map.known(space) is not None else [NO_SLOT] * len(keys)
+            self._map.find(group.tag, keys).tolist() if self._map.known(group) is not None else [NO_SLOT] * len(keys)
         )
         pairs = zip(keys, found, strict=True)
-        return [slot == NO_SLOT and (space.tag, key) not in self._writing for key, slot in pairs]
+        return [slot == NO_SLOT and (group.tag, key) not in self._writing for key, slot in pairs]
 
-    def used(self, space: Space, keys: Sequence[bytes]) -> None:
-        for slot in self._map.slots_of(space.tag, keys):
+    def used(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
+        for slot in self._map.slots_of(group.tag, keys):
             region, place = self._map.at(slot)
             region.used[place] = 1
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
         """See Tier. What the kernel reads cannot be stopped: patience ends what waits while none of that comes."""
-        if not self.available() or (known := self._map.known(space)) is None:
+        if not self.available() or (known := self._map.known(group)) is None:
             return False
         if (slot := self._map.find_one(known, key)) == NO_SLOT:
             return False
@@ -191,12 +191,12 @@ class DiskTier(Tier):
         region, place = self._map.at(slot)
         region.pins[place] += 1
         at = slot, region, place, self._map.offset(slot), known.slot_bytes
-        return Job(known.space, key, *at, offsets, on_end, patience_s, block)
+        return Job(known.group, key, *at, offsets, on_end, patience_s, block)
 
     def _read_ended(self, job: Job, end: End) -> None:
         region, place = job.region, job.place
         # While it is pinned the slot gets no other block: what is there, if anything, is what was read.
-        known = self._map.numbered.get(region.spaces[place])
+        known = self._map.numbered.get(region.groups[place])
         is_there = known is not None and self._map.is_there(known)
         if not is_there and end.result in (Result.DONE, Result.CORRUPT):
             end = End(Result.GONE)  # it was removed during the read, which may have found its header cleared
@@ -217,10 +217,10 @@ class DiskTier(Tier):
     # --- writing ---------------------------------------------------------------------------------
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
-        space, key, now = block.space, block.key, self._clock()
-        if not self.wants(space, [key])[0]:
+        group, key, now = block.group, block.key, self._clock()
+        if not self.wants(group, [key])[0]:
             return False
-        known = self._map.known(space) or Known(space, self._map.last_number + 1)
+        known = self._map.known(group) or Known(group, self._map.last_number + 1)
         takes = self.available() and len(self._writing) < self._options.most_writes and now >= self._write_at
         if not takes or not self._fits(known, key) or (taken := self._take(known.slot_bytes)) is None:
             self.counters.refused_writes += 1
@@ -228,24 +228,24 @@ class DiskTier(Tier):
         assert all(block.checksums), "without them nothing could tell that a block is whole"
         slot = taken
         if known.number > self._map.last_number:
-            if (before := self._map.spaces.get(space.tag)) is not None:  # its namespace has another geometry now
-                written = [name for tag, name in self._writing if tag == space.tag]
-                self.remove(before.space, [*self._map.keys_of(before), *written], "")
+            if (before := self._map.groups.get(group.tag)) is not None:  # its namespace has another geometry now
+                written = [name for tag, name in self._writing if tag == group.tag]
+                self.remove(before.group, [*self._map.keys_of(before), *written], "")
                 del self._map.numbered[before.number]
             self._map.last_number = known.number
-            self._map.spaces[space.tag] = self._map.numbered[known.number] = known
-        self._writing[space.tag, key] = job = self._job(known, key, slot, offsets, on_end, block=block)
+            self._map.groups[group.tag] = self._map.numbered[known.number] = known
+        self._writing[group.tag, key] = job = self._job(known, key, slot, offsets, on_end, block=block)
         self._writes.put(job)
         return True
 
     def _fits(self, known: Known, key: bytes) -> bool:
-        space = known.space
-        fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes and space.nbytes < 1 << 32
-        fits = fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(space, len(key))
+        group = known.group
+        fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes and group.nbytes < 1 << 32
+        fits = fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(group, len(key))
         if not fits and not self.counters.errors[DiskFault.TOO_LARGE]:  # reported once: there will be many such blocks
             self._error(
                 DiskFault.TOO_LARGE,
-                f"Blocks of {space.nbytes} bytes do not fit the regions of {self.name}, which have "
+                f"Blocks of {group.nbytes} bytes do not fit the regions of {self.name}, which have "
                 f"{format_size(self._map.slots.region_bytes)}; remove its files and make the tier larger.",
             )
         return fits
@@ -310,7 +310,7 @@ class DiskTier(Tier):
             assert job.block is not None
             header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
             header[:] = encode_header(job.block)
-            shards = zip(job.shards, job.space.lengths, strict=True)
+            shards = zip(job.shards, job.group.lengths, strict=True)
             buffers += [header, *(self._pool[offset : offset + page_up(length)] for offset, length in shards)]
         try:
             write_all(file.calls, file.fd, buffers, jobs[0].offset)
@@ -321,7 +321,7 @@ class DiskTier(Tier):
         ends = list[End]()
         for job in jobs:
             hour, key = int(self._wall_clock()) // _HOUR_S, job.key.ljust(MAX_KEY_BYTES, b"\0")
-            record = np.array([(job.space.tag, job.space.nbytes, hour, len(job.key), key, b"")], RECORD)
+            record = np.array([(job.group.tag, job.group.nbytes, hour, len(job.key), key, b"")], RECORD)
             end = End(Result.DONE)
             try:
                 file.write_records(job.slot, record)
@@ -334,7 +334,7 @@ class DiskTier(Tier):
     def _write_ended(self, job: Job, end: End) -> None:
         if end.fault is not None:
             self._error(end.fault, end.sentence)
-        name, result = (job.space.tag, job.key), end.result
+        name, result = (job.group.tag, job.key), end.result
         if kept := self._writing.get(name) is job:  # else it was removed since
             del self._writing[name]
         if result is Result.DONE:
@@ -348,8 +348,8 @@ class DiskTier(Tier):
             if (len(self._put_aside) + 1) * _PUT_ASIDE_SHARE <= self._map.blocks:
                 self._put_aside.add(job.slot)
         if kept and result is Result.DONE:
-            self._map.add(self._map.spaces[job.space.tag], job.key, job.slot, int(self._wall_clock()) // _HOUR_S)
-            self._listener.blocks_stored(self, job.space, [job.key])
+            self._map.add(self._map.groups[job.group.tag], job.key, job.slot, int(self._wall_clock()) // _HOUR_S)
+            self._listener.blocks_stored(self, job.group, [job.key])
         else:
             self._note_gone([job.slot])
         self._unpin([job.slot])
@@ -357,15 +357,15 @@ class DiskTier(Tier):
 
     # --- removing --------------------------------------------------------------------------------
 
-    def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
-        slots = self._map.slots_of(space.tag, list(dict.fromkeys(keys)))
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
+        slots = self._map.slots_of(group.tag, list(dict.fromkeys(keys)))
         self._drop(slots)
         for key in keys:
-            self._writing.pop((space.tag, key), None)  # it is dropped when it ends
+            self._writing.pop((group.tag, key), None)  # it is dropped when it ends
         self._note_gone(slots)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
-        removed = {tag: one for tag, one in self._map.spaces.items() if fingerprint in (None, one.space.fingerprint)}
+        removed = {tag: one for tag, one in self._map.groups.items() if fingerprint in (None, one.group.fingerprint)}
         for name in [name for name in self._writing if name[0] in removed]:
             del self._writing[name]
         for known in removed.values():
@@ -404,14 +404,14 @@ class DiskTier(Tier):
     def _drop(self, slots: Sequence[int]) -> None:
         """Blocks are not there any more; their slots are still taken."""
         for known, keys in self._map.drop(slots):
-            self._listener.blocks_removed(self, known.space, keys)
+            self._listener.blocks_removed(self, known.group, keys)
 
     def _unpin(self, slots: Sequence[int]) -> None:
         free: list[int] = []
         for slot in slots:
             region, place = self._map.at(slot)
             region.pins[place] -= 1
-            if not region.pins[place] and not region.spaces[place] and slot not in self._put_aside:
+            if not region.pins[place] and not region.groups[place] and slot not in self._put_aside:
                 free.append(slot)
         if not free:
             return
@@ -472,8 +472,8 @@ class DiskTier(Tier):
     def bytes_by_namespace(self) -> Counter[bytes]:
         """By fingerprint, bytes of the blocks that can be read."""
         found = Counter[bytes]()
-        for known in self._map.spaces.values():
-            found[known.space.fingerprint] += known.blocks * known.space.nbytes
+        for known in self._map.groups.values():
+            found[known.group.fingerprint] += known.blocks * known.group.nbytes
         return found
 
     def tick(self) -> None:

@@ -60,7 +60,7 @@ RECORD = np.dtype(
         ("zero", "V15"),
     ]
 )
-"""Of a slot: its block's space and key, the bytes of all its shards, and the hour in which it was written. The tag of
+"""Of a slot: its block's group and key, the bytes of all its shards, and the hour in which it was written. The tag of
 an empty slot is 0."""
 _DISK_MAGIC, _INDEX_MAGIC, _OLD_MAGIC = b"kvoffdD4", b"kvoffdI4", b"KVOFFDDK"
 _HEAD = Struct("<8s16sQQQQ?16s")

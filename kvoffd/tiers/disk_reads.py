@@ -21,7 +21,7 @@ from kvoffd.system.files import OnError, ShortRead, address_of, aligned_buffer
 from kvoffd.system.native import native
 from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads
 from kvoffd.tiers.disk_file import DiskFile
-from kvoffd.tiers.header import HEADER_BYTES, Block, Space, decode_header, parse_header
+from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, parse_header
 from kvoffd.tiers.tier import READERS_NICE, Result
 from kvoffd_proto.stats import DiskFault
 
@@ -40,7 +40,7 @@ MOST_READ_BYTES = 64 << 20
 class Job:
     """A read or write of a block: its slot, and by rank the offsets in the pool."""
 
-    space: Space
+    group: BlockGroup
     key: bytes
     slot: int
     region: Region
@@ -147,7 +147,7 @@ class Reads:
             if self._reading and self._nbytes + self._waiting[0].nbytes > MOST_READ_BYTES:
                 return
             job, number, parts = self._waiting.popleft(), self._free.pop(), list[int]()
-            lengths = job.space.lengths
+            lengths = job.group.lengths
             for at, length in zip(job.shards, lengths, strict=True):
                 parts += self._pool_at + at, page_up(length)
             header, count = (self._headers_at + number * HEADER_BYTES, HEADER_BYTES), 1 + len(lengths)
@@ -190,11 +190,11 @@ class Reads:
         if found < job.nbytes:
             ends = f"nothing is left to read at offset {job.offset + found}"
             return failed_end(self._file, job, "read", ShortRead(0, ends))
-        block = decode_header(header, job.space, job.key)
+        block = decode_header(header, job.group, job.key)
         if block is None and parse_header(header) is not None:
             return End(Result.GONE)  # the index was of another copy of the file, or of before a power cut
         if block is not None:
-            shards = zip(block.checksums, read[-len(job.shards) :], job.shards, job.space.lengths, strict=True)
+            shards = zip(block.checksums, read[-len(job.shards) :], job.shards, job.group.lengths, strict=True)
             if all(right == (found or digest(self._pool[at : at + length])) for right, found, at, length in shards):
                 return End(Result.DONE, block)
         sentence = (

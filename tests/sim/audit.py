@@ -19,7 +19,7 @@ from kvoffd.pool.allocator import SlotIds
 from kvoffd.server.jobs import LoadJob
 from kvoffd.server.service import Service
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiering.writer import space_of
+from kvoffd.tiering.writer import block_group_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -217,12 +217,12 @@ def watch_narrow(cache: Cache) -> None:
             firsts = zip(loose, cache.table.records["first_block"][slots].tolist(), strict=True)
             return [keys[at] for at, first in firsts if first > part.first_blocks.get(at, 0)]
 
-        before = [(part, space_of(cache.group(namespace, part.group)), narrow(part)) for part in parts]
+        before = [(part, block_group_of(cache.group(namespace, part.group)), narrow(part)) for part in parts]
         ticket = begin(namespace, rank, parts)
-        for part, space, keys in before:
+        for part, block_group, keys in before:
             assert not set(keys) & set(narrow(part)), "a block that begins later than what is offered stays"
             for level in cache.tiers.levels if keys and isinstance(cache.tiers, Tiering) else ():
-                there = [tier.find(space, keys, prefix=False) for tier in level.tiers]
+                there = [tier.find(block_group, keys, prefix=False) for tier in level.tiers]
                 assert not any(map(any, there)), "a tier has a block that begins later than what is offered"
         return ticket
 

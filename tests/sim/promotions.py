@@ -11,7 +11,7 @@ from kvoffd.cache.tickets import Lease
 from kvoffd.server.service import Service
 from kvoffd.tiering.level import Fill, Level
 from kvoffd.tiering.read_speed import SILENCE_S
-from kvoffd.tiering.writer import space_of
+from kvoffd.tiering.writer import block_group_of
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import ReadEnd, Result
 from kvoffd_proto import messages as m
@@ -58,9 +58,9 @@ class Promotions:
             return
         block_bytes: dict[Level, int] = {}
         for part, states in zip(request.groups, reply.states, strict=True):
-            space = space_of(self._cache.group(lease.namespace, part.group))
+            block_group = block_group_of(self._cache.group(lease.namespace, part.group))
             for key, state in zip(lease.namespace.split(part.group, part.keys), states, strict=True):
-                fill = coming.get(space.tag, {}).get(key)
+                fill = coming.get(block_group.tag, {}).get(key)
                 if state in m.COMING and fill is not None:
                     surely = state == m.PENDING or not reply.asking
                     awaited = self._awaited.setdefault(fill, {})
@@ -80,7 +80,7 @@ class Promotions:
         level = fill.wanted.level
         self._begun += 1
         self._reads[fill] = self._begun
-        self._largest_bytes[level] = max(self._largest_bytes[level], fill.wanted.space.nbytes)
+        self._largest_bytes[level] = max(self._largest_bytes[level], fill.wanted.group.nbytes)
 
     def watched(self, on_end: ReadEnd) -> ReadEnd:
         """What a tier is to call that is about to read a block."""
