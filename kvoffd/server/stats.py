@@ -45,7 +45,9 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     hour_requests, hour_errors = service.in_last_hour()
     level, causes = health_of(service, recent)
     largest, others = traffic.choose_rows()
-    on_disk = sum((disk.tier.bytes_by_namespace() for disk in service.tiers if disk.tier is not None), Counter[bytes]())
+    on_disk = sum(
+        (disk.tier.bytes_by_namespace() for disk in service.tier_supervisor if disk.tier is not None), Counter[bytes]()
+    )
     return filled(
         s.DaemonStats,
         version=__version__,
@@ -83,7 +85,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         gone_namespaces=traffic.gone_namespaces,
         integrity=filled(s.IntegrityStats, cache),
         tiers=_tiering_stats(service),
-        disks=list(map(_disk_stats, service.tiers)),
+        disks=list(map(_disk_stats, service.tier_supervisor)),
         shared=_shared_stats(service),
         curve=curve.in_all(),
         curve_seen_bytes=curve.seen_bytes,
@@ -216,7 +218,7 @@ def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
 
 
 def _tiering_stats(service: Service) -> s.TieringStats | None:
-    if (tiering := service.tiers.tiering) is None:
+    if (tiering := service.tiering) is None:
         return None
     disks, writer = tiering.disks, tiering.disks.writer
     return filled(
@@ -253,7 +255,7 @@ def _disk_stats(disk: Disk) -> s.DiskStats:
 
 
 def _shared_stats(service: Service) -> list[s.SharedStats]:
-    if (tiering := service.tiers.tiering) is None:
+    if (tiering := service.tiering) is None:
         return []
     unshared = sum(tiering.is_unshared(one.fingerprint) for one in service.cache.namespaces.values())
     return [

@@ -342,6 +342,14 @@ class Tiering:
             if level.writer.waiting:
                 level.writer.pump()
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether something waits to be brought up."""
+        for level in self.levels:  # noqa: SIM110 - after each lookup, and a generator takes twice as long
+            if level.queued_blocks:
+                return True
+        return False
+
     def stop(self) -> None:
         """Begin nothing any more."""
         for level in self.levels:

@@ -163,7 +163,7 @@ class Audit:
 
     def _check_pins(self) -> None:
         """Each block is pinned by its leases, the loads that read it and the writes to a tier, and by nothing else."""
-        cache, tiering = self._service.cache, self._service.tiers.tiering
+        cache, tiering = self._service.cache, self._service.tiering
         pins = Counter[int]()
         sessions = {session.id for session in self._service.sessions}
         for lease in cache.leases.values():

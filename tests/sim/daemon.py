@@ -152,13 +152,13 @@ class SimDaemon:
         config = with_tiers(self.config, rng)
         if self.world.promotes:
             config = replace(config, disk_write=WriteMode.ALWAYS.value)
-        tiers = self.service.tiers = SimTiers(config, self.service, disk, self.post)
+        tiers = SimTiers(config, self.service, disk, self.post)
         drained = self.world.faults.calm
         promotes = self.world.promotes
         if objects is not None:
             rng = self.world.scenario.rng(f"shared {life}")
             drained = drained or rng.random() < (0.2 if promotes else 0.7)  # or the disk has most of what is asked for
-            tiers.share_one(SimShared(objects, self, rng, tiers.use()))
+            tiers.share_one(SimShared(objects, self, rng, tiers.tiering))
         if drained:
             disk.takes_writes = False
         return tiers
@@ -386,7 +386,7 @@ class SimDaemon:
         self.service.tick()
         if self.tiers is not None:
             self.tiers.check_followed()
-            for level in self.tiers.use().levels:
+            for level in self.tiers.tiering.levels:
                 self.promotions.check_given_up(level)
         if self.service.memory.stuck:
             self.clock.note("daemon ends itself: a copy hangs")
@@ -462,7 +462,7 @@ class SimDaemon:
         wait_for_jobs()
 
     def _exit(self) -> None:
-        if self.torn is None and not self.service.tiers.close(CLOSE_S):
+        if self.torn is None and not self.service.tier_supervisor.close(CLOSE_S):
             raise Broken("the disk was not closed")
         self.flush()
         self.die()

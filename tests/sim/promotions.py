@@ -53,7 +53,7 @@ class Promotions:
 
     def answered(self, request: m.Lookup, reply: m.LookupReply, tiers: SimTiers) -> None:
         """A lookup was answered. See whether the time that it was told can be true where a tier is silent."""
-        lease, coming = self._cache.leases.get(request.lease_id), tiers.use()._coming
+        lease, coming = self._cache.leases.get(request.lease_id), tiers.tiering._coming
         if lease is None:
             return
         block_bytes: dict[Level, int] = {}
