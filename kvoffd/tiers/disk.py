@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES, page_up
+from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
-from kvoffd.system.files import FileCalls, OnError, aligned_buffer, write_all
+from kvoffd.system.files import FileCalls, OnError
 from kvoffd.system.threads import Workers
-from kvoffd.tiers.disk_file import RECORD, DiskFile, runs_of
+from kvoffd.tiers.disk_clearing import Clearing
+from kvoffd.tiers.disk_file import DiskFile
 from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NO_SLOT, REGIONS_AT_ONCE, DiskMap, Known
-from kvoffd.tiers.disk_reads import End, Job, Reads, failed_end
-from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, encode_header, fits_header
+from kvoffd.tiers.disk_reads import End, Job, Reads
+from kvoffd.tiers.disk_writes import HOUR_S, BlockWriter
+from kvoffd.tiers.header import Block, BlockGroup, fits_header
 from kvoffd.tiers.tier import ABSENT, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
 from kvoffd_proto.stats import DiskFault
 from kvoffd_proto.units import format_size
@@ -40,7 +42,6 @@ _PUT_ASIDE_SHARE = 100
 """Slots of failed writes that are not used again: at most this fraction of the tier."""
 FULL_PART = 15 / 16
 """Of what it held when it last evicted, from which on it has no room: regions of several sizes are never all full."""
-_HOUR_S = 3600
 
 
 class DiskOptions(NamedTuple):
@@ -55,16 +56,6 @@ class DiskOptions(NamedTuple):
     region_bytes: int | None = None
     """Of new files; chosen by the size when None."""
     most_writes: int = 64
-
-
-@dataclass(slots=True, eq=False)
-class Note:
-    """Something to be written to the index. ``gone``: slots whose records are cleared."""
-
-    gone: list[int] = field(default_factory=list)
-    sizes: dict[int, int] = field(default_factory=dict)
-    """By region, the pages of a slot."""
-    written_bytes: int = 0
 
 
 class DiskTier(Tier):
@@ -106,25 +97,14 @@ class DiskTier(Tier):
         self.direct = file.direct
         self.hangs = False
         """Whether a call does not return: until it does, nothing is taken."""
-        self.removed = False
-        """Whether a file has no name any more: the next daemon finds nothing."""
         self._file, self._pool, self._options = file, pool, options
         self._clock, self._wall_clock, self._post = clock, wall_clock, post
-        self._physical_bytes = file.physical_bytes()
         self._map = DiskMap(file)
         self._most_blocks = most_blocks(file.size_bytes)
         self._writing: dict[tuple[int, bytes], Job] = {}
-        self._put_aside: set[int] = set()
         self._used_when_full = 0
         self._evicted: dict[int, list[int]] = {}
         """By slot size, the slots that the hand took and that are written to next. Their records go then."""
-        self._leaving: deque[Iterator[list[int]]] = deque()
-        """Of each namespace and region that goes as a whole, the slots that it has still."""
-        self._clearing: Note | None = None
-        """Of the slots that were taken of the first of them last."""
-        self._unsized: set[int] = set()
-        """Regions whose size could not be noted."""
-        self._noted_bytes = 0
         self._pause_s = 0.0
         self._write_at = -inf
         self._closed = False
@@ -133,11 +113,16 @@ class DiskTier(Tier):
             self.found_generations = self._map.open(generation, should_stop)
             """By fingerprint, the highest generations of which blocks were found."""
             self._reads = make_reads(name, file, pool, options.most_reads, self._read_ended, post, clock)
-            writes = [self._write] * options.writers, self._bug, self._write_ended, post, clock
+            writer = BlockWriter(file, pool, options.merge_bytes, wall_clock)
+            writes = [writer.write] * options.writers, self._bug, self._write_ended, post, clock
             with OnError(lambda: self._reads.close(time.monotonic() + HANG_TIMEOUT_S)):
-                self._writes = make_workers(f"{name}-w", *writes, self._next_write)
+                self._writes = make_workers(f"{name}-w", *writes, writer.next)
                 with OnError(lambda: self._writes.close(time.monotonic() + HANG_TIMEOUT_S)):
-                    self._notes = make_workers(f"{name}-n", [self._note], self._bug, self._note_ended, post, clock)
+                    self._clearing = Clearing(
+                        *(file, self._map),
+                        lambda write, ended: make_workers(f"{name}-n", [write], self._bug, ended, post, clock),
+                        *(post, partial(listener.blocks_removed, self), self._error),
+                    )
         self.found_blocks = self._map.blocks
         self._opened_at = clock()
         self.open_seconds = self._opened_at - begun
@@ -205,13 +190,13 @@ class DiskTier(Tier):
         if end.fault is not None:
             self._error(end.fault, end.sentence)
         if is_there and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED):
-            self._drop([job.slot])
-            self._note_gone([job.slot])
+            self._clearing.drop([job.slot])
+            self._clearing.slots_gone([job.slot])
         if end.result is Result.DONE:
             region.found[place], region.used[place] = 0, 1
             self.counters.read_blocks += 1
             self.counters.read_bytes += job.nbytes
-        self._unpin([job.slot])
+        self._clearing.unpin([job.slot])
         job.on_end(end.result, end.block)
 
     # --- writing ---------------------------------------------------------------------------------
@@ -256,7 +241,7 @@ class DiskTier(Tier):
             slot = int(slots[0])
             if (number := slot // self._map.slots.slots_per_region) not in self._map.regions:
                 self._map.open_region(number, size)
-                self._notes.put(Note(sizes={number: size // PAGE_BYTES}))
+                self._clearing.region_opened(number, size)
             return slot
         if not self._evicted.get(size) and not self._evict_some(size):
             return None
@@ -268,7 +253,7 @@ class DiskTier(Tier):
         A region of another size at which it comes goes as a whole, unless most of it is of use; its slots are free when
         that is noted, and nothing else is evicted until then.
         """
-        if self._leaving:  # slots come free without
+        if self._clearing.leaves:  # slots come free without
             return False
         left = LOOKED_AT_ONCE
         for _ in range(2 * len(self._map.regions)):
@@ -281,55 +266,18 @@ class DiskTier(Tier):
                 self._map.regions.move_to_end(number)
             self.counters.evicted_blocks += there + len(victims)
             if there:
-                self._leave(self._map.slots_of_region(number))
+                self._clearing.leave(self._map.slots_of_region(number))
                 return False
             if victims:
                 self._used_when_full = self._map.slots.used_bytes
-                self._drop(slots := [first + place for place in victims])
+                self._clearing.drop(slots := [first + place for place in victims])
                 self._evicted.setdefault(size, []).extend(slots)
                 return True
             if left <= 0:  # it goes on from here with the next write
                 return False
         for unused in [one for one in self._evicted if one != size]:  # they keep regions for sizes that nobody writes
-            self._note_gone(self._evicted.pop(unused))
+            self._clearing.slots_gone(self._evicted.pop(unused))
         return False
-
-    def _next_write(self, waiting: deque[Job]) -> list[Job]:
-        """What goes into one call: blocks that follow one another."""
-        jobs = [waiting.popleft()]
-        end, left = jobs[0].offset + jobs[0].nbytes, self._options.merge_bytes - jobs[0].nbytes
-        while waiting and waiting[0].offset == end and (left := left - waiting[0].nbytes) >= 0:
-            jobs.append(waiting.popleft())
-            end = jobs[-1].offset + jobs[-1].nbytes
-        return jobs
-
-    def _write(self, jobs: list[Job]) -> list[End]:
-        """In a thread: write blocks that follow one another, each alone where that fails; then their records."""
-        file, buffers, headers = self._file, list[memoryview](), aligned_buffer(len(jobs) * HEADER_BYTES)
-        for number, job in enumerate(jobs):
-            assert job.block is not None
-            header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
-            header[:] = encode_header(job.block)
-            shards = zip(job.shards, job.group.lengths, strict=True)
-            buffers += [header, *(self._pool[offset : offset + page_up(length)] for offset, length in shards)]
-        try:
-            write_all(file.calls, file.fd, buffers, jobs[0].offset)
-        except OSError as error:
-            if len(jobs) > 1:
-                return [end for job in jobs for end in self._write([job])]
-            return [failed_end(file, jobs[0], "write", error)]
-        ends = list[End]()
-        for job in jobs:
-            hour, key = int(self._wall_clock()) // _HOUR_S, job.key.ljust(MAX_KEY_BYTES, b"\0")
-            record = np.array([(job.group.tag, job.group.nbytes, hour, len(job.key), key, b"")], RECORD)
-            end = End(Result.DONE)
-            try:
-                file.write_records(job.slot, record)
-            except OSError as error:
-                why = f"The disk tier could not note a block in the index of {file.path}: {error.strerror or error}."
-                end = End(Result.DONE, None, DiskFault.RECORD_FAILED, why)
-            ends.append(end)
-        return ends
 
     def _write_ended(self, job: Job, end: End) -> None:
         if end.fault is not None:
@@ -341,113 +289,36 @@ class DiskTier(Tier):
             self._pause_s = 0.0
             self.counters.written_blocks += 1
             self.counters.written_bytes += job.nbytes
-            self._noted_bytes += job.nbytes
+            self._clearing.written(job.nbytes)
         elif result is Result.FAILED:
             self._pause_s = min(_MOST_PAUSE_S, 2 * self._pause_s) or _LEAST_PAUSE_S
             self._write_at = self._clock() + self._pause_s
-            if (len(self._put_aside) + 1) * _PUT_ASIDE_SHARE <= self._map.blocks:
-                self._put_aside.add(job.slot)
+            if (len(self._clearing.put_aside) + 1) * _PUT_ASIDE_SHARE <= self._map.blocks:
+                self._clearing.put_aside.add(job.slot)
         if kept and result is Result.DONE:
-            self._map.add(self._map.groups[job.group.tag], job.key, job.slot, int(self._wall_clock()) // _HOUR_S)
+            self._map.add(self._map.groups[job.group.tag], job.key, job.slot, int(self._wall_clock()) // HOUR_S)
             self._listener.blocks_stored(self, job.group, [job.key])
         else:
-            self._note_gone([job.slot])
-        self._unpin([job.slot])
+            self._clearing.slots_gone([job.slot])
+        self._clearing.unpin([job.slot])
         job.on_end(Result.GONE if result is Result.DONE and not kept else result)
 
     # --- removing --------------------------------------------------------------------------------
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
         slots = self._map.slots_of(group.tag, list(dict.fromkeys(keys)))
-        self._drop(slots)
+        self._clearing.drop(slots)
         for key in keys:
             self._writing.pop((group.tag, key), None)  # it is dropped when it ends
-        self._note_gone(slots)
+        self._clearing.slots_gone(slots)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
         removed = {tag: one for tag, one in self._map.groups.items() if fingerprint in (None, one.group.fingerprint)}
         for name in [name for name in self._writing if name[0] in removed]:
             del self._writing[name]
         for known in removed.values():
-            self._leave(self._map.remove_whole(known))
+            self._clearing.leave(self._map.remove_whole(known))
         return sum(known.blocks for known in removed.values())
-
-    def _leave(self, slots: Iterator[list[int]]) -> None:
-        """Free slots, some at a time."""
-        self._leaving.append(slots)
-        if len(self._leaving) == 1:
-            self._post(self._clear_some)
-
-    def _clear_some(self) -> None:
-        """Free some slots of what goes as a whole, once those before are free."""
-        if not self._leaving or self._clearing is not None:
-            return
-        if slots := next(self._leaving[0], None):
-            self._drop(slots)
-            self._clearing = self._note_gone(slots)
-            return
-        if slots is None:
-            self._leaving.popleft()
-        if not self._closed:
-            self._post(self._clear_some)
-
-    def _note_gone(self, slots: Sequence[int]) -> Note:
-        """Have the records of slots cleared, and the slots free then: what was written there before would be lost."""
-        for slot in slots:
-            region, place = self._map.at(slot)
-            region.pins[place] += 1
-        note = Note(list(slots))
-        if slots:
-            self._notes.put(note)
-        return note
-
-    def _drop(self, slots: Sequence[int]) -> None:
-        """Blocks are not there any more; their slots are still taken."""
-        for known, keys in self._map.drop(slots):
-            self._listener.blocks_removed(self, known.group, keys)
-
-    def _unpin(self, slots: Sequence[int]) -> None:
-        free: list[int] = []
-        for slot in slots:
-            region, place = self._map.at(slot)
-            region.pins[place] -= 1
-            if not region.pins[place] and not region.groups[place] and slot not in self._put_aside:
-                free.append(slot)
-        if not free:
-            return
-        self._map.slots.free(np.array(free, np.uint32))
-        for number in {slot // self._map.slots.slots_per_region for slot in free}:
-            if not self._map.slots.slot_bytes[number]:
-                del self._map.regions[number]
-
-    # --- the index, in a thread of its own -------------------------------------------------------
-
-    def _note(self, notes: list[Note]) -> list[End]:
-        (note,) = notes
-        file = self._file
-        try:
-            for region, pages in note.sizes.items():
-                file.write_slot_pages(region, pages)
-            for first, count in runs_of(note.gone):
-                file.write_records(first, np.zeros(count, RECORD))
-            if note.written_bytes:
-                file.write_head(is_open=True, written_bytes=note.written_bytes)
-            self._physical_bytes = file.physical_bytes()
-            self.removed = file.is_removed()
-        except OSError as error:
-            why = f"The disk tier could not write to the index of {file.path}: {error.strerror or error}."
-            return [End(Result.FAILED, None, DiskFault.RECORD_FAILED, why)]
-        return [End(Result.DONE)]
-
-    def _note_ended(self, note: Note, end: End) -> None:
-        if end.result is not Result.DONE:
-            assert end.fault is not None
-            self._error(end.fault, end.sentence)
-            self._unsized |= note.sizes.keys()
-        self._unpin(note.gone)
-        if note is self._clearing:
-            self._clearing = None
-            self._clear_some()
 
     # --- the rest --------------------------------------------------------------------------------
 
@@ -458,15 +329,18 @@ class DiskTier(Tier):
 
     @property
     def lifetime_written_bytes(self) -> int:
-        """Bytes written since the files were made. A kill loses those of the last tick or two."""
-        return self._file.head.written_bytes + self._noted_bytes
+        return self._clearing.lifetime_written_bytes
+
+    @property
+    def removed(self) -> bool:
+        return self._clearing.removed
 
     @property
     def oldest_seconds(self) -> float:
         """Time since the oldest block was written, at most; 0 without blocks. The hour alone is written down."""
         if (hour := self._map.oldest_hour) is None:
             return 0.0
-        age_s = max(0.0, self._wall_clock() - hour * _HOUR_S)
+        age_s = max(0.0, self._wall_clock() - hour * HOUR_S)
         return age_s if self.found_blocks else min(age_s, self._clock() - self._opened_at)
 
     def bytes_by_namespace(self) -> Counter[bytes]:
@@ -478,7 +352,7 @@ class DiskTier(Tier):
 
     def tick(self) -> None:
         self._reads.end(Result.DEADLINE, self._reads.longest_s)
-        hangs = max(one.longest_s for one in (self._reads, self._writes, self._notes)) > HANG_TIMEOUT_S
+        hangs = max(one.longest_s for one in (self._reads, self._writes, self._clearing.threads)) > HANG_TIMEOUT_S
         if hangs and not self.hangs:
             self._error(
                 DiskFault.HUNG,
@@ -489,18 +363,15 @@ class DiskTier(Tier):
         if hangs:
             self._reads.end(Result.DEADLINE)
             self._writes.end(End(Result.DEADLINE))
-        elif not (self._notes.waiting or self._notes.running or self._closed):
-            regions = self._map.regions
-            sizes = {one: regions[one].slot_bytes // PAGE_BYTES for one in self._unsized & regions.keys()}
-            self._notes.put(Note(sizes=sizes, written_bytes=self._noted_bytes))
-            self._unsized, self._noted_bytes = set(), 0
+        else:
+            self._clearing.tick()
 
     def stats(self) -> TierStats:
         return replace(
             self.counters,
             size_bytes=self._file.size_bytes,
             used_bytes=self._map.nbytes,
-            physical_bytes=self._physical_bytes,
+            physical_bytes=self._clearing.physical_bytes,
             blocks=self._map.blocks,
             queued_reads=self._reads.waiting,
             queued_writes=self._writes.waiting,
@@ -518,14 +389,12 @@ class DiskTier(Tier):
             return True
         self._reads.end(Result.CANCELLED)
         self._writes.end(End(Result.CANCELLED))
-        while self._leaving:
-            self._clear_some()
-            if not self._notes.settle(until) or time.monotonic() >= until:
-                return False
-        if not all([one.close(until) for one in (self._reads, self._writes, self._notes)]):  # noqa: C419
+        if not self._clearing.finish(until):
+            return False
+        if not all([one.close(until) for one in (self._reads, self._writes, self._clearing.threads)]):  # noqa: C419
             return False
         try:
-            self._file.write_head(is_open=False, written_bytes=self._noted_bytes, sync=True)
+            self._clearing.close_files()
         except OSError as error:
             logger.warning("Closing %s: %s.", self._file.path, error.strerror or error)
         self._file.close()

@@ -226,7 +226,7 @@ class SimDisk:
     def crash(self) -> None:
         """The daemon is dead: of what it was writing a part may be there. If the machine is too, so it is of more."""
         self.file.fault = lambda name, number: None if self._rng.random() < 0.5 else self._die()
-        for workers in (self.tier._writes, self.tier._notes):
+        for workers in (self.tier._writes, self.tier._clearing.threads):
             for number, (_, tasks) in list(workers._running.items()):
                 if self._faults.hit("disk_torn"):
                     workers._works[number](tasks)

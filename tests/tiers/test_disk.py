@@ -501,7 +501,7 @@ def test_a_slot_that_cannot_be_written_is_put_aside() -> None:
     rig.files.fault = no_fault
     rig.clock.now += 100.0
     assert rig.write(block_of(301)) == [DONE]
-    (bad,) = rig.tier._put_aside
+    (bad,) = rig.tier._clearing.put_aside
     assert rig.tier._map.slots_of(GROUP.tag, [key_of(301)])[0] != bad
     rig.check()
 
@@ -640,7 +640,7 @@ def live(random: Random) -> None:
                 if tasks := rig.writes.begin():
                     files.fault = fails_first("note") if random.random() < 0.5 else lambda name, number: PAGE
                     if random.random() < 0.5:
-                        rig.tier._write(tasks)
+                        rig.tier._writes._works[0](tasks)
                     files.fault = no_fault
                 rig.cut_power(random) if random.random() < 0.5 else rig.kill()
             case 12:
