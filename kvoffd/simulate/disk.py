@@ -19,7 +19,7 @@ from kvoffd.system.threads import DaemonThreads, Workers
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskOptions, DiskTier
-from kvoffd.tiers.disk_reads import End, Job, Reads
+from kvoffd.tiers.disk_reads import End, Reads, SlotJob
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import Result
 
@@ -69,7 +69,7 @@ class _ReadAtOnce(Reads):
     def _open(self) -> None:
         """There is nothing to read."""
 
-    def put(self, job: Job) -> None:
+    def put(self, job: SlotJob) -> None:
         ones = (1,) * len(job.group.lengths)
         block = Block(job.group, job.key, tuple(0 for _ in ones), ones)
         self._post(lambda: self._finish(job, End(Result.DONE, block)))

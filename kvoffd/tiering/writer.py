@@ -130,7 +130,7 @@ class WriteBudget:
 
 
 @dataclass(slots=True, eq=False)
-class Write:
+class BlockWrite:
     """A block that is being written to a tier. ``pump`` pins it before the loop does anything else, so that its number
     and bytes stay its own."""
 
@@ -150,7 +150,7 @@ def block_group_of(group: Group) -> BlockGroup:
     return make_block_group(group.namespace.fingerprint, group.namespace.generation, group.index, group.lengths)
 
 
-def writes_of(cache: Cache, group: Group, block_group: BlockGroup, blocks: BlockIds) -> list[Write]:
+def writes_of(cache: Cache, group: Group, block_group: BlockGroup, blocks: BlockIds) -> list[BlockWrite]:
     """How READY blocks are to be written; without those that lack a checksum to keep with them, or have wrong bytes."""
     slots = cache.blocks.slots(blocks, len(group.sizes))
     records = cache.table.records[slots]
@@ -158,7 +158,7 @@ def writes_of(cache: Cache, group: Group, block_group: BlockGroup, blocks: Block
     keys = cache.blocks.split_keys(blocks, group.key_bytes)
     columns = bad, records["first_block"], records["checksum"], cache.slots.offsets(slots)
     return [
-        Write(group, blocks[at : at + 1], Block(block_group, key, tuple(firsts), tuple(sums)), offsets)
+        BlockWrite(group, blocks[at : at + 1], Block(block_group, key, tuple(firsts), tuple(sums)), offsets)
         for at, (key, is_bad, firsts, sums, offsets) in enumerate(
             zip(keys, *(column.tolist() for column in columns), strict=True)
         )
@@ -277,7 +277,7 @@ class Writer:
         self._passed: dict[int, tuple[int, str]] = {}
         """Blocks at the cold end that are not to be written, with the generations of their records, and why."""
         self._left: list[_Left] = []
-        self.under_way: dict[int, Write] = {}
+        self.under_way: dict[int, BlockWrite] = {}
         """By block."""
         self.under_way_bytes = 0
         self.written_blocks = self.written_bytes = 0
@@ -422,10 +422,10 @@ class Writer:
         )
         return [tier for tier, _ in figures]
 
-    def _choose(self) -> list[Write]:
+    def _choose(self) -> list[BlockWrite]:
         """Those of the next few that are to be written; the others do not wait any more."""
         some = dict(islice(self.waiting.items(), MAX_BEGUN))
-        chosen: dict[int, Write] = {}
+        chosen: dict[int, BlockWrite] = {}
         for group, alike in self._cache.by_group(self._still_ready(some)):
             blocks, _ = self._lacking(group, alike)
             if blocks.size:
@@ -436,7 +436,7 @@ class Writer:
                 del self.waiting[block]
         return [chosen[block] for block in some if block in chosen]
 
-    def _begin(self, write: Write, targets: Sequence[Tier], busy: bool) -> bool:
+    def _begin(self, write: BlockWrite, targets: Sequence[Tier], busy: bool) -> bool:
         """Begin to write a block; False where no more can be begun now. Then it is the next one still."""
         nbytes = write.copy.group.nbytes
         if not self.budget.take(nbytes):
@@ -503,7 +503,7 @@ class Writer:
         if full:
             self._selection.note_traffic(self._accessed_before - before, tier_bytes)
 
-    def _on_end(self, write: Write, result: Result) -> None:
+    def _on_end(self, write: BlockWrite, result: Result) -> None:
         nbytes = write.copy.group.nbytes
         if result is Result.DONE:
             self.written_blocks += 1

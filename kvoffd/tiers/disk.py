@@ -21,7 +21,7 @@ from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk_clearing import Clearing
 from kvoffd.tiers.disk_file import DiskFile
 from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NO_SLOT, REGIONS_AT_ONCE, DiskMap, Known
-from kvoffd.tiers.disk_reads import End, Job, Reads
+from kvoffd.tiers.disk_reads import End, Reads, SlotJob
 from kvoffd.tiers.disk_writes import HOUR_S, BlockWriter
 from kvoffd.tiers.header import Block, BlockGroup, fits_header
 from kvoffd.tiers.tier import ABSENT, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
@@ -101,7 +101,7 @@ class DiskTier(Tier):
         self._clock, self._wall_clock, self._post = clock, wall_clock, post
         self._map = DiskMap(file)
         self._most_blocks = most_blocks(file.size_bytes)
-        self._writing: dict[tuple[int, bytes], Job] = {}
+        self._writing: dict[tuple[int, bytes], SlotJob] = {}
         self._used_when_full = 0
         self._evicted: dict[int, list[int]] = {}
         """By slot size, the slots that the hand took and that are written to next. Their records go then."""
@@ -171,14 +171,14 @@ class DiskTier(Tier):
         on_end: Callable[..., None],
         patience_s: float = inf,
         block: Block | None = None,
-    ) -> Job:
+    ) -> SlotJob:
         """A read or write of a slot, which it pins until it has ended."""
         region, place = self._map.at(slot)
         region.pins[place] += 1
         at = slot, region, place, self._map.offset(slot), known.slot_bytes
-        return Job(known.group, key, *at, offsets, on_end, patience_s, block)
+        return SlotJob(known.group, key, *at, offsets, on_end, patience_s, block)
 
-    def _read_ended(self, job: Job, end: End) -> None:
+    def _read_ended(self, job: SlotJob, end: End) -> None:
         region, place = job.region, job.place
         # While it is pinned the slot gets no other block: what is there, if anything, is what was read.
         known = self._map.numbered.get(region.groups[place])
@@ -279,7 +279,7 @@ class DiskTier(Tier):
             self._clearing.slots_gone(self._evicted.pop(unused))
         return False
 
-    def _write_ended(self, job: Job, end: End) -> None:
+    def _write_ended(self, job: SlotJob, end: End) -> None:
         if end.fault is not None:
             self._error(end.fault, end.sentence)
         name, result = (job.group.tag, job.key), end.result

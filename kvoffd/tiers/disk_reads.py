@@ -37,7 +37,7 @@ MOST_READ_BYTES = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SlotJob:
     """A read or write of a block: its slot, and by rank the offsets in the pool."""
 
     group: BlockGroup
@@ -67,7 +67,7 @@ class End(NamedTuple):
     sentence: str = ""
 
 
-def failed_end(file: DiskFile, job: Job, verb: str, error: OSError) -> End:
+def failed_end(file: DiskFile, job: SlotJob, verb: str, error: OSError) -> End:
     if isinstance(error, ShortRead):
         kind = DiskFault.SHORT_READ
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -99,15 +99,15 @@ class Reads:
         file: DiskFile,
         pool: memoryview,
         most: int,
-        on_end: Callable[[Job, End], None],
+        on_end: Callable[[SlotJob, End], None],
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
         assert 0 < most <= 128, "more has no room in disk_reads.c"
         self._name, self._file, self._pool = name, file, pool
         self._on_end, self._post, self._clock = on_end, post, clock
-        self._waiting: deque[Job] = deque()
-        self._reading: dict[int, tuple[Job, array[int]]] = {}
+        self._waiting: deque[SlotJob] = deque()
+        self._reading: dict[int, tuple[SlotJob, array[int]]] = {}
         """By number: what is read, and its ``struct block_read``."""
         self._nbytes = 0
         """Of these blocks."""
@@ -138,7 +138,7 @@ class Reads:
         while self._native.reader_work(self._reader):
             self._post(self._deliver)
 
-    def put(self, job: Job) -> None:
+    def put(self, job: SlotJob) -> None:
         self._waiting.append(job)
         self._begin()
 
@@ -182,7 +182,7 @@ class Reads:
             self._finish(job, end)
         self._begin()
 
-    def _compared(self, job: Job, header: memoryview, read: array[int]) -> End:
+    def _compared(self, job: SlotJob, header: memoryview, read: array[int]) -> End:
         """Whether what was read is the block that was asked for, and as it was written."""
         found = ctypes.c_int64(read[2]).value
         if found < 0:
@@ -203,7 +203,7 @@ class Reads:
         )
         return End(Result.CORRUPT, None, DiskFault.CORRUPT, sentence)
 
-    def _finish(self, job: Job, end: End) -> None:
+    def _finish(self, job: SlotJob, end: End) -> None:
         try:
             self._on_end(job, end)
         except Exception:

@@ -11,7 +11,7 @@ from kvoffd.pool.allocator import page_up
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import aligned_buffer, write_all
 from kvoffd.tiers.disk_file import RECORD, DiskFile
-from kvoffd.tiers.disk_reads import End, Job, failed_end
+from kvoffd.tiers.disk_reads import End, SlotJob, failed_end
 from kvoffd.tiers.header import HEADER_BYTES, encode_header
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.stats import DiskFault
@@ -25,7 +25,7 @@ class BlockWriter:
     def __init__(self, file: DiskFile, pool: memoryview, merge_bytes: int, wall_clock: Callable[[], float]) -> None:
         self._file, self._pool, self._merge_bytes, self._wall_clock = file, pool, merge_bytes, wall_clock
 
-    def next(self, waiting: deque[Job]) -> list[Job]:
+    def next(self, waiting: deque[SlotJob]) -> list[SlotJob]:
         """What goes into one call: blocks that follow one another."""
         jobs = [waiting.popleft()]
         end, left = jobs[0].offset + jobs[0].nbytes, self._merge_bytes - jobs[0].nbytes
@@ -34,7 +34,7 @@ class BlockWriter:
             end = jobs[-1].offset + jobs[-1].nbytes
         return jobs
 
-    def write(self, jobs: list[Job]) -> list[End]:
+    def write(self, jobs: list[SlotJob]) -> list[End]:
         """In a thread: write blocks that follow one another, each alone where that fails; then their records."""
         file, buffers, headers = self._file, list[memoryview](), aligned_buffer(len(jobs) * HEADER_BYTES)
         for number, job in enumerate(jobs):

@@ -186,7 +186,7 @@ class Ask:
 
 
 @dataclass(slots=True, eq=False)
-class Read:
+class ObjectRead:
     """Reads a block into views of the pool, one a shard. ``stored``: the group as the object has it. ``again``: its
     connection was lost once."""
 
@@ -200,7 +200,7 @@ class Read:
 
 
 @dataclass(slots=True, eq=False)
-class Write:
+class ObjectWrite:
     """Writes a block from views of the pool, one a shard. ``stored``: the block as the object has it."""
 
     group: BlockGroup
@@ -218,6 +218,7 @@ class Removal:
 
 
 Question: TypeAlias = Probe | Look | Raise | Ask
+BlockWork: TypeAlias = ObjectRead | ObjectWrite | Removal
 
 
 class SharedTier(Tier):
@@ -270,7 +271,7 @@ class SharedTier(Tier):
         self._poll_next = False
         self._voided: set[bytes] = set()
         self._asked_keys = 0
-        self._writes: dict[tuple[int, bytes], Write] = {}
+        self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
         self._write_at = self._steady_at = self._shown_until = 0.0
         self._filling: Filling | None = None
         """As the store said last."""
@@ -309,7 +310,9 @@ class SharedTier(Tier):
         del waiting[at]
         return [question]
 
-    def _next_blocks(self, waiting: deque[Read | Write | Removal]) -> list[Read | Write | Removal]:
+    def _next_blocks(
+        self, waiting: deque[ObjectRead | ObjectWrite | Removal]
+    ) -> list[ObjectRead | ObjectWrite | Removal]:
         """Half of the blocks that wait, if they are many, as far as a connection takes them at once; or a removal."""
         most = min(self._store.blocks_at_once, max(self._store.blocks_at_once // 4, len(waiting) // 2))
         batch = [waiting.popleft()]
@@ -407,7 +410,7 @@ class SharedTier(Tier):
     def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
         if not self.available() or not self._is_believed(group.tag, key) or self._reading.waiting >= MOST_READS:
             return False
-        self._reading.put(Read(group, self._stored(group), key, self._views(group, offsets), patience_s, on_end))
+        self._reading.put(ObjectRead(group, self._stored(group), key, self._views(group, offsets), patience_s, on_end))
         return True
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
@@ -419,7 +422,7 @@ class SharedTier(Tier):
         if len(self._writes) >= MOST_WRITES or group.fingerprint in self._voided or not all(self.wants(group, [key])):
             return False
         stored = block._replace(group=self._stored(group))
-        self._writes[group.tag, key] = write = Write(group, stored, self._views(group, offsets), on_end)
+        self._writes[group.tag, key] = write = ObjectWrite(group, stored, self._views(group, offsets), on_end)
         self._writing.put(write)
         return True
 
@@ -633,7 +636,7 @@ class SharedTier(Tier):
             found = [True] * gap + [False] * (len(found) - gap)
         self._listener.answered(self, ask.group, ask.keys, found)
 
-    def _read_ended(self, read: Read, ended: tuple[Result, Block | None]) -> None:
+    def _read_ended(self, read: ObjectRead, ended: tuple[Result, Block | None]) -> None:
         result, block = ended
         if result is Result.FAILED and not read.again and self.available():
             read.again = True  # a connection that stood still, or broke, takes no prompt's blocks with it
@@ -654,7 +657,7 @@ class SharedTier(Tier):
             self._error("mismatch", f"The object {name} is not the block that it should be; it is removed.")
         read.on_end(result, block._replace(group=group) if block is not None else None)
 
-    def _write_ended(self, write: Write | Removal, result: Result) -> None:
+    def _write_ended(self, write: ObjectWrite | Removal, result: Result) -> None:
         if isinstance(write, Removal):
             if result is not Result.DONE:
                 self.counters.dropped_removals += len(write.names)
@@ -688,7 +691,7 @@ class SharedTier(Tier):
         self._error(error.kind, error.sentence)
 
 
-def _nbytes(work: Read | Write | Removal) -> int:
+def _nbytes(work: BlockWork) -> int:
     return 0 if isinstance(work, Removal) else sum(map(len, work.views))
 
 
@@ -833,7 +836,7 @@ class StoreConnection:
 
     # --- reading and writing ---------------------------------------------------------------------
 
-    def reads(self, batch: list[Read]) -> Iterator[tuple[Result, Block | None]]:
+    def reads(self, batch: list[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
         left = deque(batch)
         while left:
             if self._tier.closed or self._breaker.open:
@@ -844,7 +847,7 @@ class StoreConnection:
                 left.popleft()
                 yield end
 
-    def _read(self, reads: Sequence[Read]) -> Iterator[tuple[Result, Block | None]]:
+    def _read(self, reads: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
         """The ends of the first of them, up to one that fails."""
         requests = [GetRequest(object_key(read.stored, read.key), HEADER_BYTES, read.views) for read in reads]
         patience_s, came_at = min(read.patience_s for read in reads), self._clock()
@@ -871,8 +874,8 @@ class StoreConnection:
             late = late and self._clock() - came_at >= LATE_SHARE * patience_s
             yield Result.DEADLINE if late else Result.FAILED, None
 
-    def writes(self, batch: list[Write | Removal]) -> list[Result]:
-        writes = [one for one in batch if isinstance(one, Write)]
+    def writes(self, batch: list[ObjectWrite | Removal]) -> list[Result]:
+        writes = [one for one in batch if isinstance(one, ObjectWrite)]
         names = [name for one in batch if isinstance(one, Removal) for name in one.names]
         try:
             if not self._breaker.open and not self._tier.closed:
@@ -885,7 +888,7 @@ class StoreConnection:
             self._fail(error, "write")
         return [Result.CANCELLED if self._tier.closed else Result.FAILED] * len(batch)
 
-    def _write(self, writes: Sequence[Write]) -> list[Result]:
+    def _write(self, writes: Sequence[ObjectWrite]) -> list[Result]:
         deadline = self._clock() + WRITE_S
         names = [object_key(write.stored.group, write.stored.key) for write in writes]
         there = self._store.touch(names, deadline)
@@ -903,7 +906,7 @@ class StoreConnection:
         return [Result.PRESENT if known else Result.DONE if next(each) else Result.FAILED for known in there]
 
 
-def _verified(read: Read, received: Received) -> Block | None:
+def _verified(read: ObjectRead, received: Received) -> Block | None:
     """The block as it was read; None where header or bytes are not those of a whole object of this block."""
     block = decode_header(received.header, read.stored, read.key)
     if block is None:

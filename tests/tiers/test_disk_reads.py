@@ -15,7 +15,7 @@ import pytest
 
 from kvoffd.pool.checksums import digest
 from kvoffd.system.files import FileCalls, aligned_buffer
-from kvoffd.tiers.disk_reads import End, Job, Reads
+from kvoffd.tiers.disk_reads import End, Reads, SlotJob
 from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_block_group
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.stats import DiskFault
@@ -45,7 +45,7 @@ def test_each_block_is_read_and_ends_once(tmp_path: Path, direct: bool, most: in
     fd, pool = os.open(path, os.O_RDWR), aligned_buffer((BLOCKS + 2) * SLOT_BYTES)
     FileCalls().set_direct(fd, direct)
 
-    def end(job: Job, end: End) -> None:
+    def end(job: SlotJob, end: End) -> None:
         assert job.slot not in ended
         ended[job.slot] = end
         if job.slot == 5:
@@ -64,7 +64,7 @@ def test_each_block_is_read_and_ends_once(tmp_path: Path, direct: bool, most: in
         offset = 2**63 - 4096 if number == BLOCKS + 1 else number * SLOT_BYTES
         shards = [number * SLOT_BYTES + at for at in PLACES]
         key = number.to_bytes(32, "big")
-        reads.put(Job(GROUP, key, number, cast("Any", None), 0, offset, SLOT_BYTES, shards, print))
+        reads.put(SlotJob(GROUP, key, number, cast("Any", None), 0, offset, SLOT_BYTES, shards, print))
     assert reads.waiting + reads.running == BLOCKS + 2
     deliver_until(posted, lambda: len(ended) == BLOCKS + 2)
     assert (reads.waiting, reads.running, reads.longest_s) == (0, 0, 0.0)
