@@ -220,7 +220,7 @@ def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
 def _tiering_stats(service: Service) -> s.TieringStats | None:
     if (tiering := service.tiering) is None:
         return None
-    disks, writer = tiering.disks, tiering.disks.writer
+    disks, writer = tiering.disks, tiering.disk_writer
     return filled(
         s.TieringStats,
         disks,
@@ -265,16 +265,16 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
             url=tier.name,
             up=tier.available(),
             breaker_trips=tier.breaker.opened,
-            promotions_failed=dict(level.failures),
-            promotions_unused=level.unused_blocks,
-            not_written=dict(level.writer.not_written),
+            promotions_failed=dict(source.failures),
+            promotions_unused=source.unused_blocks,
+            not_written=dict(writer.not_written),
             full=tier.lifetime_bytes > 0,
-            write_mode=level.writer.mode.value,
+            write_mode=writer.mode.value,
             servers=[s.SharedServer(*server) for server in tier.servers],
             unshared_namespaces=unshared,
         )
-        for level in tiering.stores
-        for tier in level.tiers
+        for source, writer in zip(tiering.sources, tiering.writers, strict=True)
+        for tier in source.tiers
         if isinstance(tier, SharedTier)
     ]
 

@@ -71,7 +71,7 @@ def make_tiering(
     settings = TieringSettings(mode, per_day, config.disk_deadline_s, _trickle_bytes())
     cache.tiers = tiering = Tiering(cache, events, clock, settings, engines_busy, state.is_unshared)
     spent, at = state.counted.disk_spent
-    tiering.disks.writer.budget.restore(spent, time.time() - at)
+    tiering.disk_writer.budget.restore(spent, time.time() - at)
     return tiering
 
 
@@ -149,7 +149,7 @@ class TierSupervisor:
         for disk in self._disks:
             if disk.tier is not None:
                 disk.errors.sample(disk.tier.stats().errors)
-        if (spent := tiering.disks.writer.budget.to_note()) is not None:
+        if (spent := tiering.disk_writer.budget.to_note()) is not None:
             self._state.note_disk_spent(spent)
 
     def take_voided(self) -> set[bytes]:
@@ -212,7 +212,7 @@ class TierSupervisor:
         self._stopping = True
         if self._tiering is not None:
             self._tiering.stop()
-            if (budget := self._tiering.disks.writer.budget).left_bytes is not None:
+            if (budget := self._tiering.disk_writer.budget).left_bytes is not None:
                 self._state.note_disk_spent(budget.spent_bytes)
         for disk in self._disks:
             if disk.opener is not None:
@@ -289,7 +289,7 @@ class TierSupervisor:
                 tier.remove_all(fingerprint)
             if self._state.generation(fingerprint) > known:
                 self._raised_elsewhere(fingerprint, tiering)
-        tiering.disks.writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
+        tiering.disk_writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
         tiering.disks.tiers.append(tier)
 
     def _raised_elsewhere(self, fingerprint: bytes, tiering: Tiering) -> None:

@@ -114,7 +114,7 @@ class SimulatedDisk:
             make_reads=_ReadAtOnce,
             make_workers=_DoneAtOnce,
         )
-        self._tiering.disks.writer.budget.first_filling_bytes = blocks * block_bytes
+        self._tiering.disk_writer.budget.first_filling_bytes = blocks * block_bytes
         self._tiering.disks.tiers.append(self.tier)
         cache.tiers = self._tiering
 
@@ -136,7 +136,7 @@ class SimulatedDisk:
 
     @property
     def written(self) -> int:
-        return self._tiering.disks.writer.written_blocks
+        return self._tiering.disk_writer.written_blocks
 
     def close(self) -> None:
         self.tier.close(0.0)

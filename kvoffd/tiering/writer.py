@@ -232,7 +232,7 @@ class _Left(NamedTuple):
 
 
 class Writer:
-    """Writes blocks to the tiers of one level ahead of their eviction, so that no eviction waits.
+    """Writes blocks to some tiers, all disks or one store, ahead of their eviction, so that no eviction waits.
 
     While a tier has space, what is stored is written in that order: the root of a chain before its tail. Once all are
     full, what is next to be evicted is judged, and written if it is likely to come back (``WriteMode.AUTO``). Blocks
@@ -290,7 +290,7 @@ class Writer:
         """Bytes that were asked for up to the last tick."""
 
     @property
-    def _available(self) -> bool:
+    def available(self) -> bool:
         return any(tier.available() for tier in self._tiers)
 
     @property
@@ -389,7 +389,7 @@ class Writer:
         if 2 * self.under_way_bytes > self._under_way_limit or len(self.under_way) > self._refused_above:
             return
         self._refused_above = inf
-        if not self._available:  # else each reply would wait for blocks to be looked at
+        if not self.available:  # else each reply would wait for blocks to be looked at
             return
         begun: list[BlockIds] = []
         try:

@@ -121,7 +121,7 @@ class DiskTier(Tier):
                     self._clearing = Clearing(
                         *(file, self._map),
                         lambda write, ended: make_workers(f"{name}-n", [write], self._bug, ended, post, clock),
-                        *(post, partial(listener.blocks_removed, self), self._error),
+                        *(post, lambda group, keys: listener.blocks_removed(self, group, keys), self._error),
                     )
         self.found_blocks = self._map.blocks
         self._opened_at = clock()

@@ -195,6 +195,9 @@ class MemoryDisk(FileCalls):
         file = self._file(fd)
         file.resize(max(len(file.data), offset + length))
 
+    def has_data(self, fd: int, offset: int, nbytes: int) -> bool:
+        return any(self._file(fd).data[offset : offset + nbytes])
+
     def truncate(self, fd: int, size: int) -> None:
         self._ask("truncate")
         self._file(fd).resize(size)

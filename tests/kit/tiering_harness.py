@@ -57,7 +57,7 @@ class TieringHarness(CacheRig):
     @property
     def writer(self) -> Writer:
         """Of the disks."""
-        return self.tiering.disks.writer
+        return self.tiering.disk_writer
 
     def add_disk(self, most_blocks: int = 0, most_jobs: int = 2**30) -> FakeTier:
         name = f"disk:/fake/{len(self.tiering.disks.tiers)}"
@@ -177,7 +177,7 @@ class TieringHarness(CacheRig):
     def check(self) -> None:
         """Check the cache's invariants, the pins, the events folded so far, and the bytes of all blocks."""
         check_invariants(self.cache)
-        pins = Counter(number for level in self.tiering.levels for number in level.writer.under_way)
+        pins = Counter(number for writer in self.tiering.writers for number in writer.under_way)
         for lease in self.cache.leases.values():
             pins.update(lease.blocks.tolist())
         blocks = self.cache.blocks

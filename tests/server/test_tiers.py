@@ -161,7 +161,7 @@ def test_what_was_spent_of_the_days_writes_is_known_to_the_next_daemon(tmp_path:
     left = []
     for _ in range(2):
         rig = TiersRig(tmp_path, disk_write_bytes_per_day=8 << 20)
-        budget = rig.tiering.disks.writer.budget
+        budget = rig.tiering.disk_writer.budget
         left.append(budget.left_bytes)
         assert budget.take(1 << 18)
         rig.tiers.tick()
@@ -181,7 +181,7 @@ def test_a_days_writes_are_the_size_of_the_disks_beyond_their_first_filling(
     rig.attach(disk := FakeDisk())
     disk.lifetime_written_bytes = 1 << 29
     rig.opened()
-    budget = rig.tiering.disks.writer.budget
+    budget = rig.tiering.disk_writer.budget
     assert budget.first_filling_bytes == 1 << 29, "of the one that is open, as far as it was not written yet"
     assert budget.left_bytes == (per_day // 8 + (1 << 29) if per_day else None)
     rig.saved.file.close(10.0)

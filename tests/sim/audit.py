@@ -175,8 +175,8 @@ class Audit:
                 for ticket in job.tickets:
                     pins.update(ticket.blocks.tolist())
         if tiering is not None:
-            for level in tiering.levels:
-                pins.update(list(level.writer.under_way))
+            for writer in tiering.writers:
+                pins.update(list(writer.under_way))
         found = {int(block): int(cache.blocks.pins[block]) for block in np.flatnonzero(cache.blocks.pins)}
         assert found == dict(pins), f"pins of nobody, or too few: {found} and {dict(pins)}"
 
@@ -221,8 +221,8 @@ def watch_narrow(cache: Cache) -> None:
         ticket = begin(namespace, rank, parts)
         for part, block_group, keys in before:
             assert not set(keys) & set(narrow(part)), "a block that begins later than what is offered stays"
-            for level in cache.tiers.levels if keys and isinstance(cache.tiers, Tiering) else ():
-                there = [tier.find(block_group, keys, prefix=False) for tier in level.tiers]
+            for source in cache.tiers.sources if keys and isinstance(cache.tiers, Tiering) else ():
+                there = [tier.find(block_group, keys, prefix=False) for tier in source.tiers]
                 assert not any(map(any, there)), "a tier has a block that begins later than what is offered"
         return ticket
 

@@ -47,7 +47,7 @@ from tests.sim.parts import (
     with_tiers,
 )
 from tests.sim.pool import WatchedPool, as_bytes, records_of
-from tests.sim.promotions import Promotions
+from tests.sim.promotions import PromotionWatch
 from tests.sim.shared import SimShared
 from tests.sim.tiers import SimTiers
 from tests.sim.transfer_engine import SimTransferEngine
@@ -111,7 +111,7 @@ class SimDaemon:
         self._job_finished = jobs.finished
         self._in_queue = False
         jobs.finished = self._finished  # type: ignore[method-assign]
-        self.promotions = Promotions(self.service, self.world.faults.counts)
+        self.promotions = PromotionWatch(self.service, self.world.faults.counts)
         self.pool.before_drop = self.promotions.dropped
         self.tiers = self._make_tiers(life)
         watch_quotas(self.service.cache)
@@ -386,8 +386,8 @@ class SimDaemon:
         self.service.tick()
         if self.tiers is not None:
             self.tiers.check_followed()
-            for level in self.tiers.tiering.levels:
-                self.promotions.check_given_up(level)
+            for source in self.tiers.tiering.sources:
+                self.promotions.check_given_up(source)
         if self.service.memory.stuck:
             self.clock.note("daemon ends itself: a copy hangs")
             self.world.faults.counts["ended_itself"] += 1

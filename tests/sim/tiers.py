@@ -56,14 +56,14 @@ class SimTiers(TierSupervisor):
 
     def share_one(self, tier: SharedTier) -> None:
         self._share(tier, self.tiering)
-        self.tiering.levels[-1].speed = BentSpeed(self._clock)
+        self.tiering.sources[-1].speed = BentSpeed(self._clock)
 
     def bend_speeds(self, factor: float) -> None:
         """Have what is known of all tiers' speed be wrong by a factor from now on."""
         self.bend = factor
-        for level in self.tiering.levels:
-            assert isinstance(level.speed, BentSpeed)
-            level.speed.bend = factor
+        for source in self.tiering.sources:
+            assert isinstance(source.speed, BentSpeed)
+            source.speed.bend = factor
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         super().namespace_reset(fingerprint, everywhere=everywhere)

@@ -204,3 +204,13 @@ def test_a_header_says_all_of_a_block() -> None:
 @pytest.mark.parametrize(("first", "checksum"), [(MOST_FIRST_BLOCK + 1, 1), (0, 0)])
 def test_a_block_that_no_cache_has_room_for_is_none(first: int, checksum: int) -> None:
     assert parse_header(encode_header(Block(GROUP, key_of(1), (first,), (checksum,)))) is None
+
+
+def test_what_was_never_written_is_not_read_at_the_start() -> None:
+    rig = DiskRig(size_bytes=20 * REGION_BYTES)
+    rig.write(block_of(1))
+    assert rig.tier.close(1.0)
+    before = rig.files.counts["read"]
+    rig.open()
+    assert rig.there([1]) == [1]
+    assert rig.files.counts["read"] - before < 10, "of 18 regions one was used"

@@ -1,4 +1,4 @@
-"""One level below the pool: the disks of this node, or one shared store. What is brought up from it, and how fast."""
+"""What is brought up into the pool from one source, the disks of this node or one shared store, and how fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import FillTicket, Lease
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.read_speed import ReadSpeed
-from kvoffd.tiering.writer import Writer
 from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.tier import ABSENT, Result, Tier
 
@@ -29,7 +28,7 @@ MISSES: dict[str, MissReason] = {
 }
 """What a failure is to those that asked; any other is the tier's failure."""
 MOST_QUEUED = 2**16
-"""Blocks of one level that may wait to be read. Who computes them sooner gives them up before that."""
+"""Blocks of one source that may wait to be read. Who computes them sooner gives them up before that."""
 FILL_BYTES = 480
 """Memory of a block that waits to be read, measured."""
 MAX_FILLING_BYTES = 2**30
@@ -52,12 +51,12 @@ READ_AGAIN_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """Blocks of one group that one lookup asked a level for, in the order in which they come up."""
+    """Blocks of one group that one lookup asked a source for, in the order in which they come up."""
 
     first: Lease
     """The lease of the lookup that asked first; it may have ended."""
     group: BlockGroup
-    level: Level
+    source: Promotions
     block_bytes: int
     """Pool bytes of a block."""
     queue: deque[Fill] = field(default_factory=deque)
@@ -92,17 +91,14 @@ Coming = dict[int, dict[bytes, Fill]]
 """By tag of their group and by key: blocks that come up, from whatever tier, and are not withdrawn."""
 
 
-class Level:
-    """One level below the pool, with its bounds and counts: the disks of this node together, or one store.
-
-    What is brought up from it is here, what is written to it in ``writer``.
+class Promotions:
+    """What is brought up from one source: the disks of this node together, or one store.
 
     Args:
         tiers: disks come while the daemon serves.
         coming: where fills are noted as long as lookups may wait for them.
         promoted: called with each block that came up.
         shared: other nodes use it too.
-        is_unshared: whether nothing is shared of a namespace, by its fingerprint.
     """
 
     def __init__(
@@ -112,9 +108,7 @@ class Level:
         cache: Cache,
         clock: Callable[[], float],
         coming: Coming,
-        engines_busy: Callable[[], bool],
-        promoted: Callable[[Level, int], None],
-        is_unshared: Callable[[bytes], bool] = lambda fingerprint: False,
+        promoted: Callable[[Promotions, int], None],
         *,
         shared: bool,
     ) -> None:
@@ -149,13 +143,6 @@ class Level:
         self.no_space_until: dict[int, float] = {}
         """By session."""
         self._stopped = False
-        self.writer = Writer(
-            *(cache, tiers, clock, settings),
-            shared=shared,
-            idle=lambda: not self.waiting_blocks,
-            engines_busy=engines_busy,
-            leaves_out=is_unshared,
-        )
 
     @property
     def available(self) -> bool:
@@ -167,7 +154,6 @@ class Level:
     def stop(self) -> None:
         """Begin nothing any more."""
         self._stopped = True
-        self.writer.stop()
 
     @property
     def waiting_blocks(self) -> int:
@@ -175,7 +161,7 @@ class Level:
         return self.queued_blocks + len(self.under_way)
 
     def wait_s(self, awaited: Collection[Fill]) -> float:
-        """The expected time until what is awaited of this level is up, by the speed as of now; 0 if not known."""
+        """The expected time until what is awaited of this source is up, by the speed as of now; 0 if not known."""
         if not (speed := self.speed.current):
             return 0.0
         of = {fill.wanted for fill in awaited if not fill.withdrawn}
@@ -329,7 +315,7 @@ class Level:
         self._count_queued(wanted, len(fills))
 
     def tick(self) -> None:
-        """End what is overdue, and look at the cold end of the pool."""
+        """End what is overdue."""
         for tier in self.tiers:
             tier.tick()
         if not self.available:  # reading was slow since the tier was away: the next one is tried, whatever the speed
@@ -338,7 +324,6 @@ class Level:
         now = self._clock()
         self.no_space_until = {session: until for session, until in self.no_space_until.items() if until > now}
         self.pump()
-        self.writer.tick()
 
     def _give_up_overdue(self) -> None:
         """Give up reads that do not end. The turn of a read comes when all before it have ended: then it has as long as
@@ -437,7 +422,6 @@ class Level:
                 self.promoted_bytes += fill.wanted.group.nbytes
                 for lease in fill.leases:
                     self._cache.hold(lease, fill.ticket.blocks)
-                self.writer.is_there(int(fill.ticket.blocks[0]))
                 self._promoted(self, int(fill.ticket.blocks[0]))
                 self._settle(fill)
             elif not fill.withdrawn:
