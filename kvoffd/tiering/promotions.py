@@ -247,7 +247,7 @@ class Promotions:
     def _begin_batch(self, batch: Sequence[Fill]) -> bool:
         """Begin fills of one group; False where not all could begin: those are queued again, or failed."""
         wanted = batch[0].wanted
-        tickets = self._cache.begin_fill(wanted.namespace, wanted.group.index, [fill.key for fill in batch])
+        tickets = self._cache.begin_fill(wanted.namespace, wanted.group.number, [fill.key for fill in batch])
         refused: list[Fill] = []
         no_space: list[Fill] = []
         try:
@@ -285,7 +285,7 @@ class Promotions:
         if not fills:
             self._blocked_since = None
             return fills
-        cause = self._cache.no_space_cause(self._cache.group(wanted.namespace, wanted.group.index))
+        cause = self._cache.no_space_cause(self._cache.group(wanted.namespace, wanted.group.number))
         if cause in ("pinned", "filling") and not self._is_blocked_for(self._patience_s):
             return fills
         self._fail_for_space(wanted, QUOTA if cause == QUOTA else NO_SPACE, fills)
@@ -447,7 +447,7 @@ class Promotions:
             lease.coming = max(0, lease.coming - 1)
         if not fill.withdrawn:
             self._withdraw(fill)
-            self._cache.note_misses(fill.wanted.namespace, fill.wanted.group.index, fill.key, miss)
+            self._cache.note_misses(fill.wanted.namespace, fill.wanted.group.number, fill.key, miss)
 
     def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
         """Count the key for those who asked for it, once: as found, or as a miss."""

@@ -221,7 +221,7 @@ class Tiering:
 
         Stores are not asked where the disks have all of the window at the end.
         """
-        spec = lookup.namespace.groups[some.group.index]
+        spec = lookup.namespace.groups[some.group.number]
         window = range(0)
         for shared in (False, True):
             some.look([source for source in lookup.sources if source.shared is shared], prefix=False)
@@ -251,7 +251,7 @@ class Tiering:
         if not places:
             return
         slower, lease, wants = self._slower_sources(lookup, some, places), lookup.lease, dict[Promotions, Wanted]()
-        block_bytes = self._cache.group(lease.namespace, some.group.index).block_bytes
+        block_bytes = self._cache.group(lease.namespace, some.group.number).block_bytes
         for at in places:
             key = some.keys[at]
             if (fill := self._coming.get(some.group.tag, {}).get(key)) is None:
@@ -274,7 +274,7 @@ class Tiering:
         slower = {
             source
             for source, count in Counter(source for source, _ in pairs).items()
-            if source.is_slower(lookup.namespace, some.group.index, count)
+            if source.is_slower(lookup.namespace, some.group.number, count)
         }
         for source, _ in pairs if slower else ():
             if source in slower:
@@ -376,8 +376,9 @@ class Tiering:
 
     def stop(self) -> None:
         """Begin nothing any more."""
-        for one in (*self.sources, *self.writers):
-            one.stop()
+        for source, writer in zip(self.sources, self.writers, strict=True):
+            source.stop()
+            writer.stop()
 
     def tick(self) -> None:
         """A few times a second: deadlines, the cold end of the pool."""
@@ -398,11 +399,11 @@ class Tiering:
 
     def blocks_stored(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes]) -> None:
         if (namespace := self._namespace_of(block_group)) is not None:
-            self._events.stored(namespace, block_group.index, list(keys), MEDIUM_STORAGE)
+            self._events.stored(namespace, block_group.number, list(keys), MEDIUM_STORAGE)
 
     def blocks_removed(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes]) -> None:
         if (namespace := self._namespace_of(block_group)) is not None:
-            self._events.removed(namespace, block_group.index, list(keys), MEDIUM_STORAGE)
+            self._events.removed(namespace, block_group.number, list(keys), MEDIUM_STORAGE)
 
     def _namespace_of(self, block_group: BlockGroup) -> Namespace | None:
         """The namespace of a group, if it is open and was not reset since."""
@@ -429,7 +430,7 @@ class Tiering:
                 namespace.counters.found_shared += count
             else:
                 absent += [key] * count
-        self._cache.count_misses(namespace, block_group.index, b"".join(absent))
+        self._cache.count_misses(namespace, block_group.number, b"".join(absent))
 
     def _forget_fills(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):

@@ -119,9 +119,12 @@ class DiskTier(Tier):
                 self._writes = make_workers(f"{name}-w", *writes, writer.next)
                 with OnError(lambda: self._writes.close(time.monotonic() + HANG_TIMEOUT_S)):
                     self._clearing = Clearing(
-                        *(file, self._map),
+                        file,
+                        self._map,
                         lambda write, ended: make_workers(f"{name}-n", [write], self._bug, ended, post, clock),
-                        *(post, lambda group, keys: listener.blocks_removed(self, group, keys), self._error),
+                        post,
+                        lambda group, keys: listener.blocks_removed(self, group, keys),
+                        self._error,
                     )
         self.found_blocks = self._map.blocks
         self._opened_at = clock()

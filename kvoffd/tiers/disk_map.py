@@ -93,7 +93,7 @@ class Region:
 
     def pass_all(self) -> int:
         """Have the hand pass all slots. Returns how many blocks are there; 0 where half of them were of use."""
-        there, used = np.count_nonzero(self.group_numbers), np.count_nonzero(np.frombuffer(self.used, np.uint8))
+        there, used = int(np.count_nonzero(self.group_numbers)), np.count_nonzero(np.frombuffer(self.used, np.uint8))
         self.hand, self.used = self.slots, bytearray(self.slots)
         return 0 if 2 * used > there or np.frombuffer(self.pins, np.uint16).any() else there
 

@@ -34,14 +34,14 @@ class BlockGroup(NamedTuple):
     Attributes:
         fingerprint: of the namespace, 32 bytes.
         generation: when the namespace was last reset, in microseconds since 1970, or a little more; 0 for never.
-        index: of the group in the namespace.
+        number: of the group in the namespace.
         lengths: bytes of a block's shard, by rank.
         tag: 64 bits of a hash of the first three.
     """
 
     fingerprint: bytes
     generation: int
-    index: int
+    number: int
     lengths: tuple[int, ...]
     tag: int
 
@@ -51,15 +51,15 @@ class BlockGroup(NamedTuple):
         return sum(self.lengths)
 
 
-def make_block_group(fingerprint: bytes, generation: int, index: int, lengths: Sequence[int]) -> BlockGroup:
-    return _made(fingerprint, generation, index, tuple(lengths))
+def make_block_group(fingerprint: bytes, generation: int, number: int, lengths: Sequence[int]) -> BlockGroup:
+    return _made(fingerprint, generation, number, tuple(lengths))
 
 
 @lru_cache(REMEMBERED_GROUPS)
-def _made(fingerprint: bytes, generation: int, index: int, lengths: tuple[int, ...]) -> BlockGroup:
-    identity = fingerprint + generation.to_bytes(8, "little") + index.to_bytes(2, "little")
+def _made(fingerprint: bytes, generation: int, number: int, lengths: tuple[int, ...]) -> BlockGroup:
+    identity = fingerprint + generation.to_bytes(8, "little") + number.to_bytes(2, "little")
     tag = int.from_bytes(blake2b(identity, digest_size=8).digest(), "little")
-    return BlockGroup(fingerprint, generation, index, lengths, tag)
+    return BlockGroup(fingerprint, generation, number, lengths, tag)
 
 
 class Block(NamedTuple):
@@ -86,7 +86,7 @@ def fits_header(group: BlockGroup, key_bytes: int) -> bool:
 
 def _names(group: BlockGroup, key: bytes) -> bytes:
     """What a header begins with."""
-    head = _HEAD.pack(MAGIC, group.generation, group.index, len(group.fingerprint), len(key), len(group.lengths))
+    head = _HEAD.pack(MAGIC, group.generation, group.number, len(group.fingerprint), len(key), len(group.lengths))
     return head + group.fingerprint + key
 
 
@@ -116,11 +116,11 @@ def parse_header(data: bytes | memoryview) -> Block | None:
     """As ``decode_header``, of whatever block."""
     if len(data) != HEADER_BYTES:
         return None
-    _, generation, index, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)
+    _, generation, number, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)
     key_at = _HEAD.size + fingerprint_bytes
     shards_at = key_at + key_bytes
-    if generation > MOST_GENERATION or index > 0xFFFF or shards_at + ranks * _SHARD.size > HEADER_BYTES:
+    if generation > MOST_GENERATION or number > 0xFFFF or shards_at + ranks * _SHARD.size > HEADER_BYTES:
         return None
     lengths = [_SHARD.unpack_from(data, shards_at + rank * _SHARD.size)[0] for rank in range(ranks)]
-    group = make_block_group(bytes(data[_HEAD.size : key_at]), generation, index, lengths)
+    group = make_block_group(bytes(data[_HEAD.size : key_at]), generation, number, lengths)
     return decode_header(data, group, bytes(data[key_at:shards_at]))

@@ -450,7 +450,7 @@ class SharedTier(Tier):
     def _stored(self, group: BlockGroup) -> BlockGroup:
         """A group as objects have it."""
         generation = self.generation(group.fingerprint)
-        return make_block_group(group.fingerprint, generation, group.index, group.lengths)
+        return make_block_group(group.fingerprint, generation, group.number, group.lengths)
 
     def _views(self, group: BlockGroup, offsets: Sequence[int]) -> list[memoryview]:
         return [self._pool[at : at + length] for at, length in zip(offsets, group.lengths, strict=True)]

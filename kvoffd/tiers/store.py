@@ -61,7 +61,7 @@ def decode_generation(value: bytes) -> int | None:
 def object_prefix(group: BlockGroup) -> bytes:
     """What the names of a group's objects begin with; a block's key follows, in hexadecimal. A raised generation makes
     all blocks of a namespace void."""
-    return b"kvoffd/2/%s/%d/%d/" % (group.fingerprint.hex().encode(), group.generation, group.index)
+    return b"kvoffd/2/%s/%d/%d/" % (group.fingerprint.hex().encode(), group.generation, group.number)
 
 
 def object_key(group: BlockGroup, key: bytes) -> bytes:

@@ -162,7 +162,7 @@ class SimDisk:
 
     def blocks(self) -> Iterator[BlockName]:
         """What can be read."""
-        return (BlockName(block_group.fingerprint, block_group.index, key) for block_group, key in names_of(self.tier))
+        return (BlockName(block_group.fingerprint, block_group.number, key) for block_group, key in names_of(self.tier))
 
     # --- who uses which slot ---------------------------------------------------------------------------
 
@@ -172,13 +172,13 @@ class SimDisk:
             return False
         self._clock.note(f"disk writes {block.key.hex()[:8]}")
         self.file.begun += 1
-        self.file.written[BlockName(block.group.fingerprint, block.group.index, block.key)] = self.file.begun
+        self.file.written[BlockName(block.group.fingerprint, block.group.number, block.key)] = self.file.begun
         return True
 
     def read(
         self, block_group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd
     ) -> bool:
-        name = BlockName(block_group.fingerprint, block_group.index, key)
+        name = BlockName(block_group.fingerprint, block_group.number, key)
 
         def ended(result: Result, block: Block | None) -> None:
             self._faults.counts["disk_read"] += result is Result.DONE
@@ -287,7 +287,7 @@ class SimDisk:
             rest, options, lambda call: None, Mock(TierListener), ReadsWithoutThreads, WorkersWithoutThreads, state
         )
         return [
-            BlockName(block_group.fingerprint, block_group.index, key)
+            BlockName(block_group.fingerprint, block_group.number, key)
             for block_group, key in names_of(tier)
             if _is_whole(rest, tier, block_group, key)
         ]

@@ -183,7 +183,7 @@ class SimShared(SharedTier):
             objects.generations[generation_key(block_group.fingerprint)] += 1
         for key in task.keys:
             if self.hit("elsewhere"):
-                objects.put_by_another_node(block_group.fingerprint, block_group.index, key)
+                objects.put_by_another_node(block_group.fingerprint, block_group.number, key)
 
     def seconds_of(self, workers: object) -> float:
         asks = workers is self._asking

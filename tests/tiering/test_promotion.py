@@ -25,18 +25,18 @@ def rig() -> TieringHarness:
 
 @pytest.mark.parametrize("fault", [None, Result.FAILED])
 def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarness, fault: Result | None) -> None:
-    block_group = rig.open()
-    rig.put_in_tier(block_group, keys_of(1))
-    rig.states(block_group, keys_of(1))
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1))
+    rig.states(space, keys_of(1))
     rig.tiering.pump()
     rig.clock.now += 6.0
     rig.tiering.tick()
     assert rig.tiering.disks.failures["overdue"] == 1
-    assert +block_group.counters.misses == {MissReason.TIER_LATE: 1}
-    assert rig.index(block_group) == {}
+    assert +space.counters.misses == {MissReason.TIER_LATE: 1}
+    assert rig.index(space) == {}
     check_invariants(rig.cache)
-    rig.put(block_group, keys_of(1))
-    assert rig.states(block_group, keys_of(1)) == [READY]
+    rig.put(space, keys_of(1))
+    assert rig.states(space, keys_of(1)) == [READY]
     rig.tier.end_all(fault=fault)  # the tier was slow, and writes into its own slots only
     assert rig.cache.usage.writing == 0
     assert rig.tiering.disks.failures == {"overdue": 1}
@@ -53,40 +53,40 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     ],
 )
 def test_what_fails_is_absent(rig: TieringHarness, fault: Result, miss: MissReason) -> None:
-    block_group = rig.open(world_size=2)
-    rig.put_in_tier(block_group, keys_of(1))
+    space = rig.open(world_size=2)
+    rig.put_in_tier(space, keys_of(1))
     free = rig.slots.free_bytes
-    rig.states(block_group, keys_of(1))
+    rig.states(space, keys_of(1))
     rig.tiering.pump()
     rig.tier.end_all(fault=fault)
     assert rig.tiering.disks.failures == {fault.value: 1}
-    assert +block_group.counters.misses == {miss: 1}
-    assert rig.index(block_group) == {}
+    assert +space.counters.misses == {miss: 1}
+    assert rig.index(space) == {}
     assert rig.slots.free_bytes == free
     rig.check()
 
 
 def test_what_comes_up_waits_for_space_and_evicts_nothing_that_is_pinned(rig: TieringHarness) -> None:
-    block_group = rig.open(sizes=(4 * UNIT,))
-    rig.put_in_tier(block_group, keys_of(1, 2))
-    rig.put(block_group, keys_of(11, 12, 13, 14))
-    pinned = rig.blocks(block_group, keys_of(11, 12, 13, 14))
+    space = rig.open(sizes=(4 * UNIT,))
+    rig.put_in_tier(space, keys_of(1, 2))
+    rig.put(space, keys_of(11, 12, 13, 14))
+    pinned = rig.blocks(space, keys_of(11, 12, 13, 14))
     rig.cache.blocks.pin(pinned)
-    assert rig.states(block_group, keys_of(1, 2)) == [PENDING] * 2
+    assert rig.states(space, keys_of(1, 2)) == [PENDING] * 2
     for _ in range(2):
         rig.tiering.tick()
-        assert rig.states(block_group, keys_of(1, 2), again=True) == [PENDING] * 2
+        assert rig.states(space, keys_of(1, 2), again=True) == [PENDING] * 2
         rig.clock.now += 0.9 * QUIET.deadline_s
     assert not rig.tier.jobs
     rig.tiering.tick()
     assert rig.tiering.disks.failures["no_space"] == 2, "all that the lookup waits for"
-    assert rig.states(block_group, keys_of(1), again=True) == [ABSENT], "who asks again computes it"
-    assert rig.states(block_group, keys_of(1)) == [PENDING], "another request may have more luck"
+    assert rig.states(space, keys_of(1), again=True) == [ABSENT], "who asks again computes it"
+    assert rig.states(space, keys_of(1)) == [PENDING], "another request may have more luck"
     rig.cache.unpin(pinned)
     rig.finish_promotions()
-    assert rig.states(block_group, keys_of(1)) == [READY]
+    assert rig.states(space, keys_of(1)) == [READY]
     rig.clock.now += NO_SPACE_S
-    assert rig.states(block_group, keys_of(2), again=True) == [PENDING]
+    assert rig.states(space, keys_of(2), again=True) == [PENDING]
     rig.stop_waiting()
     rig.check()
 
@@ -104,8 +104,8 @@ def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig
 # --- who waits, and what it holds ------------------------------------------------------------------
 
 
-def look_up(rig: TieringHarness, block_group: Namespace, lease: int, keys: bytes, session: int = 1) -> bytes:
-    ((states,), _) = rig.cache.lookup(block_group, session, lease, [(0, keys)])
+def look_up(rig: TieringHarness, space: Namespace, lease: int, keys: bytes, session: int = 1) -> bytes:
+    ((states,), _) = rig.cache.lookup(space, session, lease, [(0, keys)])
     return states
 
 
@@ -113,21 +113,21 @@ def look_up(rig: TieringHarness, block_group: Namespace, lease: int, keys: bytes
 def test_what_comes_up_is_held_for_those_that_wait_until_they_look_again(policy: str) -> None:
     """Three prompts, each of a quarter of the pool: as many reads as blocks, whatever the policy thinks of them."""
     rig = TieringHarness(settings=QUIET, regions=4, policy=policy)
-    block_group, prompts = rig.open(), [range(4), range(10, 14), range(20, 24)]
+    space, prompts = rig.open(), [range(4), range(10, 14), range(20, 24)]
     for prompt in prompts:
         for key in prompt:
-            rig.put_in_tier(block_group, keys_of(key))
-    rig.put(block_group, keys_of(*range(100, 116)))
+            rig.put_in_tier(space, keys_of(key))
+    rig.put(space, keys_of(*range(100, 116)))
     for lease, prompt in enumerate(prompts):
-        assert look_up(rig, block_group, lease, keys_of(*prompt)) == bytes([PENDING] * 4)
+        assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([PENDING] * 4)
     while rig.tiering.disks.waiting_blocks:
         rig.tiering.pump()
         rig.tier.end(next(iter(rig.tier.jobs)))
     assert rig.tiering.disks.promoted_blocks == 12
     for key in range(200, 216):  # more than the pool holds, in the place of what is not held
-        rig.put(block_group, keys_of(key))
+        rig.put(space, keys_of(key))
     for lease, prompt in enumerate(prompts):
-        assert look_up(rig, block_group, 10 + lease, keys_of(*prompt)) == bytes([READY] * 4)
+        assert look_up(rig, space, 10 + lease, keys_of(*prompt)) == bytes([READY] * 4)
         rig.cache.release(1, [lease])
     assert len(rig.cache.leases[10].blocks) == 4
     rig.cache.end_session(1)
@@ -136,34 +136,34 @@ def test_what_comes_up_is_held_for_those_that_wait_until_they_look_again(policy:
 
 def test_prompts_that_do_not_fit_the_pool_together_come_up_one_after_another() -> None:
     rig = TieringHarness(settings=QUIET, regions=4)
-    block_group, prompts = rig.open(), [range(8), range(10, 18), range(20, 28)]
+    space, prompts = rig.open(), [range(8), range(10, 18), range(20, 28)]
     for prompt in prompts:
         for key in prompt:
-            rig.put_in_tier(block_group, keys_of(key))
+            rig.put_in_tier(space, keys_of(key))
     for lease, prompt in enumerate(prompts):
-        assert look_up(rig, block_group, lease, keys_of(*prompt)) == bytes([PENDING] * 8)
+        assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([PENDING] * 8)
     for lease, prompt in enumerate(prompts):
         rig.tiering.pump()
         rig.tier.end_all()
-        assert look_up(rig, block_group, lease, keys_of(*prompt)) == bytes([READY] * 8)
+        assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([READY] * 8)
         rig.cache.release(1, [lease])
     assert rig.tiering.disks.promoted_blocks == 24
     rig.check()
 
 
 def test_what_nobody_waits_for_any_more_is_not_read(rig: TieringHarness) -> None:
-    block_group = rig.open()
+    space = rig.open()
     for key in range(8):
-        rig.put_in_tier(block_group, keys_of(key))
-    look_up(rig, block_group, 1, keys_of(*range(8)))
-    look_up(rig, block_group, 2, keys_of(0, 1, 2))
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, keys_of(*range(8)))
+    look_up(rig, space, 2, keys_of(0, 1, 2))
     rig.tiering.pump()
     assert len(rig.tier.jobs) == 2, "an eighth of the pool"
     rig.cache.release(1, [1])
     assert rig.tiering.disks.queued_blocks == 1, "of what this one asked for another lookup wants the first three"
     rig.cache.release(1, [2])
     assert rig.tiering.disks.waiting_blocks == 2, "what was begun ends by itself"
-    assert rig.states(block_group, keys_of(7)) == [PENDING]
+    assert rig.states(space, keys_of(7)) == [PENDING]
     rig.finish_promotions()
     assert rig.tiering.disks.promoted_blocks == 3
     assert not rig.cache.usage.pinned
@@ -171,47 +171,45 @@ def test_what_nobody_waits_for_any_more_is_not_read(rig: TieringHarness) -> None
 
 
 def test_what_was_promoted_for_nothing_is_counted(rig: TieringHarness) -> None:
-    block_group = rig.open()
-    rig.put_in_tier(block_group, keys_of(1, 2))
-    look_up(rig, block_group, 1, keys_of(1, 2))
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1, 2))
+    look_up(rig, space, 1, keys_of(1, 2))
     rig.tiering.pump()
     rig.tier.end_all()
-    look_up(rig, block_group, 2, keys_of(1))
-    ticket = rig.cache.begin_load(block_group, 0, 2, 0, keys_of(1))
+    look_up(rig, space, 2, keys_of(1))
+    ticket = rig.cache.begin_load(space, 0, 2, 0, keys_of(1))
     rig.cache.end_load([ticket], counts=True)
     rig.cache.end_session(1)
-    rig.evict(block_group, keys_of(1, 2))
+    rig.evict(space, keys_of(1, 2))
     assert rig.tiering.disks.unused_blocks == 1
     rig.check()
 
 
 def test_of_a_prompt_that_no_pool_holds_the_beginning_comes_up(rig: TieringHarness) -> None:
-    block_group, count = rig.open(), 20
+    space, count = rig.open(), 20
     for key in range(count):
-        rig.put_in_tier(block_group, keys_of(key))
+        rig.put_in_tier(space, keys_of(key))
     leasable = rig.cache.most_leased_bytes // UNIT
-    assert look_up(rig, block_group, 1, keys_of(*range(count))) == bytes(
-        [PENDING] * leasable + [ABSENT] * (count - leasable)
-    )
+    assert look_up(rig, space, 1, keys_of(*range(count))) == bytes([PENDING] * leasable + [ABSENT] * (count - leasable))
 
 
 def test_a_part_is_begun_at_once_and_more_with_each_end() -> None:
     most = 3 * MAX_BEGUN
     rig = TieringHarness(settings=QUIET, regions=4 * most)
-    block_group = rig.open()
-    rig.put_in_tier(block_group, keys_of(*range(most)))
-    assert rig.states(block_group, keys_of(*range(most))) == [PENDING] * most
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(*range(most)))
+    assert rig.states(space, keys_of(*range(most))) == [PENDING] * most
     rig.tiering.pump()
     assert len(rig.tier.jobs) == MAX_BEGUN
     rig.tier.end(next(iter(rig.tier.jobs)))
     assert len(rig.tier.jobs) == MAX_BEGUN - 1 + BEGUN_PER_END
     rig.tier.end_all()
-    assert rig.states(block_group, keys_of(*range(most))) == [READY] * most
+    assert rig.states(space, keys_of(*range(most))) == [READY] * most
 
 
 def test_a_namespace_without_workers_gets_nothing_from_a_tier(rig: TieringHarness) -> None:
-    block_group = rig.open(world_size=2)
-    rig.put_in_tier(block_group, keys_of(1))
+    space = rig.open(world_size=2)
+    rig.put_in_tier(space, keys_of(1))
     successor = rig.successor(QUIET)
     again = successor.join("a", 2)
     assert successor.states(again, keys_of(1)) == [ABSENT]
@@ -226,9 +224,9 @@ def test_a_namespace_without_workers_gets_nothing_from_a_tier(rig: TieringHarnes
 
 def test_events_tell_of_what_is_written_and_of_all_that_goes(rig: TieringHarness) -> None:
     """Not of what a disk had when it was opened; its end is reported, as nobody knows who heard of it."""
-    block_group = rig.open()
-    rig.put_in_tier(block_group, keys_of(1, 2, 3))
-    rig.cache.invalidate(block_group, [(0, keys_of(2))])
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1, 2, 3))
+    rig.cache.invalidate(space, [(0, keys_of(2))])
     rig.check()
     successor = rig.successor(QUIET)
     again = successor.open()
@@ -245,24 +243,24 @@ def test_events_tell_of_what_is_written_and_of_all_that_goes(rig: TieringHarness
 
 def test_a_reads_time_runs_from_its_turn(rig: TieringHarness) -> None:
     """A slow tier brings up all in the end; each block has its time once those before it are up."""
-    block_group = rig.open()
+    space = rig.open()
     for key in range(8):
-        rig.put_in_tier(block_group, keys_of(key))
-    look_up(rig, block_group, 1, keys_of(*range(8)))
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, keys_of(*range(8)))
     for _ in range(8):
         rig.tiering.pump()
         rig.clock.now += 0.9 * QUIET.deadline_s
         rig.tiering.tick()
         rig.tier.end(next(iter(rig.tier.jobs)))
-    assert look_up(rig, block_group, 1, keys_of(*range(8))) == bytes([READY] * 8)
+    assert look_up(rig, space, 1, keys_of(*range(8))) == bytes([READY] * 8)
     assert not rig.tiering.disks.failures
 
 
 def test_one_read_that_hangs_is_given_up_alone_if_others_end(rig: TieringHarness) -> None:
-    block_group = rig.open(sizes=(UNIT,))
+    space = rig.open(sizes=(UNIT,))
     for key in range(4):
-        rig.put_in_tier(block_group, keys_of(key))
-    look_up(rig, block_group, 1, keys_of(*range(4)))
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, keys_of(*range(4)))
     rig.tiering.pump()
     stuck = next(iter(rig.tier.jobs))
     for _ in range(3):
@@ -270,41 +268,41 @@ def test_one_read_that_hangs_is_given_up_alone_if_others_end(rig: TieringHarness
         rig.tiering.tick()
         rig.tier.end(list(rig.tier.jobs)[-1])
     assert rig.tiering.disks.failures == {"overdue": 1}
-    assert look_up(rig, block_group, 1, keys_of(*range(4))) == bytes([PENDING] + [READY] * 3), "it is tried again"
+    assert look_up(rig, space, 1, keys_of(*range(4))) == bytes([PENDING] + [READY] * 3), "it is tried again"
     rig.tier.end(stuck)
     rig.tiering.pump()
     rig.tier.end_all()
-    assert look_up(rig, block_group, 1, keys_of(*range(4))) == bytes([READY] * 4)
+    assert look_up(rig, space, 1, keys_of(*range(4))) == bytes([READY] * 4)
     rig.cache.end_session(1)
     rig.check()
 
 
 def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig = TieringHarness(settings=QUIET, regions=8)
-    block_group, source = rig.open(), rig.tiering.disks
+    space, source = rig.open(), rig.tiering.disks
     for key in range(16):
-        rig.put_in_tier(block_group, keys_of(key))
-    rig.states(block_group, keys_of(*range(4)))
+        rig.put_in_tier(space, keys_of(key))
+    rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
     stuck = list(rig.tier.jobs)
     assert source.under_way_bytes == rig.slots.pool_bytes // 8 == 4 * UNIT
     rig.clock.now += QUIET.deadline_s
     rig.tiering.tick()
-    assert rig.states(block_group, keys_of(*range(4, 12))) == [PENDING] * 8
+    assert rig.states(space, keys_of(*range(4, 12))) == [PENDING] * 8
     for _ in range(2):
         rig.tiering.pump()
         begun = [job for job in rig.tier.jobs if job not in stuck]
         assert len(begun) == 4
         for job in begun:
             rig.tier.end(job)
-    assert rig.states(block_group, keys_of(*range(4, 12))) == [READY] * 8
+    assert rig.states(space, keys_of(*range(4, 12))) == [READY] * 8
     rig.check()
     # However often reads are given up, they hold no more than as much again.
-    rig.states(block_group, keys_of(12, 13, 14, 15))
+    rig.states(space, keys_of(12, 13, 14, 15))
     rig.tiering.pump()
     rig.clock.now += QUIET.deadline_s
     rig.tiering.tick()
-    rig.states(block_group, keys_of(*range(4)))
+    rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
     assert source.under_way_bytes == 0
     assert len(source.given_up) == 8
@@ -313,66 +311,66 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
 def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
     """By the measured speed, for what comes before it and its own; what comes behind is no matter."""
     rig = TieringHarness(settings=QUIET, regions=100)
-    block_group, source = rig.open(), rig.tiering.disks
+    space, source = rig.open(), rig.tiering.disks
     for key in range(200):
-        rig.put_in_tier(block_group, keys_of(key))
-    look_up(rig, block_group, 1, keys_of(*range(100)))
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, keys_of(*range(100)))
     assert rig.cache.leases[1].wait_s == 0.0, "nothing was read yet"
     rig.tiering.pump()
     for _ in range(60):
         rig.clock.now += 0.01
         rig.tier.end(next(iter(rig.tier.jobs)))
     assert source.speed.measured == pytest.approx(100 * UNIT, rel=0.01)
-    look_up(rig, block_group, 2, keys_of(*range(100, 150)))
-    look_up(rig, block_group, 3, keys_of(*range(150, 200)))
-    look_up(rig, block_group, 1, keys_of(*range(100)))
+    look_up(rig, space, 2, keys_of(*range(100, 150)))
+    look_up(rig, space, 3, keys_of(*range(150, 200)))
+    look_up(rig, space, 1, keys_of(*range(100)))
     waits = [rig.cache.leases[lease].wait_s for lease in (1, 2, 3)]
     assert waits == pytest.approx([0.4, 0.9, 1.4], rel=0.02)
     rig.cache.release(1, [2])
-    look_up(rig, block_group, 3, keys_of(*range(150, 200)))
+    look_up(rig, space, 3, keys_of(*range(150, 200)))
     assert rig.cache.leases[3].wait_s == pytest.approx(0.9, rel=0.02)
     for _ in range(30):  # some of the third lookup's are being read by now, which the first does not wait for
         rig.tiering.pump()
         rig.tier.end(next(iter(rig.tier.jobs)))
-    look_up(rig, block_group, 1, keys_of(*range(100)))
+    look_up(rig, space, 1, keys_of(*range(100)))
     assert 0 < 2 * rig.cache.leases[1].wait_s < rig.tiering.disks.under_way_bytes / source.speed.current
 
 
 def test_where_nothing_comes_the_wait_grows() -> None:
     rig = TieringHarness(settings=QUIET, regions=100)
-    block_group = rig.open()
+    space = rig.open()
     for key in range(100):
-        rig.put_in_tier(block_group, keys_of(key))
-    look_up(rig, block_group, 1, keys_of(*range(100)))
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, keys_of(*range(100)))
     rig.tiering.pump()
     for _ in range(20):
         rig.clock.now += 0.01
         rig.tier.end(next(iter(rig.tier.jobs)))
     rig.clock.now += 1.0
-    look_up(rig, block_group, 1, keys_of(*range(100)))
+    look_up(rig, space, 1, keys_of(*range(100)))
     assert rig.cache.leases[1].wait_s == pytest.approx(80.0, rel=0.02), "one block a second, as of now"
 
 
 def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringHarness) -> None:
-    block_group = rig.open()
-    rig.put_in_tier(block_group, keys_of(1))
-    block_group.counters.prefill_tokens_per_second = 1e9
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1))
+    space.counters.prefill_tokens_per_second = 1e9
     rig.tiering.disks.speed.measured = 1.0
-    rig.states(block_group, keys_of(1))  # one is tried
+    rig.states(space, keys_of(1))  # one is tried
     rig.stop_waiting()
-    assert look_up(rig, block_group, 1, keys_of(1)) == bytes([ABSENT])
+    assert look_up(rig, space, 1, keys_of(1)) == bytes([ABSENT])
     assert not rig.cache.leases
     assert not rig.tiering._awaits
 
 
 def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() -> None:
     rig = TieringHarness(settings=QUIET, regions=100)
-    block_group, source = rig.open(), rig.tiering.disks
+    space, source = rig.open(), rig.tiering.disks
     for key in range(200):
-        rig.put_in_tier(block_group, keys_of(key))
+        rig.put_in_tier(space, keys_of(key))
     source.speed.measured = 10.0 * UNIT
-    look_up(rig, block_group, 1, keys_of(*range(200)))
-    look_up(rig, block_group, 2, keys_of(*range(4)), session=2)
+    look_up(rig, space, 1, keys_of(*range(200)))
+    look_up(rig, space, 2, keys_of(*range(4)), session=2)
     assert rig.cache.leases[1].wait_s == pytest.approx(20.0)
     assert rig.cache.leases[2].wait_s == pytest.approx(0.4)
     rig.tiering.pump()
@@ -387,12 +385,12 @@ def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() ->
 
 def test_several_requests_of_one_lookup_ask_for_no_more_than_leases_may_pin() -> None:
     rig = TieringHarness(settings=QUIET, regions=8)
-    block_group = rig.open()
+    space = rig.open()
     for key in range(60):
-        rig.put_in_tier(block_group, keys_of(key))
+        rig.put_in_tier(space, keys_of(key))
     leasable = rig.cache.most_leased_bytes // UNIT
     for part in (range(20), range(20, 60)):
-        look_up(rig, block_group, 1, keys_of(*part))
+        look_up(rig, space, 1, keys_of(*part))
     assert rig.cache.leases[1].coming == leasable == rig.tiering.disks.queued_blocks
     while rig.tiering.disks.waiting_blocks:
         rig.tiering.pump()
@@ -403,25 +401,25 @@ def test_several_requests_of_one_lookup_ask_for_no_more_than_leases_may_pin() ->
 
 
 def test_what_fails_is_not_late_too(rig: TieringHarness) -> None:
-    block_group = rig.open()
-    rig.put_in_tier(block_group, keys_of(1, 2))
-    look_up(rig, block_group, 1, keys_of(1, 2))
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1, 2))
+    look_up(rig, space, 1, keys_of(1, 2))
     rig.tiering.pump()
     rig.tier.end_all(fault=Result.FAILED)
     rig.cache.release(1, [1], None, MissReason.LATE)
-    assert +block_group.counters.misses == {MissReason.TIER_FAILED: 2}
+    assert +space.counters.misses == {MissReason.TIER_FAILED: 2}
 
 
 def test_a_tier_that_raises_leaves_no_lease_behind(rig: TieringHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    block_group = rig.open()
-    rig.put_in_tier(block_group, keys_of(1))
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1))
 
     def breaks(awaited: object) -> float:
         raise RuntimeError
 
     monkeypatch.setattr(rig.tiering.disks, "wait_s", breaks)
     with pytest.raises(RuntimeError):
-        look_up(rig, block_group, 1, keys_of(1))
+        look_up(rig, space, 1, keys_of(1))
     assert not rig.cache.leases
     assert not rig.tiering.disks.waiting_blocks
     rig.check()
@@ -430,42 +428,42 @@ def test_a_tier_that_raises_leaves_no_lease_behind(rig: TieringHarness, monkeypa
 def test_prompts_that_have_a_part_each_do_not_keep_each_other_from_the_rest() -> None:
     """The pool holds one of them. The other waits whole, and what the first lacks comes up before."""
     rig = TieringHarness(settings=QUIET, regions=4)
-    block_group, first, second = rig.open(), keys_of(*range(12)), keys_of(*range(20, 32))
+    space, first, second = rig.open(), keys_of(*range(12)), keys_of(*range(20, 32))
     for key in (*range(12), *range(20, 32)):
-        rig.put_in_tier(block_group, keys_of(key))
-    look_up(rig, block_group, 1, first)
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, first)
     rig.tiering.pump()
     rig.tier.end_all()
     rig.cache.release(1, [1])
-    rig.evict(block_group, keys_of(10, 11))
-    look_up(rig, block_group, 2, second)
-    assert look_up(rig, block_group, 3, first) == bytes([READY] * 10 + [PENDING] * 2)
+    rig.evict(space, keys_of(10, 11))
+    look_up(rig, space, 2, second)
+    assert look_up(rig, space, 3, first) == bytes([READY] * 10 + [PENDING] * 2)
     rig.tiering.pump()
     rig.tier.end_all()
-    assert look_up(rig, block_group, 4, first) == bytes([READY] * 12)
+    assert look_up(rig, space, 4, first) == bytes([READY] * 12)
     rig.cache.release(1, [3, 4])
     rig.tiering.pump()
     rig.tier.end_all()
-    assert look_up(rig, block_group, 5, second) == bytes([READY] * 12)
+    assert look_up(rig, space, 5, second) == bytes([READY] * 12)
     assert not rig.tiering.disks.failures
     rig.cache.end_session(1)
     rig.check()
 
 
 def test_where_no_prompt_fits_the_last_one_is_not_waited_for_any_more(rig: TieringHarness) -> None:
-    block_group = rig.open()
+    space = rig.open()
     for key in range(8):
-        rig.put_in_tier(block_group, keys_of(key))
-    rig.put(block_group, keys_of(*range(100, 114)))
-    pinned = rig.blocks(block_group, keys_of(*range(100, 114)))
+        rig.put_in_tier(space, keys_of(key))
+    rig.put(space, keys_of(*range(100, 114)))
+    pinned = rig.blocks(space, keys_of(*range(100, 114)))
     rig.cache.blocks.pin(pinned)
-    look_up(rig, block_group, 1, keys_of(*range(4)))
-    look_up(rig, block_group, 2, keys_of(*range(4, 8)))
+    look_up(rig, space, 1, keys_of(*range(4)))
+    look_up(rig, space, 2, keys_of(*range(4, 8)))
     for _ in range(2):
         rig.tiering.tick()
         waits = rig.cache.leases[1].wait_s
         rig.clock.now += 0.5 * QUIET.deadline_s
-        look_up(rig, block_group, 1, keys_of(*range(4)))
+        look_up(rig, space, 1, keys_of(*range(4)))
     assert rig.cache.leases[1].wait_s >= waits
     rig.tiering.tick()
     assert rig.tiering.disks.failures == {"no_space": 4}
@@ -473,6 +471,6 @@ def test_where_no_prompt_fits_the_last_one_is_not_waited_for_any_more(rig: Tieri
     rig.cache.unpin(pinned)
     rig.tiering.pump()
     rig.tier.end_all()
-    assert look_up(rig, block_group, 1, keys_of(*range(4))) == bytes([READY] * 4)
+    assert look_up(rig, space, 1, keys_of(*range(4))) == bytes([READY] * 4)
     rig.cache.end_session(1)
     rig.check()

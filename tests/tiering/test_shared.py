@@ -42,77 +42,77 @@ def pending_keys(namespace: Namespace) -> int:
     return counters.keys_asked - known + misses[MissReason.LATE] + misses[MissReason.SKIPPED]
 
 
-def give(rig: TieringHarness, tier: FakeTier, block_group: Namespace, *numbers: int, group: int = 0) -> None:
+def give(rig: TieringHarness, tier: FakeTier, space: Namespace, *numbers: int, group: int = 0) -> None:
     """Another node has stored these."""
     for key in split(keys_of(*numbers)):
-        data = [rig.content(block_group, group, key, rank) for rank in range(block_group.world_size)]
-        firsts, sums = (2,) * block_group.world_size, tuple(map(checksum, data))
-        name = rig.group(block_group, group)
+        data = [rig.content(space, group, key, rank) for rank in range(space.world_size)]
+        firsts, sums = (2,) * space.world_size, tuple(map(checksum, data))
+        name = rig.group(space, group)
         tier.blocks[name.tag, key] = Block(name, key, firsts, sums), data
         tier.known.pop((name.tag, key), None)
 
 
 def test_keys_are_asked_for_then_come_up_as_their_objects_say(rig: TieringHarness, shared: FakeTier) -> None:
-    block_group = rig.open(world_size=2, sizes=(UNIT,))
+    space = rig.open(world_size=2, sizes=(UNIT,))
     keys = keys_of(1, 2, 3)
-    give(rig, shared, block_group, 1, 2)
-    counters, unknown = block_group.counters, MissReason.UNKNOWN
-    rig.cache.lookup(block_group, 1, 1, [(0, keys)], again=True)
+    give(rig, shared, space, 1, 2)
+    counters, unknown = space.counters, MissReason.UNKNOWN
+    rig.cache.lookup(space, 1, 1, [(0, keys)], again=True)
     lease = rig.cache.leases[1]
     assert (lease.coming, lease.asking) == (3, 3)
     assert lease.wait_s == pytest.approx(ANSWER_S), "no engine would wait for the deadline"
     rig.cache.release(1, [1])
-    assert rig.states(block_group, keys) == [SHARED] * 3
-    assert rig.states(block_group, keys) == [SHARED] * 3
+    assert rig.states(space, keys) == [SHARED] * 3
+    assert rig.states(space, keys) == [SHARED] * 3
     assert shared.asked == split(keys), "once"
     shared.answer()
     assert (counters.found_shared, +counters.misses) == (4, {unknown: 2})
-    assert rig.states(block_group, keys) == [SHARED, SHARED, ABSENT]
+    assert rig.states(space, keys) == [SHARED, SHARED, ABSENT]
     rig.tiering.pump()
     assert shared.jobs
-    assert rig.states(block_group, keys) == [SHARED, SHARED, ABSENT], "also while they are being read"
-    assert (pending_keys(block_group), +counters.misses) == (4, {unknown: 4}), "of two lookups"
+    assert rig.states(space, keys) == [SHARED, SHARED, ABSENT], "also while they are being read"
+    assert (pending_keys(space), +counters.misses) == (4, {unknown: 4}), "of two lookups"
     shared.end_all()
-    assert (counters.found_shared, pending_keys(block_group)) == (8, 0)
-    assert rig.states(block_group, keys) == [READY, READY, ABSENT]
-    records = rig.records(block_group, keys_of(1))
+    assert (counters.found_shared, pending_keys(space)) == (8, 0)
+    assert rig.states(space, keys) == [READY, READY, ABSENT]
+    records = rig.records(space, keys_of(1))
     assert records["first_block"].tolist() == [2, 2]
-    offsets = rig.slots.offsets(rig.cache.blocks.slots(rig.blocks(block_group, keys_of(1)), 2)[0])
+    offsets = rig.slots.offsets(rig.cache.blocks.slots(rig.blocks(space, keys_of(1)), 2)[0])
     assert records["checksum"].tolist() == [rig.memory.sum_of(offset, UNIT) for offset in offsets.tolist()]
     rig.check()
 
 
 def test_a_store_that_went_away_is_waited_for_by_its_silence(rig: TieringHarness, shared: FakeTier) -> None:
     """What it is reading is on its way still, and nothing of it comes."""
-    block_group, keys = rig.open(), keys_of(1, 2)
-    rig.put_in_tier(block_group, keys_of(1))
-    give(rig, shared, block_group, 2)
-    rig.states(block_group, keys)
+    space, keys = rig.open(), keys_of(1, 2)
+    rig.put_in_tier(space, keys_of(1))
+    give(rig, shared, space, 2)
+    rig.states(space, keys)
     shared.answer()
-    rig.cache.lookup(block_group, 1, 1, [(0, keys)])
+    rig.cache.lookup(space, 1, 1, [(0, keys)])
     rig.tiering.pump()
     rig.tier.end_all()
     rig.clock.now += 1.0
     shared.hangs = True
-    ((states,), _) = rig.cache.lookup(block_group, 1, 1, [(0, keys)], again=True)
+    ((states,), _) = rig.cache.lookup(space, 1, 1, [(0, keys)], again=True)
     assert list(states) == [READY, SHARED]
     assert rig.cache.leases[1].wait_s == pytest.approx(1.0), "one block a second, as of now"
 
 
 def test_a_block_that_waited_until_its_answer_was_old_is_asked_for_again(rig: TieringHarness, shared: FakeTier) -> None:
-    block_group, keys = rig.open(), keys_of(1)
-    give(rig, shared, block_group, 1)
-    rig.states(block_group, keys)
+    space, keys = rig.open(), keys_of(1)
+    give(rig, shared, space, 1)
+    rig.states(space, keys)
     shared.answer()
-    rig.cache.lookup(block_group, 1, 1, [(0, keys)])
+    rig.cache.lookup(space, 1, 1, [(0, keys)])
     shared.known.clear()
     for _ in range(2):
         rig.tiering.pump()
-    assert not block_group.counters.misses, "it was not evicted"
+    assert not space.counters.misses, "it was not evicted"
     shared.answer()
     rig.tiering.pump()
     shared.end_all()
-    assert rig.states(block_group, keys) == [READY]
+    assert rig.states(space, keys) == [READY]
 
 
 # --- what is counted -------------------------------------------------------------------------------
@@ -120,28 +120,28 @@ def test_a_block_that_waited_until_its_answer_was_old_is_asked_for_again(rig: Ti
 
 @pytest.mark.parametrize("given_up", ["before the answer", "before it is up", "when it is up"])
 def test_what_comes_after_a_request_was_given_up_is_late(rig: TieringHarness, shared: FakeTier, given_up: str) -> None:
-    block_group = rig.open()
-    give(rig, shared, block_group, 1)
+    space = rig.open()
+    give(rig, shared, space, 1)
     steps = [lambda: rig.cache.release(999, [2], MissReason.LATE, MissReason.LATE)]
-    progress = [shared.answer, lambda: rig.cache.lookup(block_group, 999, 2, [(0, keys_of(1))], again=True)]
+    progress = [shared.answer, lambda: rig.cache.lookup(space, 999, 2, [(0, keys_of(1))], again=True)]
     progress += [rig.tiering.pump, shared.end_all]
     before = {"before the answer": 0, "before it is up": 2, "when it is up": 4}[given_up]
-    rig.cache.lookup(block_group, 999, 1 if before else 2, [(0, keys_of(1))])
+    rig.cache.lookup(space, 999, 1 if before else 2, [(0, keys_of(1))])
     for step in progress[:before] + steps * 2 + progress[before:]:
         step()
-    assert (block_group.counters.found_shared, +block_group.counters.misses) == (1, {MissReason.LATE: 1})
-    assert pending_keys(block_group) == 0
+    assert (space.counters.found_shared, +space.counters.misses) == (1, {MissReason.LATE: 1})
+    assert pending_keys(space) == 0
 
 
 def test_keys_that_nobody_awaits_are_late(rig: TieringHarness) -> None:
-    block_group = rig.open()
-    rig.put_in_tier(block_group, keys_of(2))
-    rig.put(block_group, keys_of(1))
-    rig.cache.lookup(block_group, 999, 1, [(0, keys_of(1, 2))])
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(2))
+    rig.put(space, keys_of(1))
+    rig.cache.lookup(space, 999, 1, [(0, keys_of(1, 2))])
     rig.cache.release(999, [1], None, MissReason.LATE)
     rig.finish_promotions()
-    assert (block_group.counters.keys_ready, block_group.counters.found_disk) == (1, 1)
-    assert (+block_group.counters.misses, pending_keys(block_group)) == ({MissReason.LATE: 1}, 0)
+    assert (space.counters.keys_ready, space.counters.found_disk) == (1, 1)
+    assert (+space.counters.misses, pending_keys(space)) == ({MissReason.LATE: 1}, 0)
 
 
 @pytest.mark.parametrize("key_bytes", [8, 64])
@@ -149,13 +149,13 @@ def test_keys_that_nobody_awaits_are_late(rig: TieringHarness) -> None:
 def test_a_forgotten_namespace_counts_nothing_for_the_next(
     rig: TieringHarness, shared: FakeTier, key_bytes: int, answered: bool
 ) -> None:
-    block_group = rig.open()
-    give(rig, shared, block_group, 1)
-    rig.cache.lookup(block_group, 999, 1, [(0, keys_of(*range(1000)))])
+    space = rig.open()
+    give(rig, shared, space, 1)
+    rig.cache.lookup(space, 999, 1, [(0, keys_of(*range(1000)))])
     if answered:
         shared.answer()
-    rig.cache.forget_namespace(block_group)
-    rig.tiering.namespace_forgotten(block_group)
+    rig.cache.forget_namespace(space)
+    rig.tiering.namespace_forgotten(space)
     other = rig.open(key_bytes=key_bytes)
     if key_bytes == 8:
         rig.states(other, keys_of(1, 2))
@@ -173,29 +173,29 @@ def test_a_forgotten_namespace_counts_nothing_for_the_next(
 
 
 def test_gaps_of_the_disks_are_filled_from_stores_in_order(rig: TieringHarness, shared: FakeTier) -> None:
-    block_group, second = rig.open(), rig.share(QUIET, "redis://second")
-    rig.put_in_tier(block_group, keys_of(1, 3))
-    give(rig, shared, block_group, 2, 4)
-    give(rig, second, block_group, 5)
+    space, second = rig.open(), rig.share(QUIET, "redis://second")
+    rig.put_in_tier(space, keys_of(1, 3))
+    give(rig, shared, space, 2, 4)
+    give(rig, second, space, 5)
     asked = keys_of(1, 2, 3, 4, 5, 6)
-    assert rig.states(block_group, asked) == [PENDING, SHARED, PENDING, SHARED, SHARED, SHARED]
+    assert rig.states(space, asked) == [PENDING, SHARED, PENDING, SHARED, SHARED, SHARED]
     assert (shared.asked, second.asked) == (split(keys_of(2, 4, 5, 6)), [])
     shared.answer()
-    rig.states(block_group, asked)
+    rig.states(space, asked)
     assert second.asked == split(keys_of(5, 6))
     second.answer()
-    assert rig.states(block_group, asked) == [PENDING, SHARED, PENDING, SHARED, SHARED, ABSENT]
+    assert rig.states(space, asked) == [PENDING, SHARED, PENDING, SHARED, SHARED, ABSENT]
     rig.finish_promotions()
     shared.end_all()
     second.end_all()
-    assert rig.states(block_group, asked) == [READY] * 5 + [ABSENT]
+    assert rig.states(space, asked) == [READY] * 5 + [ABSENT]
     assert [source.promoted_blocks for source in rig.tiering.sources] == [2, 2, 1]
 
 
 def test_behind_what_an_engine_is_storing_nothing_is_asked_for(rig: TieringHarness, shared: FakeTier) -> None:
-    block_group = rig.open()
-    rig.begin(block_group, 0, 0, keys_of(1))
-    assert rig.states(block_group, keys_of(1, 2)) == [WRITING, ABSENT]
+    space = rig.open()
+    rig.begin(space, 0, 0, keys_of(1))
+    assert rig.states(space, keys_of(1, 2)) == [WRITING, ABSENT]
     assert not shared.asked
 
 
@@ -219,37 +219,37 @@ def test_the_last_whole_window(there: Sequence[int], tokens: int, window: int, f
 
 
 def windows(rig: TieringHarness) -> Namespace:
-    block_group = rig.join("w", groups=[GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 32)])
-    rig.cache.register_rank(block_group, 0, [UNIT, UNIT], None)
-    return block_group
+    space = rig.join("w", groups=[GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 32)])
+    rig.cache.register_rank(space, 0, [UNIT, UNIT], None)
+    return space
 
 
-def look_up(rig: TieringHarness, block_group: Namespace, keys: bytes) -> list[list[int]]:
-    return [list(one) for one in rig.cache.lookup(block_group, 1, 1, [(0, keys), (1, keys)])[0]]
+def look_up(rig: TieringHarness, space: Namespace, keys: bytes) -> list[list[int]]:
+    return [list(one) for one in rig.cache.lookup(space, 1, 1, [(0, keys), (1, keys)])[0]]
 
 
 def test_a_window_waits_for_others_and_only_its_last_comes_up(rig: TieringHarness, shared: FakeTier) -> None:
-    block_group, keys = windows(rig), keys_of(1, 2, 3, 4, 5)
-    give(rig, shared, block_group, 1, 2, 3, 4)
-    give(rig, shared, block_group, 1, 2, 3, 4, 5, group=1)
-    assert look_up(rig, block_group, keys) == [[SHARED] * 5, [SHARED] * 5]
+    space, keys = windows(rig), keys_of(1, 2, 3, 4, 5)
+    give(rig, shared, space, 1, 2, 3, 4)
+    give(rig, shared, space, 1, 2, 3, 4, 5, group=1)
+    assert look_up(rig, space, keys) == [[SHARED] * 5, [SHARED] * 5]
     shared.answer()
-    assert look_up(rig, block_group, keys) == [[SHARED] * 4 + [ABSENT], [ABSENT, ABSENT, SHARED, SHARED, ABSENT]]
+    assert look_up(rig, space, keys) == [[SHARED] * 4 + [ABSENT], [ABSENT, ABSENT, SHARED, SHARED, ABSENT]]
     rig.tiering.pump()
     groups: list[int] = []
     while shared.jobs:
         job = next(iter(shared.jobs))
-        groups.append(job.group.index)
+        groups.append(job.group.number)
         shared.end(job)
     assert groups == [0] * 4 + [1] * 2
-    assert look_up(rig, block_group, keys) == [[READY] * 4 + [ABSENT], [ABSENT, ABSENT, READY, READY, ABSENT]]
+    assert look_up(rig, space, keys) == [[READY] * 4 + [ABSENT], [ABSENT, ABSENT, READY, READY, ABSENT]]
 
 
 def test_a_window_is_not_read_before_its_end_is_known(rig: TieringHarness, shared: FakeTier) -> None:
-    block_group, keys = windows(rig), keys_of(1, 2, 3)
-    give(rig, shared, block_group, 1, 2, 3, group=1)
-    shared.known.update(((rig.group(block_group, 1).tag, key), True) for key in split(keys))
-    assert look_up(rig, block_group, keys) == [[SHARED] * 3, [ABSENT] * 3]
+    space, keys = windows(rig), keys_of(1, 2, 3)
+    give(rig, shared, space, 1, 2, 3, group=1)
+    shared.known.update(((rig.group(space, 1).tag, key), True) for key in split(keys))
+    assert look_up(rig, space, keys) == [[SHARED] * 3, [ABSENT] * 3]
     rig.tiering.pump()
     assert not shared.jobs
 
@@ -310,27 +310,27 @@ def test_once_a_slow_store_was_away_it_is_tried_again(rig: TieringHarness, share
 
 
 def test_without_tokens_of_blocks_nothing_is_slower(rig: TieringHarness, shared: FakeTier) -> None:
-    block_group = rig.join("w", groups=[GroupSpec("full_attention", 0)])
-    rig.cache.register_rank(block_group, 0, [UNIT], None)
-    block_group.counters.prefill_tokens_per_second = 1e6
+    space = rig.join("w", groups=[GroupSpec("full_attention", 0)])
+    rig.cache.register_rank(space, 0, [UNIT], None)
+    space.counters.prefill_tokens_per_second = 1e6
     rig.tiering.stores[0].speed.measured = 1.0
-    give(rig, shared, block_group, 1, 2, 3)
+    give(rig, shared, space, 1, 2, 3)
     for number in (1, 2, 3):
-        rig.states(block_group, keys_of(number))
+        rig.states(space, keys_of(number))
         shared.answer()
-        assert rig.states(block_group, keys_of(number)) == [SHARED]
+        assert rig.states(space, keys_of(number)) == [SHARED]
 
 
 def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: FakeTier) -> None:
-    block_group = rig.open()
-    give(rig, shared, block_group, 1)
-    rig.states(block_group, keys_of(1))
+    space = rig.open()
+    give(rig, shared, space, 1)
+    rig.states(space, keys_of(1))
     shared.answer()
-    rig.states(block_group, keys_of(1))
+    rig.states(space, keys_of(1))
     rig.tiering.pump()
     (job,) = shared.jobs
     job.on_end(Result.DONE, Block(job.group, job.key, (0,), (0,)))
-    assert rig.index(block_group) == {}
+    assert rig.index(space) == {}
     assert rig.tiering.stores[0].failures == {"corrupt": 1}
     rig.check()
 
@@ -352,30 +352,30 @@ def test_memory_of_servers_that_failed_is_bounded(
 
 
 def test_what_others_use_stays_there_whatever_this_node_drops(rig: TieringHarness, shared: FakeTier) -> None:
-    block_group = rig.open()
-    rig.put(block_group, keys_of(1, 2))
-    rig.cache.invalidate(block_group, [(0, keys_of(1))])
+    space = rig.open()
+    rig.put(space, keys_of(1, 2))
+    rig.cache.invalidate(space, [(0, keys_of(1))])
     assert shared.removals == [("invalidated", keys_of(1))], "it must not come straight back"
-    (check,) = rig.cache.checks(rig.blocks(block_group, keys_of(2)))
+    (check,) = rig.cache.checks(rig.blocks(space, keys_of(2)))
     assert not rig.cache.check(check.slot, check.generation, check.checksum + 1)
     assert len(shared.removals) == 1, "a whole one may come from there"
     assert ("corrupt", keys_of(2)) in rig.tier.removals
-    rig.cache.reset(block_group)
+    rig.cache.reset(space)
     assert len(shared.removals) == 1
 
 
 def test_a_store_with_less_of_a_block_than_the_pool_drops_it(rig: TieringHarness, shared: FakeTier) -> None:
-    block_group = rig.open()
-    rig.put(block_group, keys_of(1), first_block=1)
-    rig.put(block_group, keys_of(1))
+    space = rig.open()
+    rig.put(space, keys_of(1), first_block=1)
+    rig.put(space, keys_of(1))
     assert shared.removals == [("partial", keys_of(1))]
 
 
 def test_used_blocks_are_offered_again_within_the_budget(rig: TieringHarness) -> None:
     tier = rig.share(TieringSettings(mode=WriteMode.ALWAYS, per_day_bytes=8 * 4 * UNIT))
     budget = rig.tiering.writers[1].budget
-    block_group = rig.open()
-    rig.put(block_group, keys_of(1))
+    space = rig.open()
+    rig.put(space, keys_of(1))
     for lease, result in enumerate((Result.DONE, Result.PRESENT)):
         rig.tiering.tick()
         tier.end_all(fault=result)
@@ -383,7 +383,7 @@ def test_used_blocks_are_offered_again_within_the_budget(rig: TieringHarness) ->
         taken = budget.take(3 * UNIT)
         assert taken
         budget.give_back(3 * UNIT)
-        rig.use(block_group, keys_of(1), lease)
+        rig.use(space, keys_of(1), lease)
     rig.tiering.tick()
     assert len(tier.jobs) == 1
 

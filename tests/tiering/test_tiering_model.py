@@ -42,7 +42,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.stores_of_nodes = [self.rig.share(settings, f"redis://{number}") for number in range(stores)]
         self.tiers += self.stores_of_nodes
         self.generation = 0
-        self.groups = [self.rig.open("a"), self.rig.open("b", world_size=2)]
+        self.spaces = [self.rig.open("a"), self.rig.open("b", world_size=2)]
         self.stores: list[StoreTicket] = []
         self.stored: set[tuple[bytes, bytes]] = set()
         """What was stored since it was dropped last: only that may be ready, or in a tier."""
@@ -52,9 +52,9 @@ class TieringMachine(RuleBasedStateMachine):
         self.unshared: dict[bytes, set[Job]] = {}
         """By fingerprint, the writes to stores that had begun by then."""
 
-    @rule(block_group=st.integers(0, 1), chain=chains)
-    def begin_store(self, block_group: int, chain: list[int]) -> None:
-        namespace = self.groups[block_group]
+    @rule(space=st.integers(0, 1), chain=chains)
+    def begin_store(self, space: int, chain: list[int]) -> None:
+        namespace = self.spaces[space]
         for rank in range(namespace.world_size):
             self.stores.append(self.rig.begin(namespace, rank, 0, keys_of(*chain)))
 
@@ -76,14 +76,14 @@ class TieringMachine(RuleBasedStateMachine):
         self.stored |= {(namespace.fingerprint, key) for key in namespace.split(0, keys)}
 
     @rule(
-        block_group=st.integers(0, 1),
+        space=st.integers(0, 1),
         chain=chains | st.just(list(range(6))),
         again=st.booleans(),
         end=st.sampled_from(["keep", "end", "late"]),
     )
-    def look_up(self, block_group: int, chain: list[int], again: bool, end: str) -> None:
+    def look_up(self, space: int, chain: list[int], again: bool, end: str) -> None:
         self.leases += not again
-        namespace, keys = self.groups[block_group], keys_of(*chain)
+        namespace, keys = self.spaces[space], keys_of(*chain)
         if again and ((lease := self.rig.cache.leases.get(self.leases)) is None or lease.namespace is not namespace):
             return
         asked = [len(store.asked) for store in self.stores_of_nodes]
@@ -119,7 +119,7 @@ class TieringMachine(RuleBasedStateMachine):
     @rule()
     def pin_all(self) -> None:
         """Nothing comes up while all of the pool is in use."""
-        namespace, keys = self.groups[0], keys_of(*range(8, 8 + len(self.rig.slots.in_use)))
+        namespace, keys = self.spaces[0], keys_of(*range(8, 8 + len(self.rig.slots.in_use)))
         self.rig.put(namespace, keys)
         self.note_stored(namespace, keys)
         self.leases += 1
@@ -158,14 +158,14 @@ class TieringMachine(RuleBasedStateMachine):
         return [fill for keys in self.rig.tiering._coming.values() for fill in keys.values()]
 
     @rule(
-        block_group=st.integers(0, 1),
+        space=st.integers(0, 1),
         chain=chains,
         fault=st.sampled_from([None, None, Result.PRESENT]),
         then=st.sampled_from(["", "ask", "ask twice", "ask for more", "store", "no answer", "no space"]),
     )
-    def put_down(self, block_group: int, chain: list[int], fault: Result | None, then: str) -> None:
+    def put_down(self, space: int, chain: list[int], fault: Result | None, then: str) -> None:
         """A quick way into the tier, out of the pool, and perhaps up again."""
-        namespace = self.groups[block_group]
+        namespace = self.spaces[space]
         self.rig.put(namespace, keys_of(*chain))
         index, table = self.rig.index(namespace), self.rig.cache.blocks
         ready = {key: block for key, block in index.items() if table.state[block] == READY}
@@ -180,7 +180,7 @@ class TieringMachine(RuleBasedStateMachine):
             self.pin_all()
         asked = list(range(6)) if then == "ask for more" else chain
         for _ in range({"": 0, "ask twice": 2}.get(then, 1)):
-            self.look_up(block_group, asked, again=False, end="end")
+            self.look_up(space, asked, again=False, end="end")
         if then == "store":
             self.rig.put(namespace, keys_of(*chain))
             self.note_stored(namespace, keys_of(*chain))
@@ -207,24 +207,22 @@ class TieringMachine(RuleBasedStateMachine):
         block = blocks[data.draw(st.integers(0, len(blocks) - 1))]
         self.rig.tier.spoil(block.group, block.key)
 
-    @rule(block_group=st.integers(0, 1), chain=chains, coming=st.booleans())
-    def invalidate(self, block_group: int, chain: list[int], coming: bool) -> None:
+    @rule(space=st.integers(0, 1), chain=chains, coming=st.booleans())
+    def invalidate(self, space: int, chain: list[int], coming: bool) -> None:
         if coming:
-            self.put_down(block_group, chain, None, "ask")
-        namespace = self.groups[block_group]
+            self.put_down(space, chain, None, "ask")
+        namespace = self.spaces[space]
         self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))])
         assert not self.rig.tiering._coming.get(self.rig.group(namespace).tag, {}).keys() & set(map(keys_of, chain))
         self.stored -= {(namespace.fingerprint, keys_of(key)) for key in chain}
 
-    @rule(
-        block_group=st.integers(0, 1), forgotten=st.booleans(), before=st.sampled_from(["", "to be written", "coming"])
-    )
-    def reset(self, block_group: int, forgotten: bool, before: str) -> None:
-        namespace = self.groups[block_group]
+    @rule(space=st.integers(0, 1), forgotten=st.booleans(), before=st.sampled_from(["", "to be written", "coming"]))
+    def reset(self, space: int, forgotten: bool, before: str) -> None:
+        namespace = self.spaces[space]
         if before == "to be written":
             self.rig.put(namespace, keys_of(0, 1))
         elif before:
-            self.put_down(block_group, [0, 1], None, "ask")
+            self.put_down(space, [0, 1], None, "ask")
         self.generation += 1
         self.rig.cache.reset(namespace, generation=self.generation)
         assert all(fill.wanted.namespace is not namespace for fill in self.coming)
@@ -233,13 +231,13 @@ class TieringMachine(RuleBasedStateMachine):
         if forgotten:
             self.rig.cache.forget_namespace(namespace)
             self.rig.tiering.namespace_forgotten(namespace)
-            self.groups[block_group] = self.rig.open(namespace.label, namespace.world_size)
-            self.groups[block_group].generation = self.generation
+            self.spaces[space] = self.rig.open(namespace.label, namespace.world_size)
+            self.spaces[space].generation = self.generation
 
-    @rule(block_group=st.integers(0, 1), back=st.booleans())
-    def share(self, block_group: int, back: bool) -> None:
+    @rule(space=st.integers(0, 1), back=st.booleans())
+    def share(self, space: int, back: bool) -> None:
         """An engine reset a namespace; or all nodes did."""
-        fingerprint = self.groups[block_group].fingerprint
+        fingerprint = self.spaces[space].fingerprint
         if back:
             self.rig.unshared.discard(fingerprint)
             self.unshared.pop(fingerprint, None)
@@ -253,7 +251,7 @@ class TieringMachine(RuleBasedStateMachine):
             return
         self.rig.check()
         pool, table = self.rig.slots.pool_bytes, self.rig.cache.blocks
-        for namespace in self.groups:
+        for namespace in self.spaces:
             block_group = self.rig.group(namespace)
             assert block_group.generation == namespace.generation
             ready = {key for key, block in self.rig.index(namespace).items() if table.state[block] == READY}
@@ -310,7 +308,7 @@ class TieringMachine(RuleBasedStateMachine):
         rig.tiering.tick()
         while rig.cache.background():
             pass
-        for counters in [namespace.counters for namespace in self.groups]:
+        for counters in [namespace.counters for namespace in self.spaces]:
             found = counters.keys_ready + counters.found_disk + counters.found_shared
             late = counters.misses[MissReason.LATE]  # they were found
             assert counters.keys_asked == found + counters.misses.total() - late, "each key is counted once"

@@ -25,16 +25,16 @@ def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(writer, "MAX_WAITING", 3)
     rig = rig_of(WriteMode.ALWAYS)
     rig.tier.hangs = True
-    block_group = rig.open()
-    rig.put(block_group, keys_of(*range(15)))
-    rig.use(block_group, keys_of(*range(15)))
+    space = rig.open()
+    rig.put(space, keys_of(*range(15)))
+    rig.use(space, keys_of(*range(15)))
     rig.tiering.tick()
     assert rig.writer.waiting_blocks == 3
     rig.tier.hangs = False
     for _ in range(8):
         go_on(rig)
-        rig.use(block_group, keys_of(*range(15)))
-    assert rig.in_tier(block_group, keys_of(*range(15))) == 15
+        rig.use(space, keys_of(*range(15)))
+    assert rig.in_tier(space, keys_of(*range(15))) == 15
 
 
 def go_on(rig: TieringHarness) -> None:
@@ -45,101 +45,101 @@ def go_on(rig: TieringHarness) -> None:
 @pytest.mark.parametrize("mode", [WriteMode.ALWAYS, WriteMode.AUTO])
 def test_disks_are_not_worn_by_what_benches_store(mode: WriteMode) -> None:
     rig = rig_of(mode)
-    block_group, bench = rig.open("model"), rig.open(f"{BENCH_LABEL}copy")
-    for lease, mine in enumerate((block_group, bench)):
+    space, bench = rig.open("model"), rig.open(f"{BENCH_LABEL}copy")
+    for lease, mine in enumerate((space, bench)):
         rig.put(mine, keys_of(*range(15)))
         rig.use(mine, keys_of(1), lease)
     go_on(rig)
     rig.evict(bench, keys_of(*range(2, 15)))
     go_on(rig)
     assert rig.in_tier(bench, keys_of(*range(15))) == 0
-    assert rig.in_tier(block_group, keys_of(*range(15))) == 15
+    assert rig.in_tier(space, keys_of(*range(15))) == 15
     assert not rig.writer.not_written
 
 
 @pytest.mark.parametrize(("mode", "written"), [("auto", 2), ("always", 2), ("never", 0)])
 def test_modes_write_blocks_that_are_stored(mode: str, written: int) -> None:
     rig = rig_of(WriteMode(mode))
-    block_group = rig.open(world_size=2)
-    rig.put(block_group, keys_of(1, 2))
+    space = rig.open(world_size=2)
+    rig.put(space, keys_of(1, 2))
     go_on(rig)
-    assert rig.in_tier(block_group, keys_of(1, 2)) == written
+    assert rig.in_tier(space, keys_of(1, 2)) == written
     assert rig.writer.written_bytes == 2 * UNIT * written
     rig.check()
 
 
 def test_what_was_lost_in_the_tier_is_written_again_when_it_is_used_or_cold() -> None:
     rig = rig_of(WriteMode.AUTO)
-    block_group = rig.open()
-    rig.put(block_group, keys_of(*range(30)))
+    space = rig.open()
+    rig.put(space, keys_of(*range(30)))
     go_on(rig)
-    rig.tier.remove(rig.group(block_group), [keys_of(number) for number in range(30)], "")
-    rig.use(block_group, keys_of(5))
+    rig.tier.remove(rig.group(space), [keys_of(number) for number in range(30)], "")
+    rig.use(space, keys_of(5))
     rig.tiering.pump()
     rig.tier.end_all()
-    assert rig.in_tier(block_group, keys_of(*range(30))) == 1, "it is used"
+    assert rig.in_tier(space, keys_of(*range(30))) == 1, "it is used"
     go_on(rig)
-    assert rig.in_tier(block_group, keys_of(29, 28, 27, 26)) == 4, "the tail is next to be evicted"
-    assert rig.in_tier(block_group, keys_of(*range(30))) == 5
+    assert rig.in_tier(space, keys_of(29, 28, 27, 26)) == 4, "the tail is next to be evicted"
+    assert rig.in_tier(space, keys_of(*range(30))) == 5
 
 
 def test_an_empty_tier_takes_prompts_of_a_third_of_the_pool() -> None:
     """A chain of blocks that are evicted at once is in the tier from its root on, as far as that had time."""
     rig = rig_of(WriteMode.AUTO)
-    block_group = rig.open()
+    space = rig.open()
     for first in range(0, 60, 10):
-        rig.put(block_group, keys_of(*range(first, first + 10)))
+        rig.put(space, keys_of(*range(first, first + 10)))
         go_on(rig)
-    assert rig.in_tier(block_group, keys_of(*range(60))) == 60
+    assert rig.in_tier(space, keys_of(*range(60))) == 60
     for first in range(60, 120, 10):
-        rig.put(block_group, keys_of(*range(first, first + 10)))
+        rig.put(space, keys_of(*range(first, first + 10)))
         rig.tiering.tick()
         rig.tier.end(next(iter(rig.tier.jobs)))
     for first in range(60, 120, 10):
-        there = [rig.in_tier(block_group, keys_of(number)) for number in range(first, first + 10)]
+        there = [rig.in_tier(space, keys_of(number)) for number in range(first, first + 10)]
         assert there == sorted(there, reverse=True), "no holes"
 
 
 def test_what_is_written_goes_before_what_waits() -> None:
     rig = rig_of(WriteMode.AUTO)
-    block_group = rig.open()
+    space = rig.open()
     for first in (0, 16):
-        rig.put(block_group, keys_of(*range(first, first + 16)))
-    rig.tier.remove(rig.group(block_group), [], "")
+        rig.put(space, keys_of(*range(first, first + 16)))
+    rig.tier.remove(rig.group(space), [], "")
     rig.tiering.tick()
     for _ in range(4):  # the roots of the first chain
         rig.tier.end(next(iter(rig.tier.jobs)))
-    assert rig.in_tier(block_group, keys_of(*range(4))) == 4
-    rig.put(block_group, keys_of(*range(40, 44)))
-    assert rig.states(block_group, keys_of(4)) == [READY]
-    assert sum(len(rig.blocks(block_group, keys_of(number))) for number in range(4)) == 0
+    assert rig.in_tier(space, keys_of(*range(4))) == 4
+    rig.put(space, keys_of(*range(40, 44)))
+    assert rig.states(space, keys_of(4)) == [READY]
+    assert sum(len(rig.blocks(space, keys_of(number))) for number in range(4)) == 0
     assert not rig.writer.not_written
 
 
 def test_what_was_read_goes_before_what_waits() -> None:
     """Prompts that come up one after the other, block by block, while nothing can be written."""
     rig = rig_of(WriteMode.AUTO, trickle_bytes=0)
-    block_group = rig.open()
+    space = rig.open()
     for number in range(100, 140):
-        rig.put_in_tier(block_group, keys_of(number))
+        rig.put_in_tier(space, keys_of(number))
     waiting = keys_of(*range(16))
     rig.engines_busy = True
-    rig.put(block_group, waiting)
+    rig.put(space, waiting)
     for number in range(100, 140):
-        rig.states(block_group, keys_of(number))
+        rig.states(space, keys_of(number))
         rig.tiering.pump()
         rig.tier.end_all()
-        assert rig.states(block_group, keys_of(number), again=True) == [READY]
-    assert rig.states(block_group, waiting) == [READY] * 16
+        assert rig.states(space, keys_of(number), again=True) == [READY]
+    assert rig.states(space, waiting) == [READY] * 16
     assert not rig.writer.not_written
 
 
 def test_while_others_read_only_a_trickle_is_written() -> None:
     rig = rig_of(WriteMode.AUTO, trickle_bytes=2 * UNIT)
-    block_group = rig.open()
-    rig.put_in_tier(block_group, keys_of(99))
-    rig.put(block_group, keys_of(*range(20)))
-    rig.states(block_group, keys_of(99))
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(99))
+    rig.put(space, keys_of(*range(20)))
+    rig.states(space, keys_of(99))
     rig.tiering.pump()
     rig.tiering.tick()
     rig.tiering.pump()
@@ -152,9 +152,9 @@ def full_rig(
     """Over a full tier of four blocks. The policy knows some chances to come back soon, and 0.11 of all others.
     ``least``: the least chance that is worth a write."""
     rig = TieringHarness(settings=TieringSettings(mode, per_day_bytes), regions=8, tier_blocks=4)
-    block_group = rig.open()
+    space = rig.open()
     for number in range(100, 105):
-        rig.put_in_tier(block_group, keys_of(number))
+        rig.put_in_tier(space, keys_of(number))
     assert rig.tier.lifetime_bytes == 4 * UNIT
     rig.tiering.tick()
     rig.writer.not_written.clear()
@@ -167,17 +167,17 @@ def full_rig(
 
     if chances:
         monkeypatch.setattr(rig.cache.policy, "chance", chance)
-    return rig, block_group
+    return rig, space
 
 
 def test_a_full_tier_gets_nothing_that_hardly_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, block_group = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.09}, least=0.1)
-    rig.put(block_group, keys_of(*range(30)))
+    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.09}, least=0.1)
+    rig.put(space, keys_of(*range(30)))
     for _ in range(3):
         go_on(rig)
-    assert rig.in_tier(block_group, keys_of(28)) == 1
-    assert rig.in_tier(block_group, keys_of(29)) == 0
-    rig.put(block_group, keys_of(*range(30, 34)))
+    assert rig.in_tier(space, keys_of(28)) == 1
+    assert rig.in_tier(space, keys_of(29)) == 0
+    rig.put(space, keys_of(*range(30, 34)))
     rig.tiering.tick()
     assert rig.writer.not_written == {UNLIKELY: 1}
     rig.check()
@@ -189,10 +189,10 @@ def test_a_full_tier_gets_nothing_that_hardly_comes_back(monkeypatch: pytest.Mon
 def test_what_is_not_judged_is_written(
     mode: WriteMode, chances: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, block_group = full_rig(monkeypatch, mode, chances, least=0.5)
-    rig.put(block_group, keys_of(*range(10, 38), 1, 2))
+    rig, space = full_rig(monkeypatch, mode, chances, least=0.5)
+    rig.put(space, keys_of(*range(10, 38), 1, 2))
     go_on(rig)
-    assert rig.in_tier(block_group, keys_of(1, 2)) == 2
+    assert rig.in_tier(space, keys_of(1, 2)) == 2
 
 
 def choose(*kinds: tuple[int, float, float], believed: int = len(STAYS)) -> tuple[Selection, list[bool]]:
@@ -239,8 +239,8 @@ def test_a_block_that_another_node_wrote_is_no_write() -> None:
 def test_a_shared_store_that_is_full_gets_what_is_likely_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = TieringHarness(settings=TieringSettings(WriteMode.NEVER), regions=8)
     store = rig.share(TieringSettings())
-    writer, block_group = rig.tiering.writers[1], rig.open()
-    rig.put(block_group, keys_of(*range(8)))
+    writer, space = rig.tiering.writers[1], rig.open()
+    rig.put(space, keys_of(*range(8)))
     go_on(rig)
     store.end_all()
     assert len(store.blocks) == 8, "all while it is not full"
@@ -253,22 +253,22 @@ def test_a_shared_store_that_is_full_gets_what_is_likely_to_come_back(monkeypatc
         return np.array([key not in unlikely for key in group.namespace.split(group.index, keys)], np.float64)
 
     monkeypatch.setattr(rig.cache.policy, "chance", chance)
-    rig.put(block_group, keys_of(*range(20, 52)))
+    rig.put(space, keys_of(*range(20, 52)))
     rig.tiering.tick()
     assert {job.key for job in store.jobs} == {keys_of(48), keys_of(49)}, "the tail is next to be evicted"
     store.end(next(iter(store.jobs)), fault=Result.PRESENT)
     assert writer._selection._offered == 3 * UNIT, "what another node had written is none of them"
     store.end_all()
-    rig.evict(block_group, keys_of(50, 51))
+    rig.evict(space, keys_of(50, 51))
     rig.tiering.tick()
     assert writer.not_written[UNLIKELY] == 2
 
 
 def test_blocks_without_a_checksum_are_not_written() -> None:
     rig = rig_of(WriteMode.ALWAYS, per_day_bytes=800 * UNIT)
-    block_group = rig.open()
+    space = rig.open()
     budget = rig.writer.budget.left_bytes
-    ticket = rig.begin(block_group, 0, 0, keys_of(1))
+    ticket = rig.begin(space, 0, 0, keys_of(1))
     rig.fill(ticket)
     rig.commit(ticket, checksum=0)
     go_on(rig)
@@ -278,48 +278,48 @@ def test_blocks_without_a_checksum_are_not_written() -> None:
 
 def test_beyond_the_days_bytes_nothing_is_written() -> None:
     rig = rig_of(WriteMode.ALWAYS, per_day_bytes=32 * UNIT)
-    block_group = rig.open()
-    rig.put(block_group, keys_of(*range(16)))
+    space = rig.open()
+    rig.put(space, keys_of(*range(16)))
     go_on(rig)
     assert len(rig.tier.blocks) == 4
     assert rig.writer.budget.left_bytes == 0
-    rig.evict(block_group, keys_of(*range(16)))
+    rig.evict(space, keys_of(*range(16)))
     rig.tiering.tick()
     assert rig.writer.not_written == {BUDGET: 12}
     rig.clock.now += DAY_S / 28 + 1
-    rig.put(block_group, keys_of(99))
+    rig.put(space, keys_of(99))
     go_on(rig)
-    assert rig.in_tier(block_group, keys_of(99)) == 1
+    assert rig.in_tier(space, keys_of(99)) == 1
 
 
 def test_the_first_filling_is_not_counted() -> None:
     rig = rig_of(WriteMode.AUTO, per_day_bytes=32 * UNIT)
     rig.writer.budget.first_filling_bytes = 9 * UNIT
-    block_group = rig.open()
+    space = rig.open()
     assert rig.writer.budget.left_bytes == 13 * UNIT
-    rig.put(block_group, keys_of(*range(16)))
+    rig.put(space, keys_of(*range(16)))
     go_on(rig)
     assert len(rig.tier.blocks) == 13
     assert rig.writer.budget.spent_bytes == 4 * UNIT
 
 
 def test_a_full_tier_is_written_only_the_likeliest_when_little_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, block_group = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.9, 28: 0.4}, least=0.1, per_day_bytes=32 * UNIT)
+    rig, space = full_rig(monkeypatch, WriteMode.AUTO, {29: 0.9, 28: 0.4}, least=0.1, per_day_bytes=32 * UNIT)
     rig.writer.budget.take(2 * UNIT)
-    rig.put(block_group, keys_of(*range(30)))
+    rig.put(space, keys_of(*range(30)))
     go_on(rig)
-    assert rig.in_tier(block_group, keys_of(29)) == 1
-    assert rig.in_tier(block_group, keys_of(28)) == 0
-    rig.put(block_group, keys_of(*range(30, 34)))
+    assert rig.in_tier(space, keys_of(29)) == 1
+    assert rig.in_tier(space, keys_of(28)) == 0
+    rig.put(space, keys_of(*range(30, 34)))
     rig.tiering.tick()
     assert rig.writer.not_written == {BUDGET: 1}
 
 
 def test_while_engines_copy_a_little_is_written_each_tick() -> None:
     rig = rig_of(WriteMode.ALWAYS, trickle_bytes=2 * UNIT)
-    block_group = rig.open()
+    space = rig.open()
     rig.engines_busy = True
-    rig.put(block_group, keys_of(*range(16)))
+    rig.put(space, keys_of(*range(16)))
     for ticks in range(1, 4):
         go_on(rig)
         rig.tiering.pump()
@@ -332,30 +332,30 @@ def test_while_engines_copy_a_little_is_written_each_tick() -> None:
 
 def test_what_leaves_the_pool_does_not_wait_for_a_tier() -> None:
     rig = rig_of(WriteMode.ALWAYS)
-    block_group = rig.open()
+    space = rig.open()
     longest = 0
     for start in range(0, 6400, 16):
-        rig.put(block_group, keys_of(*range(start, start + 16)))
+        rig.put(space, keys_of(*range(start, start + 16)))
         rig.tiering.tick()  # what it began is never done
         longest = max(longest, rig.writer.waiting_blocks)
-    assert longest <= block_group.ready_blocks
+    assert longest <= space.ready_blocks
     assert len(rig.tier.jobs) == 2
-    assert rig.writer.not_written == {LATE: 6400 - block_group.ready_blocks}, "all that was evicted"
+    assert rig.writer.not_written == {LATE: 6400 - space.ready_blocks}, "all that was evicted"
     rig.tier.end_all()
-    assert rig.in_tier(block_group, keys_of(*range(6384, 6400))) == 16
+    assert rig.in_tier(space, keys_of(*range(6384, 6400))) == 16
     rig.check()
 
 
 def test_the_tiers_order_goes_on_where_the_pools_ends() -> None:
     rig = rig_of(WriteMode.NEVER)
-    block_group = rig.open()
-    rig.put_in_tier(block_group, keys_of(1))
-    rig.put_in_tier(block_group, keys_of(2))
-    rig.states(block_group, keys_of(1))
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1))
+    rig.put_in_tier(space, keys_of(2))
+    rig.states(space, keys_of(1))
     rig.finish_promotions()
-    rig.put_in_tier(block_group, keys_of(3))
+    rig.put_in_tier(space, keys_of(3))
     assert [key for _, key in rig.tier.blocks] == [keys_of(2), keys_of(1), keys_of(3)], "it came up"
-    rig.evict(block_group, keys_of(1))
+    rig.evict(space, keys_of(1))
     rig.tiering.tick()
     assert [key for _, key in rig.tier.blocks] == [keys_of(2), keys_of(3), keys_of(1)]
 
@@ -403,25 +403,25 @@ def test_a_block_larger_than_what_may_be_saved_is_paid_off() -> None:
 
 def test_of_very_many_that_wait_only_some_are_looked_at_at_once() -> None:
     rig = TieringHarness(settings=TieringSettings(mode=WriteMode.ALWAYS), regions=2 * MAX_LOOKED_AT)
-    block_group = rig.open()
+    space = rig.open()
     rig.engines_busy = True
-    rig.put(block_group, keys_of(*range(3 * MAX_LOOKED_AT)))
-    rig.cache.reset(block_group)
-    rig.put(block_group, keys_of(9999))
+    rig.put(space, keys_of(*range(3 * MAX_LOOKED_AT)))
+    rig.cache.reset(space)
+    rig.put(space, keys_of(9999))
     rig.engines_busy = False
     for left in (2 * MAX_LOOKED_AT + 1, MAX_LOOKED_AT + 1, 1, 0):
         assert not rig.tier.jobs
         rig.tiering.pump()
         assert rig.writer.waiting_blocks == left
     rig.tier.end_all()
-    assert rig.in_tier(block_group, keys_of(9999)) == 1
+    assert rig.in_tier(space, keys_of(9999)) == 1
 
 
 def test_what_the_tier_does_not_take_yet_stays_the_next() -> None:
     """Behind all that waits it would be a hole in its chain, once the pool is short."""
     rig = TieringHarness(settings=TieringSettings(), regions=64, most_jobs=4)
-    block_group = rig.open()
-    rig.put(block_group, keys_of(*range(40)))
+    space = rig.open()
+    rig.put(space, keys_of(*range(40)))
     written: list[bytes] = []
     while rig.tiering.disk_writer.waiting or rig.tier.jobs:
         rig.tiering.tick()
@@ -448,6 +448,6 @@ def test_the_rest_of_the_first_filling_is_no_budget() -> None:
 def test_without_disks_nothing_waits_for_them() -> None:
     rig = TieringHarness(settings=TieringSettings(), regions=8)
     rig.tiering.disks.tiers.clear()
-    block_group = rig.open()
-    rig.put(block_group, keys_of(1, 2))
+    space = rig.open()
+    rig.put(space, keys_of(1, 2))
     assert not rig.tiering.disk_writer.waiting

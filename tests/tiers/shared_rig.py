@@ -38,7 +38,7 @@ class Answer(IntEnum):
 def name_of(block: Block, generation: int) -> bytes:
     """Of its object."""
     group = block.group
-    return object_key(make_block_group(group.fingerprint, generation, group.index, group.lengths), block.key)
+    return object_key(make_block_group(group.fingerprint, generation, group.number, group.lengths), block.key)
 
 
 class SharedRig:
@@ -152,7 +152,7 @@ class SharedRig:
         """Ask and wait for the answers."""
         group, keys = blocks[0].group, [block.key for block in blocks]
         self.tier.find(group, keys, prefix=prefix)
-        answers = partial(self.answers, group.fingerprint, keys, group.index)
+        answers = partial(self.answers, group.fingerprint, keys, group.number)
         self.until(lambda: Answer.ASKED not in answers())
         return answers()
 

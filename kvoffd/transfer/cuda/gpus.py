@@ -91,7 +91,7 @@ class GpuMemory:
     engine: CopyEngine
     node: int | None
     """The GPU's NUMA node; None where the machine has only one or does not tell."""
-    close: Callable[[Callable[[], None]], None]
+    close: Callable[[Callable[[], None]], object]
     """Unmaps the memory, then calls its argument in another thread. Never waits. No copy of it may be running."""
 
 
@@ -165,7 +165,7 @@ class Gpu:
             self.engine,
             self.locality.node,
             # Without a bound: it undoes what was submitted, and so these are bounded too.
-            lambda closed: self._control.put(lambda: self._unmap(segments, closed)) and None,
+            lambda closed: self._control.put(lambda: self._unmap(segments, closed)),
         )
 
     def _unmap(self, segments: list[MappedSegment], on_unmapped: Callable[[], None]) -> None:
