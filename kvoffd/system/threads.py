@@ -221,16 +221,12 @@ class Workers(Generic[T, R]):
 
         False where something still hangs at ``until`` (of ``time.monotonic``); then it may be called again.
         """
-        if not self.settle(until):
+        idle = self._wait_idle(until)
+        self._deliver(len(self._ended))
+        if not idle:
             return False
         self._stop()
         return self._threads.join(until)
-
-    def settle(self, until: float) -> bool:
-        """Wait until nothing waits or runs, and handle all ends; False where something still does at ``until``."""
-        idle = self._wait_idle(until)
-        self._deliver(len(self._ended))
-        return idle
 
     def _wait_idle(self, until: float) -> bool:
         with self._idle:

@@ -148,11 +148,10 @@ class Clearing:
     def finish(self, until: float) -> bool:
         """Clear all that goes; False where some is left at ``until`` (of ``time.monotonic``)."""
         self._closed = True
-        while self._leaving:
+        while self._leaving and time.monotonic() < until:
+            self._clearing = None  # nobody waits for the thread
             self._clear_some()
-            if not self.threads.settle(until) or time.monotonic() >= until:
-                return False
-        return True
+        return not self._leaving
 
     def close_files(self) -> None:
         """Note that they were closed. Raises OSError."""

@@ -341,23 +341,25 @@ class DiskMap:
         return self._slots_of_whole(known, list(self.regions))
 
     def _slots_of_whole(self, known: Known, numbers: Sequence[int]) -> Iterator[list[int]]:
+        yield from self._some_slots(numbers, lambda region: region.group_numbers == known.number)
+        del self.numbered[known.number]
+
+    def slots_of_region(self, number: int) -> Iterator[list[int]]:
+        """Some at a time, the slots of its blocks, but for what is being read."""
+        return self._some_slots([number], lambda one: (one.group_numbers > 0) & (np.frombuffer(one.pins, "H") == 0))
+
+    def _some_slots(
+        self, numbers: Sequence[int], chosen: Callable[[Region], npt.NDArray[np.bool_]]
+    ) -> Iterator[list[int]]:
+        """Those of some regions, each until none is chosen any more."""
         for at in range(0, len(numbers), REGIONS_AT_ONCE):
             slots = list[int]()
             for number in numbers[at : at + REGIONS_AT_ONCE]:
                 while (region := self.regions.get(number)) is not None:  # else it was taken for others
-                    there = np.flatnonzero(region.group_numbers == known.number)[: CLEARED_AT_ONCE - len(slots)]
+                    there = np.flatnonzero(chosen(region))[: CLEARED_AT_ONCE - len(slots)]
                     slots += (there + number * self.slots.slots_per_region).tolist()
                     if len(slots) < CLEARED_AT_ONCE:
                         break
                     yield slots
                     slots = []
             yield slots
-        del self.numbered[known.number]
-
-    def slots_of_region(self, number: int) -> Iterator[list[int]]:
-        """Some at a time, the slots of its blocks, but for what is being read."""
-        while (region := self.regions.get(number)) is not None:
-            there = np.flatnonzero(region.group_numbers * (np.frombuffer(region.pins, np.uint16) == 0))
-            if not len(there):
-                return
-            yield (there[:CLEARED_AT_ONCE] + number * self.slots.slots_per_region).tolist()

@@ -91,7 +91,7 @@ class GpuMemory:
     engine: CopyEngine
     node: int | None
     """The GPU's NUMA node; None where the machine has only one or does not tell."""
-    close: Callable[[Callable[[], None]], object]
+    close: Callable[[Callable[[], None]], None]
     """Unmaps the memory, then calls its argument in another thread. Never waits. No copy of it may be running."""
 
 
@@ -160,13 +160,12 @@ class Gpu:
             raise
         self._registrations += 1
         assert self.engine is not None
-        return GpuMemory(
-            segments,
-            self.engine,
-            self.locality.node,
-            # Without a bound: it undoes what was submitted, and so these are bounded too.
-            lambda closed: self._control.put(lambda: self._unmap(segments, closed)),
-        )
+
+        def close(closed: Callable[[], None]) -> None:
+            # It undoes what was submitted, and so is bounded too.
+            self._control.put(lambda: self._unmap(segments, closed))
+
+        return GpuMemory(segments, self.engine, self.locality.node, close)
 
     def _unmap(self, segments: list[MappedSegment], on_unmapped: Callable[[], None]) -> None:
         for segment in segments:
