@@ -316,12 +316,13 @@ class DiskTier(Tier):
         self._clearing.slots_gone(slots)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
-        removed = {tag: one for tag, one in self._map.groups.items() if fingerprint in (None, one.group.fingerprint)}
-        for name in [name for name in self._writing if name[0] in removed]:
+        gone = [known for known in self._map.groups.values() if fingerprint in (None, known.group.fingerprint)]
+        tags = {known.group.tag for known in gone}
+        for name in [name for name in self._writing if name[0] in tags]:
             del self._writing[name]
-        for known in removed.values():
-            self._clearing.leave(self._map.remove_whole(known))
-        return sum(known.blocks for known in removed.values())
+        if gone:
+            self._clearing.leave(self._map.remove_whole(gone))
+        return sum(known.blocks for known in gone)
 
     # --- the rest --------------------------------------------------------------------------------
 

@@ -40,7 +40,6 @@ from kvoffd.system.files import (
     is_regular,
     open_directory,
     read_all,
-    read_boot_id,
     write_all,
 )
 from kvoffd_proto.errors import ErrorCode
@@ -63,7 +62,7 @@ RECORD = np.dtype(
 """Of a slot: its block's group and key, the bytes of all its shards, and the hour in which it was written. The tag of
 an empty slot is 0."""
 _DISK_MAGIC, _INDEX_MAGIC, _OLD_MAGIC = b"kvoffdD4", b"kvoffdI4", b"KVOFFDDK"
-_HEAD = Struct("<8s16sQQQQ?16s")
+_HEAD = Struct("<8s16sQQQQ?16x")
 _SUM = Struct("<Q")
 HEAD_PAGES = 2
 _SIZES_AT = HEAD_PAGES * PAGE_BYTES
@@ -101,11 +100,10 @@ class Head:
     written_bytes: int
     """Since the file was made, by all daemons."""
     is_open: bool
-    boot_id: bytes
 
     def pack(self) -> bytes:
         fields = self.file_id, self.number, self.region_bytes, self.regions, self.written_bytes, self.is_open
-        data = _HEAD.pack(_INDEX_MAGIC, *fields, self.boot_id)
+        data = _HEAD.pack(_INDEX_MAGIC, *fields)
         return (data + _SUM.pack(xxhash.xxh3_64_intdigest(data))).ljust(PAGE_BYTES, b"\0")
 
     @classmethod
@@ -188,13 +186,8 @@ class DiskFile:
 
     def write_head(self, *, is_open: bool, written_bytes: int = 0, sync: bool = False) -> None:
         """Raises OSError. ``written_bytes``: since the last time."""
-        head = replace(
-            *(self.head,),
-            number=self.head.number + 1,
-            is_open=is_open,
-            boot_id=read_boot_id(),
-            written_bytes=self.head.written_bytes + written_bytes,
-        )
+        number, total = self.head.number + 1, self.head.written_bytes + written_bytes
+        head = replace(self.head, number=number, is_open=is_open, written_bytes=total)
         write_all(self.calls, self.index_fd, [memoryview(head.pack())], head.number % HEAD_PAGES * PAGE_BYTES)
         if sync:
             self.calls.sync(self.index_fd)
@@ -324,7 +317,7 @@ class DiskFile:
     def _start_anew(self, region_bytes: int) -> Head:
         for fd in (self.fd, self.index_fd):
             self.calls.truncate(fd, 0)
-        return Head(secrets.token_bytes(16), 0, region_bytes, 0, 0, is_open=False, boot_id=bytes(16))
+        return Head(secrets.token_bytes(16), 0, region_bytes, 0, 0, is_open=False)
 
     def _end(self, regions: int) -> int:
         return PAGE_BYTES + regions * self.head.region_bytes

@@ -332,17 +332,19 @@ class DiskMap:
         """Whether it was not removed as a whole."""
         return self.groups.get(known.group.tag) is known
 
-    def remove_whole(self, known: Known) -> Iterator[list[int]]:
-        """Have no block of a group be found. Gives, some at a time, the slots that have them still; nobody has them in
+    def remove_whole(self, gone: Sequence[Known]) -> Iterator[list[int]]:
+        """Have no block of these be found. Gives, some at a time, the slots that have them still; nobody has them in
         the end."""
-        del self.groups[known.group.tag]
-        self.blocks -= known.blocks
-        self.nbytes -= known.blocks * known.group.nbytes
-        return self._slots_of_whole(known, list(self.regions))
+        for known in gone:
+            del self.groups[known.group.tag]
+            self.blocks -= known.blocks
+            self.nbytes -= known.blocks * known.group.nbytes
+        return self._slots_of_whole([known.number for known in gone], list(self.regions))
 
-    def _slots_of_whole(self, known: Known, numbers: Sequence[int]) -> Iterator[list[int]]:
-        yield from self._some_slots(numbers, lambda region: region.group_numbers == known.number)
-        del self.numbered[known.number]
+    def _slots_of_whole(self, gone: Sequence[int], regions: Sequence[int]) -> Iterator[list[int]]:
+        yield from self._some_slots(regions, lambda region: np.isin(region.group_numbers, gone))
+        for number in gone:
+            del self.numbered[number]
 
     def slots_of_region(self, number: int) -> Iterator[list[int]]:
         """Some at a time, the slots of its blocks, but for what is being read."""
