@@ -1,8 +1,8 @@
-"""What happens when blocks go from a disk: they are not found at once; their records are cleared in a thread, and then
-their slots are free.
+"""What happens when blocks leave a disk: from then on nothing finds them, a thread clears their records, and then their
+slots are free.
 
-A clear, a reset and a region that is taken for another block size go so some blocks at a time, ``CLEARED_AT_ONCE``. The
-thread also writes what else the index has: the head, and the regions' sizes.
+What a clear or reset removes, and a region that is taken for another block size, goes in steps of ``CLEARED_AT_ONCE``
+blocks. The thread also writes the rest of the index: its head, and the regions' sizes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Note:
 
 
 class Clearing:
-    """For the daemon's thread.
+    """Frees slots, and writes to the index. For the daemon's thread.
 
     Args:
         make_threads: makes ``Workers`` of what their threads do and of what is called at the end of each task.
