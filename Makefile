@@ -32,10 +32,11 @@ test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, real e
 	@$(PASSED); failed=0; passed $(SIDE_BY_SIDE) -m 'not engine and $(HERE)' || failed=1; \
 		passed -m 'engine and $(HERE)' || failed=1; exit $$failed
 
-lint: $(VENV)/.tools ## ruff and mypy; needs neither torch nor vLLM
+lint: $(VENV)/.tools ## ruff, mypy and plain words; needs neither torch nor vLLM
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.tools.plain_words
 
 bench: $(VENV)/.tools ## measure lookups and copies, each beside a floor (1 minute)
 	@$(BIN)/python -m tests.bench $(ARGS)

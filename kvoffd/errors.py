@@ -71,7 +71,7 @@ class UnsafeSegment(KvoffdError):
 class PoolTooLarge(KvoffdError):
     """More memory was asked for than the machine or the cgroup can give."""
 
-    code = ErrorCode.NO_ROOM
+    code = ErrorCode.NO_SPACE
 
 
 class UnknownNamespace(KvoffdError):

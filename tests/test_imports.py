@@ -113,6 +113,11 @@ def test_what_is_never_imported() -> None:
         assert not tops(names) & never, module
 
 
+def test_only_fixtures_import_what_is_for_tests() -> None:
+    for module, names in IMPORTED.items():
+        assert "kvoffd_client.testing" not in names or module == "kvoffd_client.fixtures", module
+
+
 def test_the_door_suite_knows_the_border_only() -> None:
     public = {"kvoffd_client", "kvoffd_client.cli", "kvoffd_client.cli.main", "kvoffd_client.testing"}
     public |= {f"kvoffd_client.{name}" for name in kvoffd_client.__all__}

@@ -1,9 +1,9 @@
-"""Clients of the kvoffd daemon. This module is the face of the library: what it names is public, the rest is inside.
+"""Clients of the kvoffd daemon. The names in this module are public; everything else is internal.
 
 >>> from kvoffd_client import SchedulerClient, WorkerClient, AdminClient
 
-Each name is imported when it is first used, so that importing the package costs nothing: the command line and vLLM
-import it at every start. ``kvoffd_client.testing`` has an engine without a model, for tests.
+Each name is imported on first use, so that importing the package is cheap: the command line and vLLM import it at every
+start. ``kvoffd_client.testing`` has an engine without a model, for tests.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.memory import SharedMemory as SharedMemory
     from kvoffd_client.namespace import Geometry as Geometry
     from kvoffd_client.namespace import NamespaceSpec as NamespaceSpec
-    from kvoffd_client.scheduler_client import Lookup as Lookup
+    from kvoffd_client.scheduler_client import LookupFuture as LookupFuture
     from kvoffd_client.scheduler_client import SchedulerClient as SchedulerClient
     from kvoffd_client.session import ClientOptions as ClientOptions
-    from kvoffd_client.worker_client import GroupTransfer as GroupTransfer
     from kvoffd_client.worker_client import Job as Job
     from kvoffd_client.worker_client import WorkerClient as WorkerClient
     from kvoffd_proto.errors import ErrorCode as ErrorCode
     from kvoffd_proto.messages import GroupKeys as GroupKeys
     from kvoffd_proto.messages import GroupSpec as GroupSpec
+    from kvoffd_proto.messages import GroupTransfer as GroupTransfer
     from kvoffd_proto.messages import JobResult as JobResult
     from kvoffd_proto.messages import KeyState as KeyState
     from kvoffd_proto.messages import PageRef as PageRef
@@ -62,13 +62,13 @@ _HOMES = {
     "kvoffd_client.errors": "BlockDamaged BlockUnavailable DaemonUnavailable ForkedProcess KvoffdClientError "
     "RequestRefused RequestTimeout UnknownNamespace",
     "kvoffd_client.namespace": "Geometry NamespaceSpec",
-    "kvoffd_client.scheduler_client": "Lookup SchedulerClient",
+    "kvoffd_client.scheduler_client": "LookupFuture SchedulerClient",
     "kvoffd_client.memory": "Registration SharedMemory",
-    "kvoffd_client.worker_client": "GroupTransfer Job WorkerClient",
+    "kvoffd_client.worker_client": "Job WorkerClient",
     "kvoffd_proto.errors": "ErrorCode",
-    "kvoffd_proto.messages": "GroupKeys GroupSpec JobResult KeyState PageRef TensorLayout",
+    "kvoffd_proto.messages": "GroupKeys GroupSpec GroupTransfer JobResult KeyState PageRef TensorLayout",
 }
-"""Where public names are defined."""
+"""Public names by the module that defines them."""
 
 __all__ = sorted(["__version__", *" ".join(_HOMES.values()).split()])
 
@@ -81,7 +81,7 @@ def __getattr__(name: str) -> object:
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = getattr(import_module(home), name)
-    globals()[name] = found  # the next use finds it without this function
+    globals()[name] = found  # for the next use
     return found
 
 

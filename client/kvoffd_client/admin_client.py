@@ -1,4 +1,4 @@
-"""An administrator's client: asks one daemon, and waits for each answer."""
+"""The administrator's client: sends requests to one daemon and waits for each answer."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 2.0
 URL_TIMEOUT_S = 1.4
-"""A command says within two seconds that nobody answers, of which it takes half a one to start."""
+"""Commands report a missing daemon within two seconds, and take half a second to start."""
 OPTIONS = ClientOptions(unresponsive_after_s=3600.0, handshake_timeout_s=TIMEOUT_S)
-"""Each call has a timeout of its own, which may be long: for a busy daemon, and not for who never says a word."""
+"""Each call has its own timeout, which may be long for a busy daemon; the handshake's is short."""
 SILENCE_S = 0.5
-"""After so long without an answer it is looked whether the daemon's process is stopped."""
+"""Time without an answer after which the client checks whether the daemon's process is stopped."""
 MAX_REPLY_BYTES = 1 << 28
 EVENTS_QUEUE = 10_000
-"""Messages that wait for events() to be asked for the next; beyond it they are dropped."""
+"""Unread messages of events(); further ones are dropped."""
 EVENTS_POLL_MS = 200
 MIN_PREFIX_DIGITS = 4
-"""Fewer hex digits of a fingerprint could name a namespace by a slip of the hand."""
+"""Fewer hex digits of a fingerprint could name a namespace by mistake."""
 
 Fields = ParamSpec("Fields")
 ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 
 
-def one_namespace(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.NamespaceInfo:
-    """The one whose label is ``name``, or whose fingerprint begins with it. Raises UnknownNamespace."""
+def find_namespace_info(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.NamespaceInfo:
+    """Return the one whose label is ``name`` or whose fingerprint begins with it. Raises UnknownNamespace."""
     digits = name.lower() if len(name) >= MIN_PREFIX_DIGITS else "no digits"
     found = [one for one in namespaces if one.label == name or one.namespace.hex().startswith(digits)]
     if len(found) == 1:
@@ -52,7 +52,7 @@ def one_namespace(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.Namespa
     shown = printable(name)
     if found:
         names = ", ".join(f"{one.namespace.hex()[:12]} ({printable(one.label)})" for one in found)
-        raise UnknownNamespace(f"{shown!r} could be any of {names}; give more digits of the fingerprint.")
+        raise UnknownNamespace(f"{shown!r} is ambiguous: {names}; give more digits of the fingerprint.")
     raise UnknownNamespace(
         f"No open namespace has the label {shown!r} or a fingerprint that begins with it (at least {MIN_PREFIX_DIGITS} "
         "digits); `kvoffd-cli namespaces` lists them."
@@ -60,15 +60,15 @@ def one_namespace(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.Namespa
 
 
 def open_url(url: str, timeout_s: float) -> HTTPResponse:
-    """GET an address of the operator's network, without the proxy that ``http_proxy`` names. Raises as urlopen does."""
-    from urllib.request import ProxyHandler, build_opener  # only a URL needs these: they take long
+    """GET a URL without the proxy in ``http_proxy``. Raises the errors of urlopen."""
+    from urllib.request import ProxyHandler, build_opener  # slow to import
 
     answer: HTTPResponse = build_opener(ProxyHandler({})).open(url, timeout=timeout_s)
     return answer
 
 
 def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
-    """The statistics of a daemon at its ``http_address``, such as ``http://node:9464``. Raises DaemonUnavailable."""
+    """Return a daemon's statistics from its ``http_address``, as ``http://node:9464``. Raises DaemonUnavailable."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
 
@@ -85,7 +85,7 @@ def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or str(reason)
         if isinstance(reason, TimeoutError):
-            why = f"it does not answer within {timeout_s:g} s; see there whether its process runs"
+            why = f"it does not answer within {timeout_s:g} s; check whether its process runs"
     except (ValueError, HTTPException, msgspec.MsgspecError) as error:
         why = str(error)
     raise DaemonUnavailable(f"No statistics of a kvoffd daemon at {base}: {why}.")
@@ -94,15 +94,15 @@ def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
 class AdminClient(Session):
     """An administrator's client, for one thread: it has none of its own.
 
-    It connects at the first call, and anew at a call after one that failed. Each call waits for its answer. All raise:
-        DaemonUnavailable: nothing listens there, or it refuses this user; the sentence names the place.
+    The first call connects, and so does a call after a failed one. Each call waits for its answer. All raise:
+        DaemonUnavailable: nothing listens in the directory, or it refuses this user.
         RequestRefused: the daemon answered with an error.
         RequestTimeout: no answer in time.
 
     Attributes:
-        timeout_s: bounds every call, the connecting in it included; may be changed between two calls.
+        timeout_s: time limit of every call, including connecting; may be changed between calls.
         on_silence: called when an answer takes long.
-        on_change: called by events() where the daemon has gone, and where it is back, if a call was made before.
+        on_change: called by events() when the daemon ends or returns, if a call was made before.
     """
 
     def __init__(self, directory: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> None:
@@ -116,13 +116,13 @@ class AdminClient(Session):
 
     @property
     def pid(self) -> int:
-        """Of the daemon; 0 where it is in another pid namespace, and before the first connection."""
+        """The daemon's; 0 if it is in another pid namespace, and before the first connection."""
         return self._sockets.daemon_pid
 
     def ask(
         self, kind: Callable[Concatenate[int, Fields], m.Request[ReplyT]], *fields: Fields.args, **named: Fields.kwargs
     ) -> ReplyT:
-        """Send a request; returns its reply, of the type that is declared at the request.
+        """Send a request and return its reply, of the type declared by the request.
 
         >>> client.ask(Clear, fingerprint).count                                               # doctest: +SKIP
 
@@ -131,7 +131,7 @@ class AdminClient(Session):
             fields: its fields after the id.
         """
         deadline = time.monotonic() + self.timeout_s
-        self.poll()  # whether the daemon has gone since the last call
+        self.poll()  # notices if the daemon has ended since the last call
         ended, self._retry_at = self._ended_connections, 0.0
         self._wait(lambda: self.ready or self._ended_connections > ended, deadline)
         if not self.ready:
@@ -148,17 +148,17 @@ class AdminClient(Session):
         expected = m.answer_type(type(request))
         if not isinstance(answer, expected):
             asked, came = type(request).__name__, type(answer).__name__
-            raise DaemonUnavailable(f"The daemon in {self.directory} did not answer {asked}, but with {came}.")
+            raise DaemonUnavailable(f"The daemon in {self.directory} answered {asked} with {came}.")
         return answer
 
     def _wait(self, ready: Callable[[], bool], deadline: float) -> None:
-        """Wait for what ends at the deadline at the latest, and say what keeps a silent daemon from answering."""
+        """Wait until ``ready()`` or the deadline. Raises DaemonUnavailable if the daemon's process is stopped."""
         if self._transport.wait(ready, min(SILENCE_S, deadline - time.monotonic())):
             return
         if _is_stopped(self.pid):
             raise DaemonUnavailable(
-                f"The kvoffd daemon in {self.directory} does not answer, since its process is stopped; let it "
-                f"go on with `kill -CONT {self.pid}`."
+                f"The kvoffd daemon in {self.directory} does not answer because its process is stopped; continue it "
+                f"with `kill -CONT {self.pid}`."
             )
         if time.monotonic() < deadline:
             self.on_silence()
@@ -168,46 +168,46 @@ class AdminClient(Session):
         self._ended_connections += 1
 
     def _warn(self, sentence: str) -> None:
-        """The call raises the sentence."""
+        """Do nothing: the call raises the sentence."""
 
     def stats(self) -> DaemonStats:
-        """All counters."""
+        """Return all statistics."""
         return self.ask(Stats).stats
 
     def health(self) -> a.HealthReply:
-        """Whether the daemon works: a round trip through the loop that serves engines."""
+        """Return the daemon's health, by a round trip through the loop that serves engines."""
         return self.ask(a.Health)
 
     def sessions(self) -> a.SessionsReply:
-        """Open sessions, oldest first."""
+        """Return the open sessions, oldest first."""
         return self.ask(a.Sessions)
 
     def namespaces(self) -> a.NamespacesReply:
-        """Open namespaces, oldest first."""
+        """Return the open namespaces, oldest first."""
         return self.ask(a.Namespaces)
 
     def namespace(self, name: str) -> a.NamespaceInfo:
-        """The open namespace of a label, or of the first digits of a fingerprint. Raises UnknownNamespace."""
-        return one_namespace(self.namespaces().namespaces, name)
+        """Return the open namespace by label or first digits of its fingerprint. Raises UnknownNamespace."""
+        return find_namespace_info(self.namespaces().namespaces, name)
 
     def clear(self, fingerprint: bytes | None = None) -> int:
-        """Drop every block of one namespace, or of all; returns how many."""
+        """Drop every block of one namespace, or of all; return their number."""
         return self.ask(a.Clear, fingerprint).count
 
     def reset_fleet(self, fingerprint: bytes) -> int:
-        """Make every block of a namespace void on all nodes that share a store; returns how many stores know it."""
+        """Invalidate a namespace on all nodes that share a store; return the number of stores."""
         return self.ask(a.ResetFleet, fingerprint).count
 
     def trace(self) -> a.TraceReply:
-        """What engines asked for since the last call; the first one begins the trace."""
+        """Return the lookups since the last call; the first call starts the trace."""
         return self.ask(a.Trace)
 
     def scrub(self, start: bool = True) -> a.ScrubReply:
-        """Have all readable blocks compared with their checksums in the background; False only asks how far that is."""
+        """Start comparing all readable blocks with their checksums in the background; False only asks for progress."""
         return self.ask(a.Scrub, start)
 
     def events(self, idle_timeout_s: float | None = None) -> Iterator[tuple[bytes, int, EventBatch]]:
-        """Yield (topic, sequence, batch) of all KV events from now on, also past restarts of the daemon.
+        """Yield (topic, sequence, batch) of all KV events from now on, also across restarts of the daemon.
 
         Ends after ``idle_timeout_s`` seconds without an event. Needs no session.
 
@@ -217,7 +217,7 @@ class AdminClient(Session):
         path = SocketPaths(Path(self.directory)).events
         if not path.exists():
             raise DaemonUnavailable(f"There is no kvoffd daemon in {self.directory}; start one there.")
-        # Not a context of its own: to end that would wait for ever for a socket that Ctrl-C caught half made.
+        # A separate context could wait for ever at its end, for a socket that Ctrl-C interrupted while it was created.
         subscription: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         with subscription:
             subscription.setsockopt(zmq.LINGER, 0)
@@ -245,7 +245,7 @@ class AdminClient(Session):
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger; False where it is not to be seen from here."""
+    """Return whether a process is stopped by a signal or debugger; False if it is not visible."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):

@@ -1,16 +1,16 @@
-"""Files of blocks: safetensors, so that any notebook opens them, with all that is needed to put them back.
+"""Files of blocks: safetensors, which any notebook can open, with the metadata to import them.
 
-The tensors of a block are named ``group0/<key in hex>/rank0/layers0-31``: equal neighbouring layers are one tensor, of
-shape ``[layers, engine blocks, *page]``, since that is how they lie in the pool. In the file they follow each other:
-block by block, rank by rank, without gaps. ``__metadata__`` holds
+The tensors of a block are named ``group0/<key in hex>/rank0/layers0-31``: adjacent equal layers are one tensor of shape
+``[layers, engine blocks, *page]``, as in the pool. The file has them block by block, rank by rank, without gaps.
+``__metadata__`` holds
 
 * ``format`` and ``version``,
 * ``namespace``: the geometry, see ``Geometry.to_json``,
-* ``blocks``: ``group:key:first block:checksums`` of each block, in the order of the file, with ``;`` between. Checksums
-  are those of the shards by rank, XXH3 of 64 bits in hex, with ``,`` between,
-* ``generation``: when the namespace was last reset or cleared before the export; see ``BlockClient.generation``,
-* ``checksum``: XXH3 of ``namespace``, ``blocks`` and ``generation``, with blanks between; so that damage to them is
-  found. Version 1 has no generation.
+* ``blocks``: ``group:key:first block:checksums`` of each block, in the order of the file, separated by ``;``. Checksums
+  are those of the shards by rank, XXH3 of 64 bits in hex, separated by ``,``,
+* ``generation``: time of the namespace's last reset or clear before the export; see ``BlockClient.generation``. Missing
+  in version 1,
+* ``checksum``: XXH3 of ``namespace``, ``blocks`` and ``generation``, separated by blanks.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from kvoffd_proto.messages import READY
 FORMAT, VERSION = "kvoffd-blocks", "2"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""What safetensors itself reads."""
+"""Limit of safetensors."""
 ALIGNMENT = 4096
 MAX_FIRST_BLOCK = 65535
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are done and the bytes in all."""
+"""Callback with the bytes done and the total."""
 
 
 class BlockFileError(KvoffdClientError):
-    """A file of blocks cannot be used. The message says why and what to do."""
+    """A file of blocks is unusable. The message says why and what to do."""
 
 
 class Entry(NamedTuple):
-    """One block in a file. ``first_block``: as a Block's; ``checksums``: of its shards, by rank."""
+    """One block in a file. ``first_block``: see Block; ``checksums``: of its shards, by rank."""
 
     group: int
     key: bytes
@@ -61,7 +61,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Entry:
-        """Undo ``text``. Raises ValueError."""
+        """Return the entry of a ``text``. Raises ValueError."""
         group, key, first_block, sums = text.split(":")
         return cls(int(group), bytes.fromhex(key), int(first_block), tuple(int(item, 16) for item in sums.split(",")))
 
@@ -72,7 +72,7 @@ class Entry(NamedTuple):
 
 
 def _tensors_of(geometry: Geometry, entries: Sequence[Entry]) -> dict[str, object]:
-    """By name, the tensors of blocks that follow each other, as safetensors' header has them."""
+    """Return the tensors of consecutive blocks by name, as in a safetensors header."""
     runs = [list(_runs(geometry, group)) for group in range(len(geometry.groups))]
     tensors: dict[str, object] = {}
     start = 0
@@ -86,7 +86,7 @@ def _tensors_of(geometry: Geometry, entries: Sequence[Entry]) -> dict[str, objec
 
 
 def _runs(geometry: Geometry, group: int) -> Iterator[tuple[str, str, list[int], int]]:
-    """Of a group's blocks: name, dtype, shape and bytes of the tensors of all ranks, in the order of the file."""
+    """Yield name, dtype, shape and bytes of the tensors of a group's block, in the order of the file."""
     for rank, shards in enumerate(geometry.shards):
         shard, first = shards[group], 0
         layers = [Layer.of(page, shard.blocks_per_key, NO_BYTES) for page in shard.pages]
@@ -98,7 +98,7 @@ def _runs(geometry: Geometry, group: int) -> Iterator[tuple[str, str, list[int],
 
 
 def _header_of(geometry: Geometry, entries: Sequence[Entry], generation: int) -> bytes:
-    """The header of a file of these blocks, as JSON, without padding."""
+    """Return the header of a file of these blocks, as JSON without padding."""
     parts = namespace, blocks, _ = geometry.to_json(), ";".join(entry.text for entry in entries), str(generation)
     metadata = {
         "format": FORMAT,
@@ -116,16 +116,16 @@ def _metadata_checksum(*parts: str) -> str:
 
 
 class BlockFile(Closing):
-    """A file of blocks, opened for reading. Its header is checked as a whole; its blocks are when they are read.
+    """A file of blocks, opened for reading. The header is checked at once, blocks when they are read.
 
-    ``entries`` are its blocks in the order of the file, of ``data_bytes`` together, and of a ``generation``. Raises
-    BlockFileError where it is no whole file of blocks.
+    ``entries`` are its blocks in the order of the file, ``data_bytes`` their total size, ``generation`` their
+    namespace's. Raises BlockFileError if it is not a complete file of blocks.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            # A pipe's writer is not waited for.
+            # Does not wait for the writer of a pipe.
             self._file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
         except OSError as error:
             raise BlockFileError(f"{path} cannot be opened ({error.strerror}).") from error
@@ -141,18 +141,18 @@ class BlockFile(Closing):
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(LENGTH_BYTES), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
-            raise self._no_block_file("it does not begin as safetensors do")
+            raise self._no_block_file("it is not in the safetensors format")
         try:
             header = msgspec.json.decode(self._file.read(length), type=dict[str, dict[str, object]])
             metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise self._no_block_file(f"its header is damaged: {error}") from error
         if metadata.get("format") != FORMAT:
-            raise self._no_block_file("it holds other tensors than blocks")
+            raise self._no_block_file("its tensors are not blocks")
         if metadata.get("version") not in ("1", VERSION):
             raise BlockFileError(
-                f"{self.path} has version {metadata.get('version')!r} of the format, this kvoffd reads {VERSION}; "
-                "install the release that wrote it."
+                f"{self.path} has version {metadata.get('version')!r} of the format, but this kvoffd reads {VERSION}; "
+                "use the release that wrote it."
             )
         namespace, blocks = metadata.get("namespace", ""), metadata.get("blocks", "")
         generation = (metadata["generation"],) if "generation" in metadata else ()
@@ -177,23 +177,24 @@ class BlockFile(Closing):
             at += geometry.block_bytes(entry.group)
         self.data_bytes = at - self._data_at
         if len({(entry.group, entry.key) for entry in self.entries}) < len(self.entries):
-            raise self._no_block_file("a block is there twice")
+            raise self._no_block_file("it has a block twice")
         if header != _tensors_of(geometry, self.entries):
-            raise self._no_block_file("its tensors are not those of its blocks")
+            raise self._no_block_file("its tensors do not fit its blocks")
         if size != at:
             raise BlockFileError(
-                f"{self.path} has {size} bytes and should have {at}: it was cut off, or written to. Export or copy it "
-                "again."
+                f"{self.path} has {size} bytes instead of {at}: it was truncated or modified. Export or copy it again."
             )
 
     def _no_block_file(self, why: str) -> BlockFileError:
-        return BlockFileError(f"{self.path} is no file of blocks: {why}. `kvoffd-cli blocks export` writes such files.")
+        return BlockFileError(
+            f"{self.path} is not a file of blocks: {why}. `kvoffd-cli blocks export` writes such files."
+        )
 
     def read(self, number: int) -> Block:
-        """Block ``number``, compared with its checksums.
+        """Return block ``number``, compared with its checksums.
 
         Raises:
-            BlockFileError: the bytes are not those that were exported.
+            BlockFileError: the bytes differ from those that were exported.
         """
         entry, geometry, shards = self.entries[number], self.geometry, []
         self._file.seek(self._starts[number])
@@ -213,11 +214,11 @@ class BlockFile(Closing):
 
 
 class BlockFileWriter(Closing):
-    """Writes a file of blocks: a ``.part`` beside it, which gets its name at the end, and goes where that never comes.
+    """Writes a file of blocks as ``.part``, which ``finish`` renames and ``close`` removes.
 
-    The header comes first in the file, and is written last: there must be space for all that are ``wanted``, groups and
-    keys of the blocks that may come. ``entries`` are those that came, of ``data_bytes`` together. Raises
-    BlockFileError; OSError where the file cannot be written.
+    The header is at the start but written last, so its space is reserved for all ``wanted`` blocks, (group, key).
+    ``entries`` are those added, ``data_bytes`` their total size. Raises BlockFileError; OSError if the file cannot be
+    written.
     """
 
     def __init__(
@@ -230,14 +231,14 @@ class BlockFileWriter(Closing):
         self._data_at = -(-(LENGTH_BYTES + len(_header_of(geometry, most, generation))) // ALIGNMENT) * ALIGNMENT
         if self._data_at > MAX_HEADER_BYTES:
             raise BlockFileError(
-                f"{len(wanted)} blocks are more than one file of safetensors can list; export them in parts, with "
+                f"{len(wanted)} blocks are more than one safetensors file can list; export them in parts, with "
                 "--prefix 0 to --prefix f for instance."
             )
         self._part = path.with_name(path.name + ".part")
         try:
             self._file = self._part.open("xb")
         except FileExistsError:
-            why = f"{self._part} exists: another export writes it, or was killed; remove it then."
+            why = f"{self._part} exists: another export is writing it, or was killed; then remove it."
             raise BlockFileError(why) from None
         self._file.seek(self._data_at)
 
@@ -251,27 +252,27 @@ class BlockFileWriter(Closing):
         self.entries.append(Entry(block.group, block.key, block.first_block, tuple(sums)))
 
     def finish(self) -> None:
-        """Write the header and give the file its name."""
+        """Write the header and rename the file."""
         self._file.truncate(self._data_at + self.data_bytes)
         header = _header_of(self._geometry, self.entries, self._generation).ljust(self._data_at - LENGTH_BYTES)
-        assert len(header) == self._data_at - LENGTH_BYTES, "space was made for more"
+        assert len(header) == self._data_at - LENGTH_BYTES, "the header fits its space"
         self._file.seek(0)
         self._file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
         self._file.flush()
         os.fsync(self._file.fileno())
         if self._path.exists():
-            raise BlockFileError(f"{self._path} was made by somebody else during the export; choose another name.")
+            raise BlockFileError(f"{self._path} was created by another program during the export; choose another name.")
         self._part.rename(self._path)
 
     def close(self) -> None:
-        with suppress(OSError):  # of what is still to be written, to a disk that is full
+        with suppress(OSError):  # of buffered bytes, if the disk is full
             self._file.close()
         self._part.unlink(missing_ok=True)
 
 
 @dataclass
 class Exported:
-    """How many blocks and bytes are in the file; blocks that were evicted before they were read; keys of damaged ones,
+    """Numbers of blocks and bytes in the file; number of blocks evicted before they were read; keys of damaged ones,
     which are left out."""
 
     blocks: int = 0
@@ -288,14 +289,14 @@ def export_blocks(
     *,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
-    """Write the ready blocks of a namespace into ``path``, which must not exist.
+    """Write the ready blocks of a namespace to ``path``, which must not exist.
 
     Args:
-        prefixes: first hex digits of the keys wanted; all where there are none.
+        prefixes: first hex digits of the keys; all keys without any.
 
     Raises:
         BlockFileError: the file cannot be written.
-        DaemonUnavailable, RequestRefused: the daemon went away or says no.
+        DaemonUnavailable, RequestRefused: the daemon ended or refused.
     """
     path = Path(path)
     if path.exists():
@@ -330,8 +331,8 @@ def export_blocks(
 
 @dataclass
 class Imported:
-    """How many blocks and bytes were stored; blocks that were in the pool already, and that found no space; blocks of
-    the file that are not in the pool at the end, as they gave way to others; whether the namespace was not open."""
+    """Numbers of blocks and bytes stored; of blocks that were in the pool already, that found no space, and that were
+    evicted again before the end; whether the import opened the namespace."""
 
     blocks: int = 0
     bytes: int = 0
@@ -349,16 +350,16 @@ def import_blocks(
     stale: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Imported:
-    """Store all blocks of ``file``, each compared with its checksum before. Opens the namespace where no engine has.
+    """Store all blocks of ``file`` after comparing each with its checksum. Opens the namespace if no engine has.
 
     Args:
-        beside: open the file's namespace although one of the same label and another fingerprint is open.
-        stale: store blocks although the namespace was reset or cleared since they were exported.
+        beside: open the file's namespace even if one of the same label and another fingerprint is open.
+        stale: store blocks even if the namespace was reset or cleared since they were exported.
 
     Raises:
         BlockUnavailable: the namespace was reset or cleared since.
         BlockFileError: the file is damaged, or no engine here would read its blocks.
-        DaemonUnavailable, RequestRefused: the daemon went away or says no; what was stored until then stays.
+        DaemonUnavailable, RequestRefused: the daemon ended or refused; blocks stored before that stay.
     """
     geometry = file.geometry
     done = Imported(created=_check_namespace(client, geometry, beside))
@@ -373,25 +374,25 @@ def import_blocks(
             done.no_space += written.no_space
             passed += (written.stored + written.present + written.no_space) * geometry.block_bytes(group)
             progress(passed, file.data_bytes)
-    there = [(group, info) for group in groups for info in client.list_blocks(geometry.fingerprint, group)]
-    ready = {(group, info.key) for group, info in there if info.state == READY}
+    listed = ((group, info) for group in groups for info in client.list_blocks(geometry.fingerprint, group))
+    ready = {(group, info.key) for group, info in listed if info.state == READY}
     done.evicted = sum((entry.group, entry.key) not in ready for entry in file.entries) - done.no_space
     return done
 
 
 def _check_namespace(client: BlockClient, geometry: Geometry, beside: bool) -> bool:
-    """Whether the namespace is to be opened anew. Raises BlockFileError where no engine here would read the blocks."""
+    """Return whether the import opens the namespace. Raises BlockFileError if no engine here would read the blocks."""
     known = client.namespaces().namespaces
     if any(info.namespace == geometry.fingerprint for info in known):
         with suppress(BlockUnavailable):  # no engine has registered yet
             if why := client.geometry(geometry.fingerprint).mismatch(geometry):
                 raise BlockFileError(f"The blocks of the file do not fit the namespace that is open here: {why}.")
         return False
-    if alike := [info for info in known if info.label == geometry.label and not beside]:
-        why = how_they_differ(geometry.description, alike[0].description)
+    if same_label := [info for info in known if info.label == geometry.label and not beside]:
+        why = how_they_differ(geometry.description, same_label[0].description)
         raise BlockFileError(
-            f"The blocks of the file are of namespace {geometry.fingerprint.hex()[:12]}, and {geometry.label!r} is "
-            f"open here as {alike[0].namespace.hex()[:12]}: the engines differ in {why}, so none would read them. Add "
-            "--beside to import them all the same."
+            f"The blocks of the file are of namespace {geometry.fingerprint.hex()[:12]}, but {geometry.label!r} is "
+            f"open here as {same_label[0].namespace.hex()[:12]}: the engines differ in {why}, so none would read them. "
+            "Add --beside to import them all the same."
         )
     return True

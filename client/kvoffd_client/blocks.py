@@ -1,4 +1,4 @@
-"""Single blocks: listed, read and written by programs that are no engine, and copied as an engine's are."""
+"""Lists, reads and writes single blocks for programs other than engines, with an engine's copies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import Geometry
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.session import ClientOptions, Closing
-from kvoffd_client.worker_client import GroupTransfer, Job, WorkerClient
+from kvoffd_client.worker_client import Job, WorkerClient
 from kvoffd_proto.admin import (
     CHECKSUM_BYTES,
     MAX_KEY_DIGITS,
@@ -38,7 +38,7 @@ from kvoffd_proto.admin import (
     ShardSpec,
 )
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import READY, GroupKeys, JobResult, PageRef, TensorLayout
+from kvoffd_proto.messages import READY, GroupKeys, GroupTransfer, JobResult, PageRef, TensorLayout
 from kvoffd_proto.units import quoted
 
 if TYPE_CHECKING:
@@ -50,18 +50,18 @@ Bytes = npt.NDArray[np.uint8]
 NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 OPTIONS = ClientOptions(request_timeout_s=60.0, operator=True)
-"""To copy a buffer of blocks takes a busy daemon longer than other requests."""
+"""The long timeout is for copies of a whole buffer by a busy daemon."""
 BUFFER_BYTES, BUFFER_BLOCKS = 64 << 20, 1024
-"""Blocks are copied to and from a buffer of this size, at most so many at a time."""
+"""Largest buffer for copies, in bytes and in blocks."""
 BUFFERS_PER_POOL = 8
-"""In a small pool the buffer is this part of it: more could not be leased, or stored, at once."""
+"""The buffer is at most this part of the pool: more could not be leased or stored at once."""
 BLOCKS_PER_LIST = 1024
 CONNECT_S = 10.0
 NAME = "kvoffd single blocks"
-"""What operators see of the sessions."""
-_INTERRUPTED = "The daemon was restarted or ended the session in the middle; try again."
-_OF_BLOCKS = (ErrorCode.NOT_READY, ErrorCode.CHECKSUM, ErrorCode.NO_ROOM)
-"""Errors of a job that are about some of its blocks."""
+"""Name of the sessions, for operators."""
+_INTERRUPTED = "The daemon was restarted, or ended the session during the copy; try again."
+_OF_BLOCKS = (ErrorCode.NOT_READY, ErrorCode.CHECKSUM, ErrorCode.NO_SPACE)
+"""Errors that concern only some blocks of a job."""
 
 DTYPES = {
     "float64": ("float64", "F64"), "float32": ("float32", "F32"), "float16": ("float16", "F16"),
@@ -69,11 +69,11 @@ DTYPES = {
     "int64": ("int64", "I64"), "int32": ("int32", "I32"), "int16": ("int16", "I16"), "int8": ("int8", "I8"),
     "uint8": ("uint8", "U8"), "bool": ("bool", "BOOL"),
 }  # fmt: skip
-"""By torch's name: numpy's, or that of an unsigned integer of its size; safetensors'."""
+"""Names of torch's dtypes in numpy (or of an unsigned integer of that size) and in safetensors."""
 
 
 def checksum_of(data: memoryview | bytes | Bytes) -> int:
-    """The checksum of a shard's bytes as the daemon takes it: XXH3 of 64 bits, never 0."""
+    """Return the checksum of a shard's bytes as the daemon computes it: XXH3 of 64 bits, never 0."""
     return xxhash.xxh3_64_intdigest(data) or 1  # type: ignore[arg-type]
 
 
@@ -82,11 +82,11 @@ class Layer:
     """One layer of one shard.
 
     Attributes:
-        name: as the engine calls it; empty if unknown.
-        dtype: as torch names it; ``uint8`` where the engine did not say, or where it does not fit the bytes.
+        name: the engine's name; empty if unknown.
+        dtype: torch's name; ``uint8`` if unknown, or if it does not fit the bytes.
         shape: ``(engine blocks of a key, *shape of a page)``.
-        layout: names of a page's dimensions, with blanks between; empty if unknown.
-        data: its bytes: uint8, flat.
+        layout: names of a page's dimensions, separated by blanks; empty if unknown.
+        data: bytes: uint8, flat.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Layer:
 
     @classmethod
     def of(cls, page: PageSpec, blocks_per_key: int, data: Bytes) -> Layer:
-        """The layer as the engine described it, if that fits the size of its pages, else as bytes."""
+        """Return the layer as the engine described it if that fits the size of its pages, else as bytes."""
         layer = page.layer
         if layer is not None and layer.dtype in DTYPES and layer.shape:
             item_bytes = np.dtype(DTYPES[layer.dtype][0]).itemsize
@@ -107,11 +107,11 @@ class Layer:
 
     @property
     def array(self) -> npt.NDArray[np.generic]:
-        """An array of ``shape`` over the bytes. A dtype that numpy lacks comes as unsigned integers of its size."""
+        """Array of ``shape`` over the bytes. Dtypes that numpy lacks are unsigned integers of the same size."""
         return self.data.view(DTYPES[self.dtype][0]).reshape(self.shape)
 
     def tensor(self) -> torch.Tensor:
-        """A torch tensor of ``shape`` over the bytes."""
+        """Return a torch tensor of ``shape`` over the bytes."""
         import torch
 
         return torch.from_numpy(self.data).view(getattr(torch, self.dtype)).reshape(self.shape)
@@ -119,7 +119,7 @@ class Layer:
 
 @dataclass(eq=False)
 class Shard:
-    """One rank's part of a block: its layers' bytes, one layer after the other (uint8, flat)."""
+    """One rank's part of a block: the bytes of its layers, one after the other (uint8, flat)."""
 
     rank: int
     spec: ShardSpec
@@ -135,9 +135,9 @@ class Shard:
 
 @dataclass(eq=False)
 class Block:
-    """What one key names: one shard for each rank, in memory of its own.
+    """The block of one key: a shard for each rank, in memory of its own.
 
-    ``first_block``: engine blocks at the start of each layer that were not stored; zeros where it was read.
+    ``first_block``: engine blocks at the start of each layer that were not stored, and are read as zeros.
     """
 
     geometry: Geometry = field(repr=False)
@@ -150,7 +150,7 @@ class Block:
     def of_bytes(
         cls, geometry: Geometry, group: int, key: bytes, shards: Sequence[Bytes], first_block: int = 0
     ) -> Block:
-        """A block over the caller's memory: the bytes of each rank's shard. Raises ValueError where they do not fit."""
+        """Return a block over the caller's bytes of each rank's shard. Raises ValueError if they do not fit."""
         if len(shards) != geometry.world_size:
             raise ValueError(f"A block of this namespace has {geometry.world_size} shards, not {len(shards)}.")
         parts = []
@@ -162,7 +162,7 @@ class Block:
         return cls(geometry, group, key, tuple(parts), first_block)
 
     def matches(self, info: BlockInfo) -> bool:
-        """Whether the bytes have the checksums that the daemon lists; of a block with a hole nobody knows."""
+        """Return whether the bytes match the daemon's checksums; True if a hole makes that impossible to check."""
         if info.first_block:
             return True
         known = [int.from_bytes(one, "big") for one in _cut(info.checksums, CHECKSUM_BYTES)]
@@ -171,7 +171,7 @@ class Block:
 
 @dataclass
 class BlocksRead:
-    """Blocks that were read, and the keys of others: damaged ones, and those that left the pool before."""
+    """Blocks that were read, keys of damaged ones, and keys of blocks that had left the pool."""
 
     blocks: list[Block] = field(default_factory=list)
     damaged: list[bytes] = field(default_factory=list)
@@ -180,7 +180,7 @@ class BlocksRead:
 
 @dataclass
 class BlocksWritten:
-    """How many blocks were stored, were there already or are being written, or found no space in pool or quota."""
+    """Numbers of blocks that were stored, that were present or being written, and that found no space."""
 
     stored: int = 0
     present: int = 0
@@ -188,7 +188,7 @@ class BlocksWritten:
 
 
 class _Buffer(Closing):
-    """Memory that the daemon copies blocks of one namespace to and from, and an engine's sessions for that.
+    """Memory for copies of one namespace's blocks, and an engine's sessions to make them.
 
     Each rank has a part of the memory, with space for the same blocks. Raises DaemonUnavailable, RequestRefused.
     """
@@ -198,15 +198,17 @@ class _Buffer(Closing):
         self._job_ids = count(1)
         per_key = {shard.blocks_per_key for of_rank in geometry.shards for shard in of_rank}
         if len(per_key) != 1:
-            raise BlockUnavailable("The blocks cannot be copied: their keys cover other engine blocks in other groups.")
+            raise BlockUnavailable(
+                "Blocks whose keys cover different numbers of engine blocks by group cannot be copied."
+            )
         (self._per_key,) = per_key
         sizes = [geometry.block_bytes(group) for group in range(len(geometry.groups))]
         size_bytes = max(size_bytes, *sizes)
         self.capacities = [min(BUFFER_BLOCKS, size_bytes // max(1, nbytes)) for nbytes in sizes]
-        """How many blocks of each group it holds, one group at a time."""
+        """Blocks of each group that fit, one group at a time."""
         self._memory = SharedMemory(size_bytes, "kvoffd-blocks")
         self._layers: dict[tuple[int, int], list[Bytes]] = {}
-        """By rank and group, where each layer is: [place of the block, engine block of the key, bytes of a page]."""
+        """Layers by rank and group: [slot in the buffer, engine block of the key, bytes of a page]."""
         self._scheduler = SchedulerClient(directory, geometry, name=NAME, options=OPTIONS)
         self._workers: list[WorkerClient] = []
         try:
@@ -223,18 +225,18 @@ class _Buffer(Closing):
             raise
 
     def _registration(self, rank: int) -> Registration:
-        """Lay a rank's part of the memory out, layer after layer."""
+        """Lay out a rank's part of the memory, layer after layer."""
         tensors: list[TensorLayout] = []
         groups: list[tuple[PageRef, ...]] = []
         for group, shard in enumerate(self.geometry.shards[rank]):
-            places = self.capacities[group]
-            start = places * sum(self.geometry.shard_bytes(other, group) for other in range(rank))
+            capacity = self.capacities[group]
+            start = capacity * sum(self.geometry.shard_bytes(other, group) for other in range(rank))
             refs, layers = [], []
             for page in shard.pages:
                 refs.append(PageRef(len(tensors), page.page_bytes, page.layer))
-                tensors.append(TensorLayout(0, start, page.page_bytes, places * self._per_key))
-                end = start + places * self._per_key * page.page_bytes
-                layers.append(self._memory.view[start:end].reshape(places, self._per_key, page.page_bytes))
+                tensors.append(TensorLayout(0, start, page.page_bytes, capacity * self._per_key))
+                end = start + capacity * self._per_key * page.page_bytes
+                layers.append(self._memory.view[start:end].reshape(capacity, self._per_key, page.page_bytes))
                 start = end
             groups.append(tuple(refs))
             self._layers[rank, group] = layers
@@ -243,10 +245,10 @@ class _Buffer(Closing):
     def _copy(
         self, group: int, keys: Sequence[bytes], first_block: int, lease_id: int | None = None
     ) -> list[tuple[JobResult, set[bytes]]]:
-        """Have all ranks store the blocks at the places from 0 on, or load them there; by rank, results and lost keys.
+        """Store the blocks in the buffer's first slots, or load them there; return each rank's result and lost keys.
 
-        ``first_block``: engine blocks that are left out at the start, of one block alone. Raises DaemonUnavailable,
-        RequestTimeout; RequestRefused for what is wrong with more than some of the blocks.
+        ``first_block``: engine blocks to skip at the start, if there is one block only. Raises DaemonUnavailable,
+        RequestTimeout; RequestRefused for errors that do not concern some of the blocks only.
         """
         transfer = GroupTransfer.of(keys, range(first_block, len(keys) * self._per_key), group, first_block)
         job = Job(next(self._job_ids), [transfer], lease_id, keep_lease=lease_id is not None)
@@ -268,9 +270,9 @@ class _Buffer(Closing):
         return ended
 
     def read(self, group: int, wanted: Sequence[BlockInfo]) -> BlocksRead:
-        """Read blocks, as many as there is room for. They are not compared with their checksums yet."""
+        """Read blocks, at most as many as fit. Their checksums are not compared yet."""
         read, left = BlocksRead(), {info.key: info for info in wanted}
-        while left:  # more than the session may lease at once are called absent
+        while left:  # keys beyond the session's limit of leases are reported as absent
             lookup = self._scheduler.lookup([GroupKeys(group, b"".join(left))], again=True)
             try:
                 if not lookup.wait(OPTIONS.request_timeout_s) or lookup.failed:
@@ -278,8 +280,8 @@ class _Buffer(Closing):
                 found = [info for info, state in zip(left.values(), lookup.states[0], strict=True) if state == READY]
                 if not found:
                     break
-                for alike in _in_jobs(found):
-                    self._load(lookup.lease_id, group, alike, read)
+                for job in _in_jobs(found):
+                    self._load(lookup.lease_id, group, job, read)
             finally:
                 self._scheduler.release(lookup.lease_id)
             for key in (*(block.key for block in read.blocks), *read.damaged, *read.evicted):
@@ -288,7 +290,7 @@ class _Buffer(Closing):
         return read
 
     def _load(self, lease_id: int, group: int, found: Sequence[BlockInfo], read: BlocksRead) -> None:
-        """Load leased blocks, by one job. Those that are in no list of ``read`` then are to be loaded again."""
+        """Load leased blocks by one job into ``read``. Blocks in none of its lists must be loaded again."""
         by_rank = [self._layers[rank, group] for rank in range(self.geometry.world_size)]
         first_block = found[0].first_block
         for layer in chain.from_iterable(by_rank):
@@ -298,27 +300,27 @@ class _Buffer(Closing):
             known = read.damaged if result.error is ErrorCode.CHECKSUM else read.evicted
             known += lost.difference(read.damaged, read.evicted)
         if all(result.ok for result, _ in ended):
-            for place, info in enumerate(found):
-                shards = [np.concatenate([NO_BYTES, *(one[place].ravel() for one in layers)]) for layers in by_rank]
+            for slot, info in enumerate(found):
+                shards = [np.concatenate([NO_BYTES, *(one[slot].ravel() for one in layers)]) for layers in by_rank]
                 read.blocks.append(Block.of_bytes(self.geometry, group, info.key, shards, first_block))
 
     def write(self, group: int, blocks: Sequence[Block]) -> BlocksWritten:
-        """Store blocks, as many as there is room for."""
+        """Store blocks, at most as many as fit."""
         written = BlocksWritten()
         sizes = [sum(page.page_bytes for page in shards[group].pages) for shards in self.geometry.shards]
-        for alike in _in_jobs(blocks):
-            for place, block in enumerate(alike):
+        for job in _in_jobs(blocks):
+            for slot, block in enumerate(job):
                 for shard in block.shards:
                     for layer, own in zip(self._layers[shard.rank, group], shard.layers, strict=True):
-                        layer[place].ravel()[:] = own.data
-            first_block = alike[0].first_block
-            ended = self._copy(group, [block.key for block in alike], first_block)
+                        layer[slot].ravel()[:] = own.data
+            first_block = job[0].first_block
+            ended = self._copy(group, [block.key for block in job], first_block)
             copied = zip(ended, sizes, strict=True)
             stored = min(result.bytes // (self._per_key - first_block) // size for (result, _), size in copied if size)
             no_space = len(set().union(*(lost for _, lost in ended)))
             written.stored += stored
             written.no_space += no_space
-            written.present += max(0, len(alike) - stored - no_space)
+            written.present += max(0, len(job) - stored - no_space)
         return written
 
     def close(self) -> None:
@@ -333,12 +335,12 @@ def _cut(joined: bytes, size: int) -> list[bytes]:
 
 def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
     left = iter(items)
-    while some := list(islice(left, size)):
-        yield some
+    while batch := list(islice(left, size)):
+        yield batch
 
 
 def _in_jobs(blocks: Sequence[BlockT]) -> list[list[BlockT]]:
-    """Blocks that one job may copy: those that were stored whole, and each other alone, since a hole begins a job."""
+    """Group blocks into jobs: all complete ones in one, each with a hole alone, because a hole is at a job's start."""
     whole: list[BlockT] = []
     holed: list[list[BlockT]] = []
     for block in blocks:
@@ -350,7 +352,7 @@ def _in_jobs(blocks: Sequence[BlockT]) -> list[list[BlockT]]:
 
 
 class BlockClient(AdminClient):
-    """An administrator's client that reads and writes single blocks, as any engine may.
+    """An administrator's client that also reads and writes single blocks, as engines do.
 
     >>> with BlockClient("/run/kvoffd") as client:                                         # doctest: +SKIP
     ...     (info, *_) = client.list_blocks("tiny-llama")
@@ -358,28 +360,28 @@ class BlockClient(AdminClient):
     ...     block.shards[0].layers[0].array
     ...     client.put_block("tiny-llama", other_key, block)
 
-    A namespace is named by its fingerprint (bytes), or by its label or the first hex digits of the fingerprint (str).
-    All calls raise what AdminClient's do. For one thread. The arguments are AdminClient's.
+    ``namespace`` is a fingerprint (bytes), or a label or the first hex digits of a fingerprint (str). Arguments, errors
+    and threads are as for AdminClient.
     """
 
     def __init__(self, directory: str | os.PathLike[str], timeout_s: float = OPTIONS.request_timeout_s) -> None:
         super().__init__(directory, timeout_s)
 
     def find_namespace(self, namespace: str | bytes) -> bytes:
-        """The fingerprint of an open namespace. Raises UnknownNamespace where none or several have the name."""
+        """Return the fingerprint of an open namespace. Raises UnknownNamespace."""
         return namespace if isinstance(namespace, bytes) else self.namespace(namespace).namespace
 
     def geometry(self, namespace: str | bytes) -> Geometry:
-        """The geometry of a namespace's blocks. Raises BlockUnavailable where the daemon does not know it yet."""
+        """Return the geometry of a namespace's blocks. Raises BlockUnavailable if the daemon does not know it."""
         fingerprint = self.find_namespace(namespace)
         return Geometry.of_reply(fingerprint, self.ask(DescribeNamespace, fingerprint))
 
     def generation(self, fingerprint: bytes) -> int:
-        """When the blocks of an open namespace were last reset or cleared, in microseconds since 1970; 0 for never."""
+        """Return the time of a namespace's last reset or clear, in microseconds since 1970; 0 for never."""
         return self.ask(DescribeNamespace, fingerprint).generation
 
     def list_blocks(self, namespace: str | bytes, group: int = 0, prefix: str = "") -> Iterator[BlockInfo]:
-        """Yield the blocks of a group whose keys begin with some hex digits, in no order."""
+        """Yield the blocks of a group whose keys begin with hex digits, in no order."""
         if len(prefix) > MAX_KEY_DIGITS:
             raise KvoffdClientError(f"{quoted(prefix)} has {len(prefix)} digits; a key has {MAX_KEY_DIGITS} at most.")
         fingerprint, position = self.find_namespace(namespace), 0
@@ -394,8 +396,8 @@ class BlockClient(AdminClient):
         """Read one block.
 
         Raises:
-            BlockUnavailable: it is not in the pool, or not completely.
-            BlockDamaged: its bytes are not those that were stored.
+            BlockUnavailable: it is not in the pool, or incomplete.
+            BlockDamaged: its bytes differ from those that were stored.
         """
         listed = [info for info in self.list_blocks(namespace, group, key.hex()) if info.state == READY]
         for read in self.read_blocks(namespace, listed, group):
@@ -405,16 +407,16 @@ class BlockClient(AdminClient):
                 raise BlockDamaged(
                     f"Block {key.hex()} does not match its checksum; `kvoffd-cli scrub` compares all of them."
                 )
-        raise BlockUnavailable(f"Block {key.hex()} of group {group} is not in the pool, or not completely.")
+        raise BlockUnavailable(f"Block {key.hex()} of group {group} is not in the pool, or incomplete.")
 
     def read_blocks(self, namespace: str | bytes, blocks: Sequence[BlockInfo], group: int = 0) -> Iterator[BlocksRead]:
-        """Read blocks that ``list_blocks`` has found, and compare them with their checksums; yields some at a time."""
+        """Read blocks from ``list_blocks`` and compare them with their checksums, a batch at a time."""
         geometry = self.geometry(namespace)
         with self._buffer(geometry, group, len(blocks)) as buffer:
-            for some in _batches(blocks, buffer.capacities[group]):
-                read, listed = buffer.read(group, some), {info.key: info for info in some}
+            for batch in _batches(blocks, buffer.capacities[group]):
+                read, listed = buffer.read(group, batch), {info.key: info for info in batch}
                 for block in [block for block in read.blocks if not block.matches(listed[block.key])]:
-                    # One that was stored anew since it was listed has another checksum.
+                    # It may have been stored again since it was listed, with another checksum.
                     again = self.list_blocks(geometry.fingerprint, group, block.key.hex())
                     if not any(block.matches(info) for info in again):
                         read.blocks.remove(block)
@@ -422,10 +424,10 @@ class BlockClient(AdminClient):
                 yield read
 
     def put_block(self, namespace: str | bytes, key: bytes, block: Block) -> bool:
-        """Store a block under ``key``; False where a block of that key is there already.
+        """Store a block under ``key``; False if the pool already has a block of that key.
 
         Raises:
-            ValueError: the block is not made as those of the namespace are.
+            ValueError: the block does not fit the namespace.
             BlockUnavailable: the pool has no space for it.
         """
         geometry = self.geometry(namespace)
@@ -439,21 +441,21 @@ class BlockClient(AdminClient):
     def write_blocks(
         self, geometry: Geometry, group: int, blocks: Iterable[Block], count: int, generation: int | None = None
     ) -> Iterator[BlocksWritten]:
-        """Store so many blocks of a group, some at a time. Opens the namespace where no engine has.
+        """Store ``count`` blocks of a group, a batch at a time. Opens the namespace if no engine has.
 
-        ``generation``: that of the blocks, if known. Raises BlockUnavailable where they were reset or cleared since.
+        ``generation``: that of the blocks, if known. Raises BlockUnavailable if they were reset or cleared since.
         """
         with self._buffer(geometry, group, count) as buffer:
-            for some in _batches(blocks, buffer.capacities[group]):
+            for batch in _batches(blocks, buffer.capacities[group]):
                 if generation is not None and generation < self.generation(geometry.fingerprint):
                     raise BlockUnavailable(
-                        f"The namespace {geometry.label!r} was reset or cleared here since the blocks were exported: "
-                        "they may be stale. Add --stale to import them all the same."
+                        f"The namespace {geometry.label!r} was reset or cleared here after the export, so the blocks "
+                        "may be stale. Add --stale to import them all the same."
                     )
-                yield buffer.write(group, some)
+                yield buffer.write(group, batch)
 
     def _buffer(self, geometry: Geometry, group: int, count: int) -> _Buffer:
-        """A buffer for so many blocks at most."""
+        """Return a buffer for at most ``count`` blocks."""
         pool_bytes = self.stats().pool.size_bytes
         needed = geometry.block_bytes(group) * count
         return _Buffer(self.directory, geometry, min(BUFFER_BYTES, pool_bytes // BUFFERS_PER_POOL, needed))

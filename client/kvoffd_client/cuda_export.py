@@ -1,4 +1,4 @@
-"""Turns GPU tensors' addresses into handles that the daemon can map: whole allocations, each once."""
+"""Exports GPU tensors' memory as handles that the daemon can map: whole allocations, each once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvoffd_proto import cuda
 from kvoffd_proto.cuda import Cuda, CudaError, missing_descriptors
 
 _NO_HANDLE = (
-    "CUDA's sharing between processes is missing in some virtual machines and sandboxes, and MIG instances of "
-    "different GPUs cannot share."
+    "CUDA cannot share memory between processes in some virtual machines and sandboxes, nor between MIG instances of "
+    "different GPUs."
 )
 
 
 class NotExportable(KvoffdClientError):
-    """The memory cannot be handed to another process; the sentence says why and what to change."""
+    """The memory cannot be shared with another process. The message says why and what to change."""
 
 
 @dataclass(eq=False)
@@ -27,9 +27,9 @@ class GpuSegment:
 
     Attributes:
         gpu_uuid: 16 bytes; a MIG instance has its own.
-        chunk_bytes: sizes of its allocations, in the order of their addresses; just one for ordinary memory.
+        chunk_bytes: sizes of its allocations by address; one for ordinary memory.
         handle: the 64-byte IPC handle of ordinary memory; None for memory of the virtual memory API.
-        fds: descriptors of that memory, one a chunk, owned by this object; empty for ordinary memory.
+        fds: descriptors of that memory, one per chunk, owned by this object; empty for ordinary memory.
     """
 
     address: int
@@ -43,18 +43,17 @@ class GpuSegment:
         return sum(self.chunk_bytes)
 
     def close(self) -> None:
-        """Close the descriptors, which keep the memory allocated as long as they are open. Repeatable."""
+        """Close the descriptors, which keep the memory allocated while open. Repeatable."""
         fds, self.fds = self.fds, ()
         for fd in fds:
             os.close(fd)
 
 
 def export_segments(spans: Sequence[tuple[int, int]], driver: Cuda | None = None) -> list[GpuSegment]:
-    """Export the allocations that ``spans``, (address, size in bytes) of tensors, lie in, each once.
+    """Export the allocations that contain ``spans``, each once. A span is (address, size in bytes) of a tensor.
 
-    All lie on one GPU. A span of the virtual memory API may lie in many chunks; chunks that follow each other are one
-    segment. The segments are in the order of their addresses; they export whole allocations, so that they may hold more
-    than the spans. Raises NotExportable, also when there is no driver.
+    All spans must be on one GPU. A span of the virtual memory API may cover many chunks; adjacent chunks are one
+    segment. Segments are whole allocations, sorted by address. Raises NotExportable, also if there is no driver.
     """
     if not spans:
         return []
@@ -64,10 +63,10 @@ def export_segments(spans: Sequence[tuple[int, int]], driver: Cuda | None = None
         devices = set()
         with driver.context():
             for address, _ in spans:
-                with _explained(f"Address {address:#x} is not memory of a GPU."):
+                with _explained(f"Address {address:#x} is not GPU memory."):
                     devices.add(driver.pointer_attribute(cuda.POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
         if len(devices) > 1:
-            raise NotExportable(f"The tensors lie on {len(devices)} GPUs; register those of one GPU at a time.")
+            raise NotExportable(f"The tensors are on {len(devices)} GPUs; register those of one GPU at a time.")
         with driver.context(*devices):
             return _export(driver, spans, driver.device_uuid(*devices))
 
@@ -80,8 +79,8 @@ def _export(driver: Cuda, spans: Sequence[tuple[int, int]], uuid: bytes) -> list
         has_handle = driver.pointer_attribute(cuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address)
         if not has_handle and driver.pointer_attribute(cuda.POINTER_ATTRIBUTE_MEMPOOL_HANDLE, address):
             raise NotExportable(
-                f"The memory at {address:#x} is of cudaMallocAsync, and such memory cannot be shared. Start "
-                "the engine without backend:cudaMallocAsync in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF."
+                f"The memory at {address:#x} was allocated by cudaMallocAsync and cannot be shared. Start the engine "
+                "without backend:cudaMallocAsync in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF."
             )
         end = address + size
         while address < end:
@@ -90,7 +89,7 @@ def _export(driver: Cuda, spans: Sequence[tuple[int, int]], uuid: bytes) -> list
             address = base + length
     segments = []
     for base, size in ordinary.items():
-        with _explained(f"The driver gives no handle for the memory at {base:#x}.", _NO_HANDLE):
+        with _explained(f"The driver cannot export the memory at {base:#x}.", _NO_HANDLE):
             segments.append(GpuSegment(base, uuid, (size,), handle=driver.ipc_handle(base)))
     with ExitStack() as undo:
         for run in _runs(chunks):
@@ -102,7 +101,7 @@ def _export(driver: Cuda, spans: Sequence[tuple[int, int]], uuid: bytes) -> list
 
 @contextmanager
 def _explained(sentence: str, advice: str = "") -> Iterator[None]:
-    """Raise what the driver refuses inside as NotExportable: the sentence, the driver's error, the advice."""
+    """Raise CudaError from the block as NotExportable: the sentence, the driver's error, the advice."""
     try:
         yield
     except CudaError as error:
@@ -127,18 +126,18 @@ def _virtual_segment(driver: Cuda, run: Sequence[tuple[int, int]], uuid: bytes) 
 def _no_descriptor(types: int) -> str:
     if types & cuda.MEM_HANDLE_TYPE_FABRIC:
         return (
-            "The memory was made for fabric handles only, which need NVIDIA's IMEX service. Have the engine allocate "
-            "it with descriptors too (vLLM's cumem allocator does so where fabric handles are not permitted, and so do "
-            "torch's expandable_segments), or start it without sleep mode and without expandable_segments."
+            "The memory has fabric handles only, which need NVIDIA's IMEX service. Have the engine allocate it with "
+            "descriptors too (as vLLM's cumem allocator does if fabric handles are not permitted, and torch's "
+            "expandable_segments), or start it without sleep mode and without expandable_segments."
         )
     return (
-        "The memory is of CUDA's virtual memory API and was not made to be shared; start the engine without "
+        "The memory was allocated by CUDA's virtual memory API without sharing; start the engine without "
         "expandable_segments and without sleep mode."
     )
 
 
 def _runs(chunks: dict[int, int]) -> Iterator[list[tuple[int, int]]]:
-    """Yield runs of chunks, (address, size), that follow each other without a gap."""
+    """Yield runs of adjacent chunks, (address, size)."""
     run: list[tuple[int, int]] = []
     for address, size in sorted(chunks.items()):
         if run and run[-1][0] + run[-1][1] != address:

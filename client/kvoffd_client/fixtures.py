@@ -1,4 +1,4 @@
-"""Pytest fixtures: ``pytest_plugins = ["kvoffd_client.fixtures"]`` in a conftest.py, and tests have a daemon."""
+"""Pytest fixtures: put ``pytest_plugins = ["kvoffd_client.fixtures"]`` into a conftest.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from kvoffd_client.testing import running_daemon
 
 @pytest.fixture
 def kvoffd_directory() -> Iterator[Path]:
-    """The directory of the sockets of a daemon with an empty pool of 64 MiB, which ends with the test."""
+    """Yield the socket directory of a daemon with an empty pool of 64 MiB, which ends with the test."""
     with running_daemon() as directory:
         yield directory

@@ -1,6 +1,6 @@
 """Asks a daemon for its health without a session.
 
-Probes do so every few seconds, beside engines: this imports ZeroMQ and msgspec, and none of the wire's messages.
+Probes do so every few seconds, so this must start fast: it imports ZeroMQ and msgspec, but no messages of the wire.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class HealthAnswer(NamedTuple):
     request_id: int
     level: Literal["ok", "degraded", "down"]
     causes: list[tuple[str, str]]
-    """Reason and sentence of each."""
+    """Reason and sentence of each cause."""
 
 
 def ask_health(directory: Path, timeout_s: float = HEALTH_S) -> HealthAnswer | None:
-    """The health of a daemon, over the socket that engines use; None where none answers in time."""
+    """Return a daemon's health, over the socket that engines use; None without an answer in time."""
     path = str(SocketPaths(directory).jobs)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
             stream.settimeout(timeout_s)
-            stream.connect(path)  # ZeroMQ would wait where nobody listens
+            stream.connect(path)  # ZeroMQ would wait if nobody listens
         with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
             asking.setsockopt(zmq.LINGER, 0)
             asking.setsockopt(zmq.MAXMSGSIZE, MAX_HEALTH_BYTES)

@@ -1,4 +1,4 @@
-"""The client's end of the lifeline: a stream that does not block, and the process at its other end."""
+"""The client's end of the lifeline: a non-blocking stream, and the process at its other end."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from kvoffd_proto.paths import SocketPaths, peer_credentials, peer_pidfd
 NEVER = float("inf")
 READ_BYTES = 65536
 DAEMON_END_GRACE_S = 5.0
-"""A daemon on a GPU that died counts as gone after this, where the kernel does not show when its process is."""
+"""A dead daemon that used a GPU counts as gone after this, if the kernel does not show the end of its process."""
 
 
 class LifelineStream:
     """A connected lifeline.
 
-    The EOF alone does not say that a GPU copies no more: the kernel closes a killed process's descriptors one after the
-    other, the driver's may be among the last, and copies run until then. The process is gone when all of them are.
+    EOF alone does not mean that a GPU has stopped copying: the kernel closes a killed process's descriptors one after
+    the other, the driver's perhaps last, and copies run until then. They have stopped when the process is gone.
 
     Attributes:
-        pid: of the daemon; 0 where it is in another pid namespace.
+        pid: the daemon's; 0 if it is in another pid namespace.
 
     Raises:
-        OSError: nobody listens there, or no socket can be there.
+        OSError: nobody listens there, or the path cannot be a socket's.
     """
 
     def __init__(self, paths: SocketPaths) -> None:
         if problem := paths.problem():
             raise OSError(problem)
-        os.stat(paths.jobs)  # ZeroMQ would wait for ever where it was removed
+        os.stat(paths.jobs)  # ZeroMQ would wait for ever if it is missing
         self._stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._frames = FrameBuffer()
         self._last: FromDaemon | None = None
@@ -56,22 +56,22 @@ class LifelineStream:
             raise
 
     def _pidfd_of_peer(self) -> int:
-        """A descriptor of the daemon's process; -1 where the kernel gives none."""
+        """Return a pidfd of the daemon; -1 if the kernel gives none."""
         if (pidfd := peer_pidfd(self._stream)) >= 0:
             return pidfd
         try:
-            pidfd = os.pidfd_open(self.pid)  # 0 where it is in a pid namespace that this process does not see
+            pidfd = os.pidfd_open(self.pid)  # the pid is 0 if it is in an invisible pid namespace
         except OSError:
             return -1
         poller = select.poll()
         poller.register(self._stream, select.POLLRDHUP)
-        if poller.poll(0):  # it has ended, so that the number may be another's by now
+        if poller.poll(0):  # the daemon has ended, and its pid may have been reused
             os.close(pidfd)
             return -1
         return pidfd
 
     def fileno(self) -> int:
-        """Of what becomes readable when there is something to do: the stream, and after its end the process."""
+        """Return the descriptor to poll: the stream's, and after EOF the process's."""
         return self._pidfd if self.ended else self._stream.fileno()
 
     def send(self, message: FromClient, fds: list[int]) -> None:
@@ -81,7 +81,7 @@ class LifelineStream:
             raise OSError("the daemon does not read its lifeline")
 
     def read(self) -> Iterator[FromDaemon]:
-        """Yield the messages that have arrived; ``ended`` tells whether more can come. Raises LifelineError."""
+        """Yield the messages that have arrived. ``ended`` is true once no more can come. Raises LifelineError."""
         while not self.ended:
             try:
                 data = self._stream.recv(READ_BYTES)
@@ -102,24 +102,24 @@ class LifelineStream:
         return self._ended_at != NEVER
 
     def leave(self) -> None:
-        """Say that the end of the stream that follows is meant."""
-        with suppress(OSError):  # the daemon has closed it already, or does not read: then it counts what it sees
+        """Announce that the client is about to end the session on purpose."""
+        with suppress(OSError):  # the daemon has closed it, or does not read it
             self._stream.send(encode_frame(Leaving()), socket.MSG_NOSIGNAL)
 
     def stop_sending(self) -> None:
-        """Have the daemon see the client's end; its own can still be read."""
+        """End the session and shut down writing; the daemon's end can still be read."""
         self.leave()
-        with suppress(OSError):  # the daemon has closed it already; the EOF is there to be read
+        with suppress(OSError):  # the daemon has closed it already
             self._stream.shutdown(socket.SHUT_WR)
 
     def released(self, now: float) -> bool:
-        """Whether the daemon touches the client's memory no more: it said so before the EOF, or its process is gone."""
+        """Return whether the daemon no longer accesses the client's memory: it said so, or its process is gone."""
         if not self.ended or isinstance(self._last, MemoryReleased):
             return self.ended
         return bool(poller_of(self._pidfd).poll(0)) if self._pidfd >= 0 else now >= self.wake_at()
 
     def wake_at(self) -> float:
-        """When to ask ``released`` again although nothing has become readable."""
+        """Return when to call ``released`` again even if nothing has become readable."""
         return self._ended_at + DAEMON_END_GRACE_S if self.ended and self._pidfd < 0 else NEVER
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class LifelineStream:
 
 
 def poller_of(*fds: int) -> select.poll:
-    """Polls for reading; negative numbers are none."""
+    """Return a poll for reading of these descriptors, without negative ones."""
     poller = select.poll()
     for fd in fds:
         if fd >= 0:

@@ -22,12 +22,10 @@ PAGE_BYTES = 4096
 
 
 class SharedMemory(Closing):
-    """A sealed memfd and this process's mapping of it, zero-filled at first.
+    """A sealed memfd and this process's mapping of it, initially zero.
 
-    All of it is resident from the start: the kernel charges a page to the cgroup that touches it first, which must not
-    be the daemon's; and a copy into pages that are not there yet runs at a tenth of the speed.
-
-    Its name is shown in /proc/<pid>/fd.
+    It is resident from the start: the kernel charges a page to the cgroup that touches it first, which must not be the
+    daemon's, and copies into absent pages run at a tenth of the speed. /proc/<pid>/fd shows its name.
 
     Attributes:
         fd: the descriptor, close-on-exec; owned by this object.
@@ -41,12 +39,12 @@ class SharedMemory(Closing):
 
     def __init__(self, size_bytes: int, name: str = "kvoffd-client") -> None:
         if size_bytes < 1:
-            raise ValueError(f"Shared memory needs at least one byte; {size_bytes} were asked for.")
+            raise ValueError(f"Shared memory needs at least one byte, not {size_bytes}.")
         self.size_bytes = size_bytes
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size_bytes)
-            # The daemon maps it too: a shrunk file would kill it with SIGBUS, so it takes sealed ones only.
+            # The daemon maps it too and requires the seal: a shrunk file would kill it with SIGBUS.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self._map = mmap.mmap(self.fd, size_bytes)
             with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -54,18 +52,18 @@ class SharedMemory(Closing):
             _make_resident(self._map, size_bytes)
         except BaseException:
             os.close(self.fd)
-            self.fd = -1  # else __del__ would close the number again, which may be another file's by then
+            self.fd = -1  # else __del__ would close the number again, which may be reused by then
             raise
         self.view: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
     def close(self) -> None:
-        """Close the descriptor and drop the mapping, which ends with the last array made from ``view``. Repeatable."""
+        """Close the descriptor and unmap, at the latest with the last array made from ``view``. Repeatable."""
         if self.fd < 0:
             return
         os.close(self.fd)
         self.fd = -1
         self.view = np.empty(0, dtype=np.uint8)
-        with contextlib.suppress(BufferError):  # the caller still holds arrays over it; the mapping goes with them
+        with contextlib.suppress(BufferError):  # arrays of the caller's keep the mapping
             self._map.close()
 
     def __del__(self) -> None:
@@ -78,7 +76,7 @@ def _make_resident(mapping: mmap.mmap, size_bytes: int) -> None:
     try:
         mapping.madvise(MADV_POPULATE_WRITE)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # ENOMEM and the like
+        if error.errno != errno.EINVAL:
             raise
         np.frombuffer(mapping, dtype=np.uint8)[:size_bytes:PAGE_BYTES] = 0  # Linux before 5.14
 
@@ -93,10 +91,10 @@ class Registration:
     Attributes:
         rank: this worker's rank, below the namespace's world_size.
         blocks_per_key: engine blocks that one key covers.
-        memories: the segments: SharedMemory, or (fd, size_bytes) of a sealed memfd, which stay the caller's; or
-            exported memory of one GPU, whose export the client closes when it is closed itself.
+        memories: segments: SharedMemory or (fd, size_bytes) of a sealed memfd, both owned by the caller; or exported
+            GPU memory, whose descriptors the client closes at its end.
         tensors: KV tensors; ``TensorLayout.segment`` is an index into ``memories``.
-        groups: per KV cache group its layers' pages, in slot order.
+        groups: for each KV cache group its layers' pages, in slot order.
     """
 
     rank: int
@@ -107,12 +105,12 @@ class Registration:
 
     @classmethod
     def flat(cls, rank: int, memory: Memory, layers: int, blocks: int, page_bytes: int) -> Registration:
-        """One group of ``layers`` x ``blocks`` pages in this order."""
+        """Return the registration of one group of ``layers`` x ``blocks`` pages, in this order."""
         tensors = tuple(TensorLayout(0, layer * blocks * page_bytes, page_bytes, blocks) for layer in range(layers))
         return cls(rank, 1, (memory,), tensors, (tuple(PageRef(layer, page_bytes) for layer in range(layers)),))
 
     def handles(self) -> tuple[list[Handle], list[int]]:
-        """The segments as Register names them, and the descriptors to attach: a descriptor's id is its index."""
+        """Return the segments for Register, and the descriptors to attach; a descriptor's id is its index."""
         handles: list[Handle] = []
         fds: list[int] = []
         for memory in self.memories:
@@ -138,5 +136,5 @@ class Registration:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the memory is a GPU's."""
+        """Whether the memory is on a GPU."""
         return any(isinstance(memory, GpuSegment) for memory in self.memories)

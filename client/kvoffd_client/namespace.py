@@ -20,7 +20,7 @@ LABEL_IN_NAME = 80
 
 
 def canonical_json(value: object) -> str:
-    """Return JSON with sorted keys and no spaces: equal for equal values, whatever process wrote it."""
+    """Return JSON with sorted keys and no spaces, equal for equal values in every process."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
@@ -30,15 +30,15 @@ def fingerprint_of(canonical: str) -> bytes:
 
 @dataclass(frozen=True)
 class NamespaceSpec:
-    """Everything the daemon must agree on before blocks are shared.
+    """Properties that engines must have in common to share blocks.
 
     Attributes:
-        fingerprint: 32 bytes; equal only for engines whose KV bytes are interchangeable.
+        fingerprint: 32 bytes; equal only if the engines' KV bytes are interchangeable.
         label: name for operators, at most 256 characters.
-        world_size: shards that make a block.
+        world_size: shards of a block.
         key_bytes: length of a block hash in bytes, 8 to 64.
         groups: KV cache groups, by index.
-        description: what the fingerprint was made of, as JSON, for display.
+        description: input of the fingerprint as JSON, for display.
     """
 
     fingerprint: bytes
@@ -57,9 +57,9 @@ class NamespaceSpec:
         groups: Sequence[GroupSpec] = DEFAULT_GROUPS,
         **fields: str | int,
     ) -> NamespaceSpec:
-        """Return the namespace of a name and its geometry: the fingerprint is the SHA-256 of their canonical JSON.
+        """Return a namespace whose fingerprint is the SHA-256 of its name and geometry as canonical JSON.
 
-        ``fields`` are what else must be equal for sharing (a model, a dtype, a salt).
+        ``fields`` are further properties that must be equal for sharing (a model, a dtype, a salt).
         """
         described = {
             "name": name,
@@ -74,7 +74,7 @@ class NamespaceSpec:
 
 @dataclass(frozen=True)
 class Geometry(NamespaceSpec):
-    """All that must be known to open a namespace without an engine, and to read the bytes of its blocks.
+    """A namespace with the layout of its blocks: enough to open it without an engine and to read its blocks.
 
     Attributes:
         shards: by rank and group, the layers' pages of a shard.
@@ -84,11 +84,11 @@ class Geometry(NamespaceSpec):
 
     def __post_init__(self) -> None:
         if len(self.shards) != self.world_size or {len(of_rank) for of_rank in self.shards} != {len(self.groups)}:
-            raise ValueError("This geometry of a namespace contradicts itself.")
+            raise ValueError("The geometry of the namespace is inconsistent.")
 
     @classmethod
     def of_reply(cls, fingerprint: bytes, reply: NamespaceDescribed) -> Geometry:
-        """The geometry in the daemon's description. Raises BlockUnavailable where a rank's shards are not known yet."""
+        """Return the geometry that the daemon describes. Raises BlockUnavailable if a rank's shards are unknown."""
         unknown = [rank for rank, shards in enumerate(reply.shards) if shards is None]
         if unknown:
             raise BlockUnavailable(
@@ -101,12 +101,12 @@ class Geometry(NamespaceSpec):
 
     @classmethod
     def of_json(cls, text: str) -> Geometry:
-        """Undo ``to_json``. Raises ValueError where the text is no geometry."""
+        """Return the geometry that ``to_json`` encoded. Raises ValueError if the text is not a geometry."""
         try:
             fields = msgspec.json.decode(text, type=_GeometryJson)
             fingerprint = bytes.fromhex(fields.fingerprint)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise ValueError(f"This is no geometry of a namespace: {error}.") from error
+            raise ValueError(f"Not a geometry of a namespace: {error}.") from error
         return cls(fingerprint, *msgspec.structs.astuple(fields)[1:])
 
     def to_json(self) -> str:
@@ -120,7 +120,7 @@ class Geometry(NamespaceSpec):
         return sum(self.shard_bytes(rank, group) for rank in range(self.world_size))
 
     def mismatch(self, other: Geometry) -> str:
-        """Why blocks of ``other`` do not fit here: half a sentence; empty where they do."""
+        """Return why blocks of ``other`` do not fit, as half a sentence; empty if they do."""
         if self.fingerprint != other.fingerprint:
             return f"the fingerprints differ: {how_they_differ(self.description, other.description)}"
         for rank, (own, others) in enumerate(zip(self.shards, other.shards, strict=False)):
@@ -135,7 +135,7 @@ class Geometry(NamespaceSpec):
 
 
 class _GeometryJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A geometry in a file. GroupSpec, ShardSpec and what they hold are arrays, as on the wire."""
+    """A geometry in a file. GroupSpec, ShardSpec and their parts are arrays, as on the wire."""
 
     fingerprint: str
     label: str

@@ -1,4 +1,4 @@
-"""Why two namespaces of one model do not share blocks: the fields that differ, in words."""
+"""Explains why two namespaces of one model do not share blocks: the fields that differ, in words."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import msgspec
 from kvoffd_proto.units import printable
 
 MOST_CHARACTERS = 60
-"""Of a value in a sentence: a SHA-256 tells nobody anything."""
+"""Longest value shown in a sentence, which excludes SHA-256 digests."""
 
 
 class _Field(NamedTuple):
-    """``cause``: what sets it. Where one of ``follows`` differs, it does too, and needs no words of its own."""
+    """``cause``: the option that sets it. ``follows``: fields that explain a difference of this one."""
 
     words: str
     cause: str = ""
@@ -45,7 +45,7 @@ FIELDS = {
     "hash_algorithm": _Field("hash of the blocks", "--prefix-caching-hash-algo"),
     "hash_probe": _Field("PYTHONHASHSEED", "", ("hash_algorithm", "private")),
     "private": _Field("random hash seed", "set PYTHONHASHSEED, or --prefix-caching-hash-algo sha256_cbor"),
-    "hash_lookahead_tokens": _Field("tokens that a hash looks ahead", "--speculative-config"),
+    "hash_lookahead_tokens": _Field("lookahead tokens of a hash", "--speculative-config"),
     "tensor_parallel": _Field("tensor parallel size", "--tensor-parallel-size"),
     "pipeline_parallel": _Field("pipeline parallel size", "--pipeline-parallel-size"),
     "prefill_context_parallel": _Field("prefill context parallel size", "--prefill-context-parallel-size"),
@@ -63,7 +63,7 @@ FIELDS = {
     "salt": _Field("salt", "salt in kv_connector_extra_config"),
     "live_weights": _Field("weights in memory", "", (*_ENGINE, "model_config")),
     "format": _Field("format of the namespace", "release of kvoffd in the engine"),
-    # Of a group, below.
+    # Fields of a group.
     "kind": _Field("kind of attention"),
     "window_tokens": _Field("sliding window"),
     "tokens_per_block": _Field("tokens per block", "--block-size", ("tokens_per_hash", "blocks_per_chunk")),
@@ -71,12 +71,12 @@ FIELDS = {
     "page_bytes": _Field("bytes of a layer's block", "", (*_ENGINE, *_SIZES)),
     "layout": _Field("layout of a layer's block", "", (*_ENGINE, *_SIZES, "page_bytes", *_DEVICE)),
 }
-"""Fields of the fingerprint (vllm/fingerprint.py), the usual causes first."""
+"""Fields of the fingerprint (vllm/fingerprint.py), most frequent causes first."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One field on which two namespaces disagree. ``one`` and ``other`` are empty where only that can be said."""
+    """A field that differs between two namespaces. ``one`` and ``other`` are empty if their values are not shown."""
 
     field: str
     words: str
@@ -85,24 +85,24 @@ class Difference:
     cause: str
 
     def __str__(self) -> str:
-        """``tokens per block 64 and 128 (--block-size)``."""
+        """Return such as ``tokens per block 64 and 128 (--block-size)``."""
         return self.sentence(" and")
 
     def sentence(self, between: str) -> str:
-        """The same with other words between the values."""
+        """Return the same with other words between the values."""
         values = f" {self.one}{between} {self.other}" if self.one or self.other else " differs"
         return f"{self.words}{values}" + (f" ({self.cause})" if self.cause else "")
 
 
 def differences(one: str, other: str) -> list[tuple[str, object, object]]:
-    """The fields on which two descriptions disagree, with what each says; None where it does not have the field."""
+    """Return the fields that differ between two descriptions, with both values; None for a missing field."""
     fields, others = fields_of_description(one) or {}, fields_of_description(other) or {}
     names = dict.fromkeys([*fields, *others])
     return [(name, fields.get(name), others.get(name)) for name in names if fields.get(name) != others.get(name)]
 
 
 def fields_of_description(description: str) -> dict[str, object] | None:
-    """The fields of a description, which any client may have written; None where it is no object."""
+    """Return the fields of a description, which any client may have written; None if it is not a JSON object."""
     try:
         found = msgspec.json.decode(description)
     except (ValueError, RecursionError):
@@ -111,9 +111,9 @@ def fields_of_description(description: str) -> dict[str, object] | None:
 
 
 def explain(one: str, other: str) -> list[Difference]:
-    """Why two descriptions of namespaces differ, the cause before what follows from it, which is left out.
+    """Return the differences of two descriptions, most frequent causes first, without those that follow from others.
 
-    Empty where they are equal, or say nothing. Never empty where a field differs.
+    Empty if the descriptions are equal or say nothing; never empty if a field differs.
     """
     found: dict[str, tuple[object, object]] = {}
     for name, here, there in differences(one, other):
@@ -133,12 +133,12 @@ def explain(one: str, other: str) -> list[Difference]:
 
 
 def how_they_differ(one: str, other: str) -> str:
-    """The causes in words, such as ``dtype of the KV cache bfloat16 and fp8 (--kv-cache-dtype)``."""
-    return "; ".join(map(str, explain(one, other))) or "their descriptions do not say in what"
+    """Return the causes in words, such as ``dtype of the KV cache bfloat16 and fp8 (--kv-cache-dtype)``."""
+    return "; ".join(map(str, explain(one, other))) or "their descriptions do not say how"
 
 
 def _of_groups(one: object, other: object) -> Iterator[tuple[str, tuple[object, object]]]:
-    """The fields of KV cache groups that differ: the first pair of values for each."""
+    """Yield the fields of KV cache groups that differ, each with its first pair of values."""
     if not (isinstance(one, list) and isinstance(other, list)) or len(one) != len(other):
         sizes = [len(groups) if isinstance(groups, list) else groups for groups in (one, other)]
         yield "KV cache groups", (sizes[0], sizes[1])

@@ -1,7 +1,7 @@
-"""Keeps the order of the GPU on the host: a job is sent when the kernels that were launched before it are done.
+"""Sends jobs in the GPU's order: a job is sent once the kernels launched before it have finished.
 
-Kernels may still write the blocks of a store, and may still read the blocks of a load for the request that had them
-before. No event is shared with another process, and no stream of the engine ever waits for the daemon.
+Until then kernels may write the blocks of a store, or read the blocks of a load for their previous request. No event is
+shared with another process, and no stream of the engine ever waits for the daemon.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ log = logging.getLogger("kvoffd_client")
 
 
 class Event(Protocol):
-    """An event of the GPU; a ``torch.cuda.Event(blocking=True)``, whose waiter sleeps."""
+    """An event of the GPU, as ``torch.cuda.Event(blocking=True)``, whose waiter sleeps."""
 
     def synchronize(self) -> None:
-        """Wait until it has happened. Raises RuntimeError when the GPU failed."""
+        """Wait for the event. Raises RuntimeError if the GPU failed."""
 
 
 @dataclass(eq=False)
@@ -34,25 +34,25 @@ class _Step:
 
     event: Event
     jobs: dict[int, Job]
-    """Those that are not withdrawn, by id."""
+    """Jobs that were not withdrawn, by id."""
     send: Callable[[list[Job]], None]
     fail: Callable[[Job, ErrorCode], None]
     done_at: float = math.inf
-    """When the event had happened, or failed."""
+    """Time of the event, or of its failure."""
 
 
 class OrderedSender:
     """A thread that waits for events, one after the other, and then sends jobs.
 
     Args:
-        record: records an event behind everything launched so far on the caller's stream.
+        record: records an event after everything launched so far on the caller's stream.
     """
 
     def __init__(self, record: Callable[[], Event]) -> None:
         self._record = record
         self._changed = threading.Condition()
-        self._steps: deque[_Step] = deque()  # not sent yet; the first is the one the thread waits for
-        self._step_of: dict[int, _Step] = {}  # by job
+        self._steps: deque[_Step] = deque()  # not sent yet; the thread waits for the first
+        self._step_of: dict[int, _Step] = {}  # by job id
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvoffd-order", daemon=True)
         self._thread.start()
@@ -60,17 +60,17 @@ class OrderedSender:
     def submit(
         self, jobs: Iterable[Job], send: Callable[[list[Job]], None], fail: Callable[[Job, ErrorCode], None]
     ) -> None:
-        """Have ``send`` called with the jobs when what the caller's stream holds now is done; does not wait for it.
+        """Schedule ``send(jobs)`` for when everything on the caller's stream has finished. Does not wait.
 
-        ``fail`` is called with each job that will not be sent, as ``send`` is in the sender's thread, or in the caller
-        of ``withdraw``; neither may wait. An error of ``record`` is raised here.
+        ``fail`` is called with each job that will not be sent. Both are called in the sender's thread, ``fail`` also in
+        the caller of ``withdraw``, and neither may block. Raises the errors of ``record``.
         """
         self._append(_Step(self._record(), {job.job_id: job for job in jobs}, send, fail))
 
     def mark(self) -> Callable[[], float]:
-        """Return what says when all was done that the caller's stream holds now; infinity until then.
+        """Return a function that returns when everything now on the caller's stream finished; infinity until then.
 
-        An error of ``record`` is raised here.
+        Raises the errors of ``record``.
         """
         step = _Step(self._record(), {}, lambda _: None, lambda *_: None)
         self._append(step)
@@ -83,7 +83,7 @@ class OrderedSender:
             self._changed.notify_all()
 
     def withdraw(self, job_ids: Iterable[int], patience_s: float = 0.0) -> list[int]:
-        """Fail those of the jobs that are not sent within ``patience_s``, with CANCELLED. Return their ids."""
+        """Fail the jobs not sent within ``patience_s`` with CANCELLED. Return their ids."""
         wanted = list(job_ids)
         with self._changed:
             self._changed.wait_for(lambda: self._step_of.keys().isdisjoint(wanted), patience_s)
@@ -100,7 +100,7 @@ class OrderedSender:
             return list(self._step_of)
 
     def close(self) -> None:
-        """Forget what has not been sent and end the thread, which a GPU that hangs may hold for ever."""
+        """Drop unsent jobs and end the thread; a GPU that hangs may keep the thread waiting for ever."""
         with self._changed:
             self._closed = True
             self._steps.clear()
@@ -117,7 +117,7 @@ class OrderedSender:
             error: Exception | None = None
             try:
                 step.event.synchronize()
-            except Exception as failure:  # torch raises many kinds for a GPU that has failed
+            except Exception as failure:  # torch raises many types for a failed GPU
                 error = failure
             with self._changed:
                 if self._closed:
@@ -130,14 +130,14 @@ class OrderedSender:
                 self._changed.notify_all()
 
     def _finish(self, step: _Step, error: Exception | None) -> None:
-        """Send or fail jobs. Under the lock, so that ``withdraw`` finds each of them either unsent or sent."""
+        """Send or fail jobs. Needs the lock, so that ``withdraw`` finds each job either unsent or sent."""
         if not step.jobs:
             return
         try:
             if error is None:
                 step.send(list(step.jobs.values()))
                 return
-            log.error("%d jobs are not sent, since the GPU failed: %s", len(step.jobs), error)
+            log.error("%d jobs are not sent because the GPU failed: %s", len(step.jobs), error)
         except Exception:
             log.exception("%d jobs could not be sent.", len(step.jobs))
         for job in step.jobs.values():

@@ -20,26 +20,26 @@ from kvoffd_proto.events import SEQUENCE_BYTES, AllBlocksCleared, KvEvent, decod
 
 _READY_BYTE = bytes([m.READY])
 MAX_BUFFERED_EVENTS = 100_000
-"""KV events kept until take_events(); beyond it all are dropped and counted."""
+"""Most KV events kept for take_events(). Beyond that all are dropped and counted."""
 REPORT_PAUSE_S = 1.0
-"""How long reports of requests wait to be sent together."""
+"""Time for which reports of prompts are collected before they are sent together."""
 
 
-class Lookup(Struct, eq=False):
-    """The answer to one lookup, now or later. Reading it never blocks; wait() does.
+class LookupFuture(Struct, eq=False):
+    """The answer to one lookup, like a future. Reading it never blocks; wait() does.
 
     Attributes:
-        lease_id: name of the lease for Load and release; 0 when the lookup never left this process.
-        done: the answer is here, or will never come.
+        lease_id: id of the lease for loads and release; 0 if the lookup was not sent.
+        done: the answer has come, or never will.
         failed: done without an answer (not connected, refused, too late): treat every key as absent.
-        states: per group of the request one byte a key, a ``KeyState``; empty until done or when failed. What is
-            pending comes up from a tier below the pool: ask again.
-        wait_s: the daemon's guess of how long until all pending keys are ready, in seconds; 0.0 where it has none.
-        asking: keys of which it is not known yet whether a shared store has them; they are among the pending ones.
-        pinned: blocks pinned under the lease when it was answered. What is pending is pinned as it comes up.
-        ttl_ms: lifetime of the lease; 0 means that there is no lease.
+        states: one ``KeyState`` byte per key, for each group of the request; empty until done and if failed. Pending
+            keys are being promoted from a tier: ask again.
+        wait_s: the daemon's estimate of the seconds until all pending keys are ready; 0.0 if it has none.
+        asking: number of pending keys for which a shared store has not answered yet.
+        pinned: blocks pinned under the lease at the time of the answer. Pending blocks are pinned once promoted.
+        ttl_ms: lifetime of the lease; 0: there is no lease.
         answered_at: time.monotonic() of the answer, 0.0 before.
-        stale_at: until then its pins hold, as far as is known; 0.0 once they do not.
+        stale_at: time until which the pins hold, as far as is known; 0.0 once they do not.
     """
 
     lease_id: int
@@ -54,53 +54,53 @@ class Lookup(Struct, eq=False):
     stale_at: float = 0.0
     transport: Transport | None = None
     unwanted: bool = False
-    # While some of its requests are not answered: how many, and what the others said.
+    # Number of its requests without an answer, and the states in the others' answers.
     missing: int = 1
     partial: list[bytes] = []
 
     @property
     def alive(self) -> bool:
-        """Whether the answer's pins still hold as far as is known: not released, same connection, and the lease has
-        lived for less than half of its time. Look up again after that."""
+        """Whether the pins still hold, as far as is known: not released, same connection, and less than half of the
+        lease's lifetime has passed. Look up again after that."""
         return self.transport is not None and self.transport.now() < self.stale_at
 
     @property
     def leased(self) -> bool:
-        """Whether the answer came with a lease, which is to be released."""
+        """Whether the answer came with a lease, which must be released."""
         return self.ttl_ms > 0
 
     @property
     def pending(self) -> bool:
-        """Whether some key is on its way up from a tier below the pool."""
+        """Whether some key is being promoted from a tier."""
         return any(not m.COMING.isdisjoint(states) for states in self.states)
 
     def leading_ready(self, index: int = 0) -> int:
-        """Length of the unbroken run of ready keys at the start of the ``index``-th group of the request."""
+        """Return the number of ready keys before the first other one in the ``index``-th group of the request."""
         if index >= len(self.states):
             return 0
         states = self.states[index]
         return len(states) - len(states.lstrip(_READY_BYTE))
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until done; False when it is not after ``timeout_s`` seconds."""
+        """Wait until done; False if it is not after ``timeout_s`` seconds."""
         return self.done or (self.transport is not None and self.transport.wait(lambda: self.done, timeout_s))
 
 
 class SchedulerClient(Session):
-    """Asks one daemon which blocks of one namespace are ready; while it is not ready every lookup is a miss.
+    """Asks one daemon which blocks of one namespace are ready. While it is not connected every lookup is a miss.
 
-    It connects in the background, and again whenever the daemon goes.
+    It connects, and reconnects, in the background.
 
     Args:
         directory: where the daemon's sockets are.
-        namespace: opened (or joined) at every connection.
+        namespace: opened or joined at every connection.
         name: shown to operators.
         software: client and engine versions, shown to operators.
         subscribe_events: collect the namespace's KV events for take_events().
         options: timeouts.
 
     Attributes:
-        events_lost: KV event messages that did not come, and events dropped because take_events() was not called.
+        events_lost: KV event messages that did not arrive, and events dropped because take_events() was not called.
     """
 
     def __init__(
@@ -121,21 +121,21 @@ class SchedulerClient(Session):
         self._events_topic = kv_topic(self._fingerprint) if subscribe_events else None
         self._events: deque[KvEvent] = deque([AllBlocksCleared()])
         self._next_events_sequence: int | None = None
-        self._leases: dict[int, Lookup] = {}
-        """By id, oldest first: lookups whose blocks are pinned."""
-        self._unanswered: dict[int, Lookup] = {}
+        self._leases: dict[int, LookupFuture] = {}
+        """Lookups with pinned blocks by lease id, oldest first."""
+        self._unanswered: dict[int, LookupFuture] = {}
         self.events_lost = 0
-        self._reports: deque[m.RequestReport] = deque(maxlen=m.MAX_REQUEST_REPORTS)
+        self._reports: deque[m.PromptReport] = deque(maxlen=m.MAX_PROMPT_REPORTS)
         self._transport.start(self)
 
-    def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False) -> Lookup:
-        """Ask which keys are ready and pin those under a new lease. When not ready the lookup has failed already.
+    def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False) -> LookupFuture:
+        """Ask which keys are ready and pin those under a new lease. While not connected, return a failed lookup.
 
-        What are too many keys for one request is asked for by several.
+        Keys that exceed the limit of one request are sent in several.
 
         Args:
             groups: keys, root of the prefix first.
-            again: the same was asked before, and some of it was pending: the daemon does not count it a second time.
+            again: the same keys were looked up before and some were pending: do not count them again.
 
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
@@ -148,11 +148,11 @@ class SchedulerClient(Session):
         with self._transport.lock:
             now = self._transport.now()
             if not self.ready or self._limits is None:
-                return Lookup(0, done=True, failed=True)
+                return LookupFuture(0, done=True, failed=True)
             fits = nbytes <= self._limits.max_keys_per_request * size
             parts = [(range(len(groups)), groups)] if fits else self._split(groups)
-            lease_id = self._rng.getrandbits(63) | 2**32  # random: who knows it may load
-            found = Lookup(lease_id, transport=self._transport, missing=len(parts), partial=[b""] * len(groups))
+            lease_id = self._rng.getrandbits(63) | 2**32  # random: any worker that knows it may load
+            found = LookupFuture(lease_id, transport=self._transport, missing=len(parts), partial=[b""] * len(groups))
             self._unanswered[lease_id] = found
             for places, asked in parts:
                 message = m.Lookup(self._next_request_id(), self._fingerprint, lease_id, list(asked), again)
@@ -162,15 +162,15 @@ class SchedulerClient(Session):
             return found
 
     def release(self, lease_id: int, unused: str = "") -> None:
-        """End a lease. Harmless when it has ended, or its lookup is not answered yet or was never sent.
+        """End a lease. Harmless if it has ended, or its lookup is unanswered or was never sent.
 
-        ``unused``: why what was found is not loaded, as of ``Release``; operators see it among the misses.
+        ``unused``: why found keys were not loaded, as in ``Release``; counted among the misses.
         """
         with self._transport.lock:
             self._release(lease_id, unused)
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
-        """Have the daemon drop blocks that proved unusable. Does nothing when not ready."""
+        """Have the daemon drop unusable blocks. Does nothing while not connected."""
         with self._transport.lock:
             if self.ready and self._limits is not None:
                 for _, keys in self._split(groups):
@@ -179,24 +179,24 @@ class SchedulerClient(Session):
     def report(
         self, prefill_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0, *, problem: str = ""
     ) -> None:
-        """Tell operators what the engine learned: prompt tokens a second, and what it counted since the last call.
+        """Report the prefill rate in tokens per second, and counts since the last call.
 
-        ``late_lookups``: those whose answers came too late to be used. ``problem``: why it stores and loads nothing.
+        ``late_lookups``: lookups answered too late to be used. ``problem``: why the engine stores and loads nothing.
         """
         fields = prefill_rate, skipped_loads, paused_stores, late_lookups, problem[: m.MAX_PROBLEM]
         with self._transport.lock:
             if self.ready:
                 self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))
 
-    def note_request(self, report: m.RequestReport) -> None:
-        """Tell operators what became of a request, in a second or so; where there are very many, of the last ones."""
+    def report_prompt(self, report: m.PromptReport) -> None:
+        """Report the outcome of a prompt within about a second. Of very many prompts only the last are reported."""
         with self._transport.lock:
             self._reports.append(report)
             self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)
             self._transport.notify()
 
     def reset(self, timeout_s: float = 2.0) -> bool:
-        """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""
+        """Drop every block of the namespace and wait for that; False if the daemon did not confirm it."""
         outcome: list[bool] = []
         with self._transport.lock:
             if not self.ready:
@@ -207,10 +207,10 @@ class SchedulerClient(Session):
         return outcome == [True]
 
     def take_events(self) -> list[KvEvent]:
-        """KV events of the namespace since the last call, in order.
+        """Return the namespace's KV events since the last call, in order.
 
-        ``AllBlocksCleared`` comes first, again after each loss of the connection, and where events were lost: of the
-        blocks that the daemon has by then nothing is known.
+        ``AllBlocksCleared`` comes first, and again after a lost connection or lost events: the daemon's blocks are then
+        unknown.
         """
         if self._events_topic is None:
             return []
@@ -226,20 +226,20 @@ class SchedulerClient(Session):
             found.stale_at = 0.0
         if lease_id in self._unanswered:
             self._unanswered[lease_id].unwanted = True
-        if self.ready and lease_id:  # messages keep their order: it comes after its lookup
+        if self.ready and lease_id:  # messages keep their order: it arrives after its lookup
             self._send(m.Release(m.NO_REPLY, [lease_id], unused))
 
     def _on_answer(
         self,
-        found: Lookup,
+        found: LookupFuture,
         places: Sequence[int],
         asked: Sequence[m.GroupKeys],
         sent_at: float,
         reply: ReplyOrError,
         now: float,
     ) -> None:
-        """Take the reply to one request of a lookup: the states of these keys, of the groups in these places."""
-        if found.done:  # another request of it failed
+        """Handle the reply to one request of a lookup: the states of the ``asked`` keys of the groups ``places``."""
+        if found.done:  # another request of this lookup failed
             return
         counts = [len(item.keys) // self._namespace.key_bytes for item in asked]
         if not isinstance(reply, m.LookupReply) or list(map(len, reply.states)) != counts:
@@ -247,7 +247,7 @@ class SchedulerClient(Session):
             return
         for place, states in zip(places, reply.states, strict=True):
             found.partial[place] += states
-        # Of the lease, which all requests of the lookup have in common: what was pinned so far, and how long it lives.
+        # Totals of the lease, which all requests of the lookup have in common.
         found.pinned, found.ttl_ms = max(found.pinned, reply.pinned), max(found.ttl_ms, reply.ttl_ms)
         found.wait_s, found.asking = max(found.wait_s, reply.wait_ms / 1000), found.asking + reply.asking
         found.missing -= 1
@@ -256,29 +256,29 @@ class SchedulerClient(Session):
         del self._unanswered[found.lease_id]
         if found.unwanted:
             found.pinned = found.ttl_ms = 0
-            # The Release may not have gone out, and a lease lives long.
+            # The Release may not have been sent, and a lease lives long.
             self._release(found.lease_id)
         elif found.leased:
-            # The lease's life began at the daemon between sending and now: count from the earlier.
+            # The lease began at some time between sending and now: assume the earliest.
             found.stale_at = sent_at + found.ttl_ms / 2000
             while self._leases and (oldest := next(iter(self._leases.values()))).stale_at <= now:
-                del self._leases[oldest.lease_id]  # nobody has released it, and the daemon ends it
+                del self._leases[oldest.lease_id]  # never released: it expires in the daemon
             self._leases[found.lease_id] = found
         found.states, found.answered_at = found.partial, now
-        found.done = True  # last, since readers hold no lock
+        found.done = True  # last, because readers do not take the lock
 
-    def _on_failed(self, found: Lookup, reply: ReplyOrError, now: float) -> None:
-        held = found.leased or found.unwanted
+    def _on_failed(self, found: LookupFuture, reply: ReplyOrError, now: float) -> None:
+        must_release = found.leased or found.unwanted
         del self._unanswered[found.lease_id]
         found.pinned, found.ttl_ms, found.failed = 0, 0, True
         found.done = True
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
-        elif held or not isinstance(reply, RequestRefused):
-            self._release(found.lease_id)  # the daemon may answer later and pin blocks for nobody
+        elif must_release or not isinstance(reply, RequestRefused):
+            self._release(found.lease_id)  # a late answer may pin blocks
 
     def _split(self, groups: Sequence[m.GroupKeys]) -> list[tuple[Sequence[int], Sequence[m.GroupKeys]]]:
-        """What one request may name, of each request the places of its groups in ``groups`` and their keys."""
+        """Split groups into requests: for each, the indices of its groups in ``groups``, and their keys."""
         assert self._limits is not None
         size = self._namespace.key_bytes
         parts = split_keys([len(one.keys) // size for one in groups], self._limits.max_keys_per_request)
@@ -290,7 +290,7 @@ class SchedulerClient(Session):
             for part in parts
         ]
 
-    # --- what Session asks of a role --------------------------------------------------------------
+    # --- hooks of Session -------------------------------------------------------------------------
 
     def _topics(self) -> Sequence[bytes]:
         return [] if self._events_topic is None else [self._events_topic]
@@ -305,13 +305,13 @@ class SchedulerClient(Session):
         for found in leases.values():
             found.stale_at = 0.0
         self._next_events_sequence = None
-        self._lose_events(0)  # the next connection may be to another daemon, and what is published until then is missed
+        self._lose_events(0)  # events until the next connection, perhaps to another daemon, do not arrive
 
     def _role_tick(self, now: float) -> None:
         if now >= self._role_due:
             self._role_due = NEVER
             if self.ready:
-                self._send(m.ReportRequests(m.NO_REPLY, self._fingerprint, list(self._reports)))
+                self._send(m.ReportPrompts(m.NO_REPLY, self._fingerprint, list(self._reports)))
             self._reports.clear()
 
     # --- KV events -------------------------------------------------------------------------------
@@ -331,6 +331,6 @@ class SchedulerClient(Session):
             self._lose_events(len(self._events))
 
     def _lose_events(self, count: int) -> None:
-        """Of the blocks that are there by now nothing is known."""
+        """Count lost events, after which the daemon's blocks are unknown."""
         self.events_lost += count
         self._events = deque([AllBlocksCleared()])

@@ -1,8 +1,8 @@
-"""A client's session with a daemon: what a message means and what to send next.
+"""A client's session with a daemon: the protocol's state machine.
 
-A session knows no socket, no thread and no clock. A ``Transport`` carries what it sends, holds its lock, and calls its
-``on_`` methods and ``tick`` with the lock held: ``SocketTransport`` over real sockets, the simulator's over none. The
-scheduler's, the worker's and the administrator's client are sessions.
+A session has no socket, thread or clock. A ``Transport`` sends its messages, has its lock, and calls its ``on_``
+methods and ``tick`` with the lock held: ``SocketTransport`` over real sockets, the simulator's without. The clients of
+scheduler, worker and administrator are sessions.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ log = logging.getLogger("kvoffd_client")
 ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 
 BACKOFF_MIN_S = 0.05
-"""Pause after the first failed attempt to connect; doubles with each further one."""
+"""Pause after the first failed connection attempt; it doubles with each further one."""
 BACKOFF_ABSENT_S = 0.25
-"""Longest pause between attempts while nobody listens: each costs a system call, and a restart takes a second."""
+"""Longest pause between attempts while nobody listens: an attempt is cheap, and a restart takes a second."""
 BACKOFF_REFUSED_S = 60.0
-"""Longest pause after refusals that follow each other."""
+"""Longest pause after repeated refusals."""
 GPU_REGISTER_S = 30.0
-"""The daemon's answer to a registration of GPU memory, for the first of which it starts the CUDA driver."""
+"""Time limit of a registration of GPU memory. At the first one the daemon starts the CUDA driver."""
 DEAF_AFTER = 3
-"""After so many times ``unresponsive_after_s`` without a reply the client opens another session: another client may
-have taken the routing id of this one, whose replies it gets."""
+"""Number of times ``unresponsive_after_s`` without a reply after which the client opens another session: another client
+may have taken this one's routing id, and receive its replies."""
 REFUSALS_LOGGED_S = 60.0
-"""Between two lines of the log about messages that the daemon refused."""
+"""Least time between two log lines about refused messages."""
 ENDED_SESSION = (ErrorCode.BAD_TOKEN, ErrorCode.NO_HELLO)
-"""Refusals that mean the daemon does not know this session any more."""
+"""Refusals which mean that the daemon no longer knows this session."""
 
 ReplyOrError = m.AnyReply | KvoffdClientError
-"""A reply, which is never Error (that comes as RequestRefused), or the reason why there is none."""
+"""A reply, or the reason why there is none. An Error becomes RequestRefused."""
 OnReply = Callable[[ReplyOrError, float], None]
-"""Called once, with the time of it."""
+"""Callback, called once with the answer and its time."""
 
 
 class Closing:
-    """Something that is closed at the end of a ``with`` block."""
+    """Base of objects that a ``with`` block closes."""
 
     def close(self) -> None:
-        """Release what it holds. Repeatable."""
+        """Release all resources. Repeatable."""
 
     def __enter__(self) -> Self:
         return self
@@ -75,22 +75,22 @@ class Closing:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """Timeouts of one client in seconds, which must be positive, and what it is.
+    """Options of one client: timeouts in seconds, which must be positive, and its kind.
 
     Raises:
         ValueError: a value is not positive; the message names it.
     """
 
     handshake_timeout_s: float = 5.0
-    """From opening the lifeline to being ready; then the attempt ends and a new one is made."""
+    """Time from opening the lifeline to being ready; then the attempt fails."""
     request_timeout_s: float = 2.0
-    """A request without reply by then has failed; for a lookup that is a miss."""
+    """Time after which a request without a reply fails; a lookup is then a miss."""
     unresponsive_after_s: float = 5.0
-    """Without any reply for this long (while one is due) the client counts as not connected until one comes."""
+    """Time without any due reply after which the client counts as not connected, until a reply comes."""
     backoff_max_s: float = 2.0
-    """Longest pause after connections that a daemon took and that failed; also the pause after the first refusal."""
+    """Longest pause after failed connections to a daemon; also the pause after the first refusal."""
     operator: bool = False
-    """A program of operators: counted nowhere, and the policy neither learns of it nor refuses its stores."""
+    """Whether it is an operator's program: not counted, not learned from, and its stores are never rejected."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -102,21 +102,21 @@ DEFAULT_OPTIONS = ClientOptions()
 
 
 class Transport(Protocol):
-    """Carries what one session sends, and holds its lock. No call but ``wait`` and ``stop`` blocks."""
+    """Sends and receives for one session, and has its lock. Only ``wait`` and ``stop`` block."""
 
     lock: AbstractContextManager[object]
-    """Held for a ``with`` block. Raises ForkedProcess in a forked child."""
+    """The session's lock, for ``with``. Raises ForkedProcess in a forked child."""
 
     def start(self, session: Session) -> None:
-        """Begin to drive a session, whose methods are called with the lock held."""
+        """Start to drive a session, calling its methods with the lock held."""
 
     def now(self) -> float:
-        """Seconds of a clock that never goes back."""
+        """Return the seconds of a monotonic clock."""
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``ready()``, called with the lock held, or the session is closed; returns what it says then.
+        """Wait until ``ready()``, called with the lock held, or the session is closed; return the value of ``ready()``.
 
-        Without a timeout it reads what has arrived, in the caller's thread.
+        With a timeout of 0 it only reads messages that have arrived, in the caller's thread.
         """
 
     def stop(self) -> None:
@@ -128,36 +128,36 @@ class Transport(Protocol):
         """Connect the lifeline. Raises OSError."""
 
     def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
-        """Connect the jobs socket under a routing id, and the events socket where there are topics to subscribe to."""
+        """Connect the jobs socket under a routing id, and the events socket if there are topics to subscribe to."""
 
     def attach(self, message: Attach, fd: int) -> None:
         """Send a descriptor over the lifeline. Raises OSError."""
 
     def send(self, frame: bytes) -> bool:
-        """Send a message to the jobs socket; False when its queue is full. ``tick`` may be due earlier by now."""
+        """Send a message to the jobs socket; False if its queue is full. ``tick`` may now be due earlier."""
 
     def disconnect(self, *, drain: bool) -> None:
-        """Close all sockets: to the daemon this is the client's death.
+        """Close all sockets, which ends the session for the daemon.
 
-        With ``drain`` the lifeline can still be read, and ``on_released`` is called once the daemon touches the
-        session's memory no more.
+        With ``drain`` the lifeline is still read, and ``on_released`` is called once the daemon no longer accesses the
+        session's memory.
         """
 
     def notify(self) -> None:
-        """Something changed that a thread may wait for, or ``tick`` is due earlier."""
+        """Wake waiting threads after a change of state, or because ``tick`` is due earlier."""
 
 
 class Phase(Enum):
-    """How far the session has come in connecting."""
+    """State of the connection."""
 
     IDLE = auto()
     GREETING = auto()
-    """The lifeline is open, and the daemon has not spoken."""
+    """The lifeline is open, and the daemon has not sent Greeting."""
     HANDSHAKE = auto()
-    """The session is being opened, with all that the client opens in it."""
+    """The session, its namespace and its registration are being opened."""
     READY = auto()
     DRAINING = auto()
-    """The connection has ended, and the daemon may still touch memory of it."""
+    """The connection has ended, but the daemon may still access the client's memory."""
     CLOSED = auto()
 
 
@@ -165,28 +165,28 @@ CONNECTED = (Phase.GREETING, Phase.HANDSHAKE, Phase.READY)
 
 
 class Session(Closing):
-    """What all roles share: connecting, requests and replies, the end of a connection, connecting again.
+    """Base of the clients: connecting, requests and replies, disconnecting, reconnecting.
 
-    No public method blocks unless it says wait. They are thread-safe; all that begins with ``on_``, ``_`` or ``tick``
-    needs the lock.
+    Public methods are thread-safe, and block only if their names or docstrings say wait. ``on_`` and ``_`` methods and
+    ``tick`` need the lock.
 
     Args:
         directory: where the daemon's sockets are.
         role: of the session.
-        namespace: opened, or joined, at every connection.
+        namespace: opened or joined at every connection.
         name: shown to operators.
         software: client and engine versions, shown to operators.
         options: timeouts.
-        transport: real sockets unless one is given.
+        transport: real sockets by default.
         rng: for lease ids and pauses.
 
     Attributes:
-        epoch: the daemon's life this client is, or was last, connected to; 0 before the first.
-        session_id: of its session there.
-        refusal: the daemon's refusal, where that is why the client is not ready.
-        reported_prefill_rate: prompt tokens a second that an engine of the namespace computes, as one reported last to
-            the daemon, perhaps before its restart; 0.0 where none has.
-        memory_on_gpu: the daemon may touch the client's memory until its process is gone.
+        epoch: run of the daemon that the client is, or was last, connected to; 0 before the first connection.
+        session_id: id of the session there.
+        refusal: the daemon's refusal, if that is why the client is not ready.
+        reported_prefill_rate: prefill rate, in tokens per second, that an engine of the namespace last reported to the
+            daemon; 0.0 if none has.
+        memory_on_gpu: whether the daemon may access the client's memory until its process is gone.
     """
 
     memory_on_gpu = False
@@ -214,30 +214,30 @@ class Session(Closing):
         self.reported_prefill_rate = 0.0
         self._phase = Phase.IDLE
         self._wanted = True
-        """False once what the client is for was given up: it is not ready any more."""
+        """False after ``unregister``: the client will not become ready again."""
         self._responsive = True
-        """False while the daemon owes a reply for longer than ``unresponsive_after_s``."""
+        """False while a reply is overdue by more than ``unresponsive_after_s``."""
         self._problem = f"The client has not reached the kvoffd daemon in {self.directory} yet."
         self._last_warning = ""
         self._refusal_logged_at = -REFUSALS_LOGGED_S
         self._limits: m.Limits | None = None
-        """The daemon's; None before it said them."""
+        """The daemon's limits; None before Welcome."""
         self._credit_bytes = 0
         self._next_request_id = itertools.count(1).__next__
         self._pending: dict[int, tuple[float, OnReply]] = {}
-        """By request: when it expires, and what to call then or with its reply."""
+        """Deadline and callback of each unanswered request, by id."""
         self._next_expiry = NEVER
-        """No request expires earlier."""
+        """Lower bound of the deadlines."""
         self._owed_since = NEVER
-        """Since when the daemon has owed a reply without sending any."""
+        """Time since which replies are due and none has come."""
         self._handshake_deadline = NEVER
         self._role_due = NEVER
-        """When to call _role_tick at the latest."""
-        # When to connect again.
+        """Latest time for the next _role_tick."""
+        # The next connection attempt, and the pauses between attempts.
         self._retry_at = self._ready_at = 0.0
         self._pause_s = self._absent_pause_s = BACKOFF_MIN_S
         self._refused_pause_s = options.backoff_max_s
-        """After the next refusal."""
+        """Pause after the next refusal."""
         if transport is None:
             from kvoffd_client.transport import SocketTransport
 
@@ -248,44 +248,44 @@ class Session(Closing):
 
     @property
     def ready(self) -> bool:
-        """Whether the session is open, with all that the client opens in it, and the daemon answers."""
+        """Whether the session, its namespace and its registration are open, and the daemon answers."""
         return self._phase is Phase.READY and self._responsive and self._wanted
 
     @property
     def problem(self) -> str | None:
-        """A sentence that says why the client is not ready; None while it is."""
+        """Sentence that says why the client is not ready; None while it is."""
         return None if self.ready else self._problem
 
     @property
     def credit_bytes(self) -> int:
-        """Bytes of stores the daemon lets a session have outstanding, running ones included; 0 when not ready."""
+        """Bytes of stores that may be outstanding, including running ones; 0 when not ready."""
         return self._credit_bytes if self.ready else 0
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until ready; False when it is not after ``timeout_s`` seconds."""
+        """Wait until ready; False if it is not after ``timeout_s`` seconds."""
         return self._transport.wait(lambda: self.ready, timeout_s)
 
     def wait_settled(self, timeout_s: float) -> bool:
-        """As wait_ready(), but return at once when the daemon refuses this client; see ``refusal``."""
+        """As wait_ready(), but return at once if the daemon refuses this client; see ``refusal``."""
         self._transport.wait(lambda: self.ready or self.refusal is not None, timeout_s)
         return self.ready
 
     def poll(self) -> None:
-        """Read answers that have arrived, in this thread; otherwise they are read when the client's thread gets to it.
+        """Read answers that have arrived, in the caller's thread.
 
-        For callers that are about to read lookups and busy otherwise: a thread that computes keeps the GIL from the
-        client's own thread for up to ``sys.getswitchinterval()``.
+        Call it before reading lookups in a thread that computes: such a thread can keep the GIL from the client's own
+        thread for up to ``sys.getswitchinterval()``.
         """
         self._transport.wait(bool, 0.0)
 
     def close(self) -> None:
-        """End the session and the thread, in less than a second; what has no answer fails. Repeatable."""
+        """End the session and the thread, in less than a second. Unanswered requests fail. Repeatable."""
         self._transport.stop()
 
     # --- time ------------------------------------------------------------------------------------
 
     def wake_at(self) -> float:
-        """The time at which tick() must be called at the latest."""
+        """Return the latest time for the next tick()."""
         phase = self._phase
         if phase is Phase.READY:
             return min(self._next_expiry, self._silent_at(), self._role_due)
@@ -294,7 +294,7 @@ class Session(Closing):
         return min(self._retry_at if phase is Phase.IDLE else self._handshake_deadline, self._role_due)
 
     def _silent_at(self) -> float:
-        """When the client will not wait for a reply any longer. In a handshake its deadline says that."""
+        """Return when the client stops waiting for replies. During a handshake its deadline applies instead."""
         return self._owed_since + self._options.unresponsive_after_s * (1 if self._responsive else DEAF_AFTER)
 
     def tick(self, now: float) -> None:
@@ -308,7 +308,7 @@ class Session(Closing):
         if now >= self._next_expiry:
             self._expire(now)
         if self._phase is Phase.READY and now >= self._silent_at():
-            sentence = f"The kvoffd daemon in {self.directory} does not answer; going on without it."
+            sentence = f"The kvoffd daemon in {self.directory} does not answer; continuing without it."
             if self._responsive:
                 self._responsive, self._problem = False, sentence
                 self._warn(sentence)
@@ -326,17 +326,17 @@ class Session(Closing):
         on_reply: OnReply | None = None,
         timeout_s: float | None = None,
     ) -> KvoffdClientError | None:
-        """Send a message; returns the reason when it cannot go out.
+        """Send a message; return the error if it cannot be sent.
 
-        ``on_reply`` is called once, possibly before this returns: with the reply, or with the reason why there is none.
+        ``on_reply`` is called once, perhaps before this returns, with the reply or the reason why there is none.
         """
         frame, limits, owed_since = encode(message), self._limits, self._owed_since
         refused: KvoffdClientError | None = None
         if limits is not None and len(frame) > limits.max_frame_bytes:
-            sentence = f"The request has {len(frame)} bytes and the daemon takes {limits.max_frame_bytes}; send less."
+            sentence = f"The request has {len(frame)} bytes; the daemon's limit is {limits.max_frame_bytes}. Send less."
             refused = RequestRefused(ErrorCode.TOO_LARGE, sentence)
         else:
-            if on_reply is not None:  # before the transport looks when tick is due
+            if on_reply is not None:  # before send(), which reads wake_at()
                 deadline = now + (self._options.request_timeout_s if timeout_s is None else timeout_s)
                 self._pending[message.request_id] = deadline, on_reply
                 self._next_expiry = min(self._next_expiry, deadline)
@@ -350,7 +350,7 @@ class Session(Closing):
         return refused
 
     def on_reply(self, reply: m.AnyReply, now: float) -> None:
-        """Take a reply from the jobs socket."""
+        """Handle a reply from the jobs socket."""
         if self._phase is not Phase.READY and self._phase is not Phase.HANDSHAKE:
             return
         if not self._responsive:
@@ -375,14 +375,14 @@ class Session(Closing):
         late = [request_id for request_id, (deadline, _) in self._pending.items() if deadline <= now]
         for request_id in late:
             entry = self._pending.pop(request_id, None)
-            if entry is not None:  # a callback may have ended the session, and all its requests with it
+            if entry is not None:  # a callback may have ended the session and its requests
                 entry[1](RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
                 self._transport.notify()
         self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)
         owed = self._owed_since < NEVER and not self._pending
-        if (late or owed) and self._phase is Phase.READY:  # whether it was that reply alone, or the daemon is silent
+        if (late or owed) and self._phase is Phase.READY:  # find out whether the daemon answers at all
             self._send(self._hello(), now, lambda *_: None)
-            if not self._pending:  # its socket's queue is full; without another try nothing would ever come
+            if not self._pending:  # the socket's queue is full: try again later
                 self._next_expiry = now + self._options.request_timeout_s
 
     # --- connecting ------------------------------------------------------------------------------
@@ -394,28 +394,28 @@ class Session(Closing):
             self.disconnect(why_unreachable(error, self.directory), now)
             return
         self._problem = (
-            f"What listens in {self.directory} accepts connections but does not answer; if it is the kvoffd daemon, "
-            "see its log, and whether its process is stopped (ps, systemctl status)."
+            f"The server in {self.directory} accepts connections but does not answer; if it is kvoffd, check "
+            "its log, and whether its process is stopped (ps, systemctl status)."
         )
         self._absent_pause_s = BACKOFF_MIN_S
         self._phase = Phase.GREETING
         self._handshake_deadline = now + self._options.handshake_timeout_s
 
     def on_lifeline_message(self, message: FromDaemon, now: float) -> None:
-        """Take a frame of the lifeline."""
+        """Handle a frame of the lifeline."""
         if self._phase not in CONNECTED:
             return
         if isinstance(message, Refused | AttachRefused):
             self._end_refused(RequestRefused(message.code, message.message), now)
         elif isinstance(message, Greeting) and message.protocol_version != m.PROTOCOL_VERSION:
             sentence = (
-                f"The daemon in {self.directory} speaks protocol {message.protocol_version} and this client "
+                f"The daemon in {self.directory} has protocol {message.protocol_version} and this client "
                 f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both."
             )
             self._end_refused(RequestRefused(ErrorCode.BAD_VERSION, sentence), now)
         elif isinstance(message, Greeting) and self._phase is Phase.GREETING:
             self.epoch, self.session_id = message.epoch, message.session_id
-            self._limits = None  # those of another daemon may be too low for a handshake
+            self._limits = None  # another daemon's limits may be too low for the handshake
             self._phase = Phase.HANDSHAKE
             self._transport.connect(routing_id(message.token), self._topics())
             self._shake(self._hello(), self._on_welcome, now)
@@ -429,7 +429,7 @@ class Session(Closing):
         return m.Hello(self._next_request_id(), m.PROTOCOL_VERSION, *who)
 
     def _shake(self, message: m.Request[ReplyT], then: Callable[[ReplyT, float], None], now: float) -> None:
-        """Send a request of the handshake; ``then`` takes its reply. The handshake's deadline is the request's too."""
+        """Send a request of the handshake; ``then`` handles its reply. The handshake's deadline applies."""
         kind = type(message)
 
         def on_reply(reply: ReplyOrError, now: float) -> None:
@@ -437,7 +437,7 @@ class Session(Closing):
                 then(reply, now)
             elif isinstance(reply, RequestRefused):
                 self._end_refused(reply, now)
-            elif self._phase in CONNECTED:  # else disconnect() has failed this request
+            elif self._phase in CONNECTED:  # else disconnect() has already failed this request
                 what = str(reply) if isinstance(reply, KvoffdClientError) else type(reply).__name__
                 self.disconnect(f"The daemon's answer to {kind.__name__}: {what}", now)
 
@@ -470,12 +470,12 @@ class Session(Closing):
     # --- the end of a connection -----------------------------------------------------------------
 
     def on_lifeline_end(self, now: float, released: bool = True) -> None:
-        """EOF: the daemon is dead, or has ended this session. ``released``: it is known to touch no memory any more."""
+        """Handle EOF: the daemon died or ended this session. ``released``: it no longer accesses the memory."""
         if self._phase in CONNECTED:
-            self.disconnect(f"The kvoffd daemon in {self.directory} went away.", now, released=released)
+            self.disconnect(f"The kvoffd daemon in {self.directory} has ended the connection.", now, released=released)
 
     def on_released(self, now: float) -> None:
-        """After a disconnect that drains: the daemon has released the session's memory, or its process is gone."""
+        """End draining: the daemon has released the session's memory, or its process is gone."""
         if self._phase is Phase.DRAINING:
             self._phase = Phase.IDLE
             self._role_disconnected(now)
@@ -484,7 +484,7 @@ class Session(Closing):
     def disconnect(
         self, sentence: str, now: float, refusal: RequestRefused | None = None, *, released: bool = False
     ) -> None:
-        """End the connection and plan the next attempt. ``released``: the daemon touches the memory no more."""
+        """End the connection and schedule the next attempt. ``released``: the daemon no longer accesses the memory."""
         if self._phase in (Phase.CLOSED, Phase.DRAINING):
             return
         if self._phase is Phase.READY and now - self._ready_at > self._options.backoff_max_s:
@@ -492,7 +492,7 @@ class Session(Closing):
         pause_s, longest_s = self._pause_s, self._options.backoff_max_s
         if self._phase is Phase.IDLE:  # nobody listens
             pause_s, self._absent_pause_s = self._absent_pause_s, min(2 * self._absent_pause_s, BACKOFF_ABSENT_S)
-            self._refused_pause_s = self._options.backoff_max_s  # the next daemon may take this client
+            self._refused_pause_s = self._options.backoff_max_s  # the next daemon may accept this client
         else:
             self._pause_s = min(2 * self._pause_s, longest_s)
         if refusal is not None:
@@ -505,7 +505,7 @@ class Session(Closing):
         self._end(Phase.DRAINING if drain else Phase.IDLE, sentence, now)
 
     def on_close(self, now: float) -> None:
-        """End for good: ``close()`` was called."""
+        """End the session for good, after ``close()``."""
         if self._phase is not Phase.CLOSED:
             self._end(Phase.CLOSED, "The client is closed.", now)
 
@@ -521,15 +521,15 @@ class Session(Closing):
         self._transport.notify()
 
     def _warn(self, sentence: str) -> None:
-        """Log once per outage and reason."""
+        """Log a sentence once per outage."""
         if sentence != self._last_warning:
             self._last_warning = sentence
             log.warning("%s", sentence)
 
-    # --- what roles add --------------------------------------------------------------------------
+    # --- hooks for the roles ---------------------------------------------------------------------
 
     def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
-        """Take a message from the events socket."""
+        """Handle a message from the events socket."""
 
     def _topics(self) -> Sequence[bytes]:
         return ()
@@ -546,10 +546,10 @@ class Session(Closing):
             log.warning("The kvoffd daemon refused a message: %s", refusal)
 
     def _on_late_reply(self, reply: m.AnyReply) -> None:
-        """Nobody waits for it any more: the daemon stood still."""
+        """Handle a reply after its request has timed out."""
 
     def _role_disconnected(self, now: float) -> None:
-        """The connection has ended; once more when the session has drained."""
+        """Handle the end of the connection, and again the end of draining."""
 
     def _role_tick(self, now: float) -> None: ...
 
@@ -558,20 +558,20 @@ class Session(Closing):
 
 
 def split_keys(counts: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
-    """Cut groups of so many keys into parts of at most ``most`` keys: of each part the groups' places, begins and ends.
+    """Split groups with these numbers of keys into parts of at most ``most`` keys.
 
-    A group without keys is in one part too.
+    Return for each part (index of the group, first key, end) of its groups. A group without keys is in one part too.
     """
     parts: list[list[tuple[int, int, int]]] = [[]]
-    room = most
-    for place, count in enumerate(counts):
+    left = most
+    for index, count in enumerate(counts):
         begin = 0
         while begin < count or not begin:
-            if not room:
+            if not left:
                 parts.append([])
-                room = most
-            end = min(count, begin + room)
-            parts[-1].append((place, begin, end))
-            room -= end - begin
+                left = most
+            end = min(count, begin + left)
+            parts[-1].append((index, begin, end))
+            left -= end - begin
             begin = max(end, 1)
     return parts

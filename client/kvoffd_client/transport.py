@@ -1,4 +1,4 @@
-"""A session's sockets, the lock around it and the thread that drives it."""
+"""A session's sockets, its lock and the thread that drives it."""
 
 from __future__ import annotations
 
@@ -26,80 +26,80 @@ from kvoffd_proto.paths import SocketPaths
 log = logging.getLogger("kvoffd_client")
 
 MESSAGES_PER_ROUND = 64
-"""Messages that are read from each socket under one hold of the lock."""
+"""Messages read from each socket before the lock is released."""
 MAX_SLEEP_S = 3600.0
 CLOSE_S = 0.8
-"""How long close() waits for the thread."""
+"""Time that close() waits for the thread."""
 ERROR_PAUSE_S = 0.05
-"""An error inside that repeats must not spin."""
+"""Pause after an internal error, so that a repeated one does not spin."""
 RECONNECT_MS = 20
-"""ZeroMQ's pause between attempts. A daemon that starts binds its lifeline first; its other sockets follow at once."""
+"""ZeroMQ's pause between connection attempts. A starting daemon binds its other sockets right after its lifeline."""
 SEND_QUEUE = 1000
-"""Messages that wait to be sent to the daemon; beyond it requests fail at once."""
+"""Unsent messages to the daemon; further requests fail at once."""
 RECEIVE_QUEUE = 10_000
-"""Messages that wait to be read; what the daemon publishes beyond it is dropped, and asked for again."""
+"""Unread messages; further publications are dropped, and fetched later by a request."""
 BUSY_WAIT_S = 150e-6
-"""How long a reply is polled for before its thread sleeps. A lookup of 64 keys took 119 µs, and 169 where it slept at
-once: to wake threads on idle CPUs is most of it."""
+"""Time to poll for a reply before sleeping. A lookup of 64 keys took 119 µs, and 169 µs without polling, mostly to wake
+threads on idle CPUs."""
 LONG_YIELD_S = 500e-6
-"""Where a thread that yields its CPU gets it back as late as that, others want it."""
+"""If a thread that yields gets its CPU back only after this long, other threads need the CPU."""
 NO_BUSY_WAIT_S = 30.0
-"""Nothing is polled for so long after that."""
+"""Time without polling after that."""
 MAX_MESSAGE_BYTES = 1 << 28
-"""Largest message taken from the daemon: a bound against garbage."""
+"""Largest message accepted from the daemon, as a bound against garbage."""
 
-# pyzmq's own calls for messages of several frames combine members of enums for each frame. Measured with processes that
-# have slept, whose caches are cold: a lookup of 1,000 keys took 10 µs longer with them, of 170.
+# Plain integers: pyzmq's multipart calls combine enum members for each frame, which took 10 of 170 µs of a lookup of
+# 1,000 keys with cold caches.
 _NOW, _RCVMORE, _EVENTS, _READABLE = (int(one) for one in (zmq.NOBLOCK, zmq.RCVMORE, zmq.EVENTS, zmq.POLLIN))
 
 
 class SocketTransport:
     """The ``Transport`` over real sockets.
 
-    The user's threads call the session directly, under the lock, and send from there: a request is on its way before
-    the call returns. One thread of its own waits for time and for messages. A thread that waits for a reply polls the
-    sockets and reads the reply itself: until it has it, messages do not wake the transport's own thread.
+    The user's threads call the session directly, under the lock, and send: a request is on its way before the call
+    returns. The transport's own thread waits for timers and messages. A thread that waits for a reply polls the sockets
+    and reads the reply itself; during that time messages do not wake the transport's thread.
 
-    ZeroMQ's descriptors are edge-triggered: they tell of what comes after a socket was seen empty, and not of what a
-    later use of the socket has noticed. Hence one rule: **who has used a socket reads it empty before it releases the
-    lock, or wakes the thread, which does.**
+    ZeroMQ's descriptors are edge-triggered: they signal only messages that arrive after the socket was found empty, and
+    any use of the socket may consume the signal. Hence one rule: **a thread that has used a socket drains it before it
+    releases the lock, or wakes the transport's thread to do so.**
     """
 
     def __init__(self, directory: str, *, threaded: bool = True) -> None:
         self._paths = SocketPaths(Path(directory))
         self._threaded = threaded
         self.daemon_pid = 0
-        """Of the last connection; 0 where the daemon is in another pid namespace."""
+        """Pid of the last connection's daemon; 0 if it is in another pid namespace."""
         self.lock: AbstractContextManager[object] = threading.Lock()
         self.now = time.monotonic
         self._context = zmq.Context(io_threads=1)
         self._stream: LifelineStream | None = None
         self._draining = False
-        """The stream is one that we have closed, and is read until the daemon has released the memory."""
+        """Whether the session has ended and the stream is read until the daemon has released the memory."""
         self._jobs: zmq.Socket[bytes] | None = None
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
-        """By the descriptor that tells of messages: to ask a socket for it takes longer than to poll it."""
+        """Sockets by the descriptor that signals messages; querying a socket for it is slower than polling."""
         self._messages = select.epoll()
         """Readable when one of the sockets has a message."""
         self._wakes_thread = select.epoll()
-        """Readable when a message wakes the transport's own thread."""
+        """Readable when a message is to wake the transport's thread."""
         self._wakes_thread.register(self._messages.fileno(), select.EPOLLIN)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeping_until = 0.0
         self._idle_wakers: list[tuple[int, select.poll]] = []
-        """Descriptors that woke threads which wait no more, for the next ones, and what polls them and the sockets."""
+        """Eventfds of threads that have finished waiting, for reuse, with the poll over each and the sockets."""
         self._waiting: list[int] = []
-        """By waiting thread, a descriptor that wakes it."""
+        """Eventfds, one for each waiting thread."""
         self._reading: int | None = None
-        """While a thread holds the lock that reads the sockets: its descriptor among these, -1 where it has none. It
-        sees by itself what it has changed."""
+        """Eventfd of the thread that holds the lock and reads the sockets, -1 if it has none; None if no thread does.
+        It need not be woken."""
         self._busy_wait_from = 0.0
         self._closed = False
         self._last_error = ""
         self._session: Session
         self._thread: threading.Thread
         _transports.add(self)
-        # For each client anew: children of multiprocessing forget what was entered before them, and run no atexit.
+        # Once per client: children of multiprocessing drop their parent's finalizers, and run no atexit functions.
         Finalize(self, _leave, (weakref.ref(self),), exitpriority=0)
 
     def start(self, session: Session) -> None:
@@ -108,7 +108,7 @@ class SocketTransport:
             self._thread = threading.Thread(target=self._run, name=f"kvoffd-{session.role.value}", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError:  # there are too many
+            except RuntimeError:  # too many threads
                 self._closed, self._threaded = True, False
                 self._shut()
                 raise
@@ -129,8 +129,8 @@ class SocketTransport:
         try:
             while True:
                 with self.lock:
-                    # Before the first sleep too: where this thread has computed since it sent a request, the
-                    # transport's own still waits for the GIL, to read the reply.
+                    # Also before the first sleep: if this thread has computed since it sent the request, the
+                    # transport's thread may still be waiting for the GIL to read the reply.
                     self._reading, unread = wake_fd, True
                     try:
                         unread = self._receive()
@@ -144,7 +144,7 @@ class SocketTransport:
                     if wake_fd < 0:
                         wake_fd, poller = self._idle_wakers.pop() if self._idle_wakers else self._new_waker()
                         self._waiting.append(wake_fd)
-                        self._wakes_thread.modify(self._messages.fileno(), 0)  # this one reads them
+                        self._wakes_thread.modify(self._messages.fileno(), 0)  # this thread reads messages
                 woken = poller.poll(0) if unread else self._poll(poller, deadline)
                 if (wake_fd, select.POLLIN) in woken:
                     os.eventfd_read(wake_fd)
@@ -160,13 +160,13 @@ class SocketTransport:
                             self._wakes_thread.modify(self._messages.fileno(), select.EPOLLIN)
 
     def _poll(self, poller: select.poll, deadline: float) -> list[tuple[int, int]]:
-        """Wait for a descriptor: busily for a moment, as long as nobody else wants the CPU."""
+        """Wait for a descriptor; spin for a moment first unless other threads need the CPU."""
         now = time.monotonic()
         busy_until = min(now + BUSY_WAIT_S, deadline)
         while self._busy_wait_from <= now < busy_until:
             if woken := poller.poll(0):
                 return woken
-            os.sched_yield()  # to the threads that bring the reply
+            os.sched_yield()  # to the threads that deliver the reply
             began, now = now, time.monotonic()
             if now - began > LONG_YIELD_S:
                 self._busy_wait_from = now + NO_BUSY_WAIT_S
@@ -203,7 +203,7 @@ class SocketTransport:
         self.daemon_pid = self._stream.pid
 
     def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
-        # Completions are read before replies, which may say that there are some.
+        # First, so that completions are read before replies that may refer to them.
         if topics:
             events = self._connected(zmq.SUB, self._paths.events)
             for topic in topics:
@@ -254,7 +254,7 @@ class SocketTransport:
             if not self._draining:
                 stream.leave()
             self._close_stream()
-        # A jobs socket that is left open connects to the next daemon, and delivers old requests there.
+        # An open jobs socket would connect to the next daemon and deliver old requests there.
         for fd, connected in self._sockets.items():
             self._messages.unregister(fd)
             connected.close(linger=0)
@@ -276,7 +276,7 @@ class SocketTransport:
     # --- reading, with the lock held -------------------------------------------------------------
 
     def _receive(self) -> bool:
-        """Read the sockets empty, or MESSAGES_PER_ROUND messages of each: then True. An error ends the connection."""
+        """Drain the sockets, up to MESSAGES_PER_ROUND messages each; True if some may be left. An error disconnects."""
         session, jobs, unread = self._session, self._jobs, False
         try:
             for connected in list(self._sockets.values()):
@@ -290,12 +290,12 @@ class SocketTransport:
                         session.on_reply(decode_reply(frames[0]), time.monotonic())
                     elif len(frames) == 3:
                         session.on_publication(frames[0], frames[1], frames[2], time.monotonic())
-                    if self._jobs is not jobs:  # it has ended the session
+                    if self._jobs is not jobs:  # the message ended the session
                         return False
                 else:
                     unread = True
         except CODEC_ERRORS as error:
-            session.disconnect(f"The daemon sent what is no reply of this protocol ({error}).", time.monotonic())
+            session.disconnect(f"The daemon sent an invalid reply ({error}).", time.monotonic())
         except Exception as error:
             self._recover(error)
         return unread
@@ -306,11 +306,11 @@ class SocketTransport:
             for message in stream.read():
                 if not self._draining:
                     session.on_lifeline_message(message, now)
-                if stream is not self._stream:  # the session has closed it
+                if stream is not self._stream:  # the message closed it
                     return
         except LifelineError as error:
-            session.disconnect(f"What answers in {session.directory} is no kvoffd daemon: {error}", now)
-        # Copies in host memory are made by the daemon's threads, which end before the kernel closes its descriptors.
+            session.disconnect(f"The server in {session.directory} is not a kvoffd daemon: {error}", now)
+        # The daemon's threads, which copy host memory, end before the kernel closes the daemon's descriptors.
         released = stream.released(now) or (stream.ended and not session.memory_on_gpu)
         if stream is self._stream and self._draining and released:
             self._close_stream()
@@ -319,14 +319,14 @@ class SocketTransport:
             session.on_lifeline_end(now, released)
 
     def _recover(self, error: Exception) -> None:
-        """A bug must neither end the thread nor reach the engine: log it once, connect again."""
+        """Log a bug once and reconnect: it must neither end the thread nor reach the engine."""
         if repr(error) != self._last_error:
             self._last_error = repr(error)
-            log.error("The kvoffd client failed internally; it connects again.", exc_info=error)
+            log.error("Internal error of the kvoffd client; reconnecting.", exc_info=error)
         try:
-            self._session.disconnect(f"The client failed internally: {error!r}.", time.monotonic())
+            self._session.disconnect(f"Internal error of the client: {error!r}.", time.monotonic())
         except Exception:
-            log.exception("The kvoffd client could not put its session in order.")
+            log.exception("The kvoffd client could not disconnect its session.")
             self.disconnect(drain=False)
 
     # --- the thread ------------------------------------------------------------------------------
@@ -347,18 +347,18 @@ class SocketTransport:
             self._shut()
 
     def _work(self, ended: list[int]) -> tuple[select.poll, float]:
-        """Do what is due, with the lock held; returns what to sleep on then, and how long at most.
+        """Do what is due, with the lock held; return the poll for the next sleep, and its maximal length.
 
-        ``ended``: the descriptors that ended the last sleep.
+        ``ended``: descriptors that ended the last sleep.
         """
         self._sleeping_until, self._reading = 0.0, -1
-        # Completions before the end: what arrived before the daemon died still counts.
+        # Completions before EOF: those that arrived before the daemon died count.
         self._receive()
         now = time.monotonic()
         if self._stream is not None and (self._draining or not self._threaded or self._stream.fileno() in ended):
             self._read_lifeline(self._stream, now)
         self._session.tick(now)
-        unread = self._receive()  # last: see the rule above
+        unread = self._receive()  # last: see the rule in the class's docstring
         self._reading = None
         stream = self._stream
         wake_at = min(self._session.wake_at(), NEVER if stream is None else stream.wake_at())
@@ -367,7 +367,7 @@ class SocketTransport:
         return poller_of(self._wakes_thread.fileno(), self._wake_fd, -1 if stream is None else stream.fileno()), pause_s
 
     def _sleep(self, poller: select.poll, pause_s: float) -> list[int]:
-        """Returns the descriptors that ended the sleep."""
+        """Return the descriptors that ended the sleep."""
         ended = [fd for fd, _ in poller.poll(pause_s * 1000)]
         if self._wake_fd in ended:
             os.eventfd_read(self._wake_fd)
@@ -382,19 +382,19 @@ class SocketTransport:
             os.close(fd)
 
     def leave(self) -> None:
-        """Have the end of the process that follows count as meant."""
+        """Announce that the process is about to end on purpose."""
         if self._stream is not None and not isinstance(self.lock, _ParentsLock):
             self._stream.leave()
 
     def forget_in_child(self) -> None:
-        """Close the lifeline in a forked child: its EOF must mean the parent's death."""
+        """Close the lifeline in a forked child, so that EOF means the parent's death."""
         self.lock = _ParentsLock()
         if self._stream is not None:
             self._stream.close()
 
 
 class _ParentsLock(AbstractContextManager[object]):
-    """In a forked child, where the sockets are the parent's."""
+    """Lock of a client in a forked child, where the sockets are the parent's: always raises ForkedProcess."""
 
     def __enter__(self) -> object:
         raise ForkedProcess(
@@ -409,7 +409,7 @@ _transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
 
 
 def _leave(transport: weakref.ref[SocketTransport]) -> None:
-    """A process that ends in good order without closing its clients, as vLLM's do by SIGTERM, is not one that died."""
+    """Announce the end of a process that did not close its clients, as vLLM's at SIGTERM: it has not crashed."""
     if (living := transport()) is not None:
         living.leave()
 

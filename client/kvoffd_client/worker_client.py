@@ -1,11 +1,10 @@
-"""The worker's client: registration, stores, loads, fences; and the jobs that it is given, and their messages."""
+"""The worker's client: registration, stores, loads and fences; jobs and their messages."""
 
 from __future__ import annotations
 
 import logging
 import os
 import random
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -30,59 +29,35 @@ from kvoffd_proto.codec import CODEC_ERRORS, decode_completions
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
 from kvoffd_proto.lifeline import Attach, Attached
+from kvoffd_proto.messages import GroupTransfer
 
 log = logging.getLogger("kvoffd_client")
 
 FENCE_PATIENCE_S = 0.05
-"""How long a fence waits for jobs to end by themselves before it cancels those that have not started."""
+"""Time that a fence waits for jobs to end before it cancels those that have not started."""
 BUSY_CHECK_S = 0.005
-"""How often a fence asks then whether its caller still has something else to wait for."""
+"""Interval at which a fence calls ``busy``."""
 LOAD_WAIT_S = 10.0
-"""How often a fence says that it still waits for loads."""
+"""Interval at which a fence logs that it still waits for loads."""
 JOB_PATIENCE_S = 1.0
-"""A job older than this makes the client ask for its result, and again at this interval."""
+"""Age of a job after which the client asks for its result, and the interval of further requests."""
 FIRST_PART_ID = 2**62
-"""Job ids from here on are those of parts of large jobs; others keep their own."""
-
-
-class GroupTransfer(NamedTuple):
-    """The part of a job that concerns one group. All bytes are as in ``GroupBlocks``, of one job.
-
-    Key ``i`` covers the engine blocks ``[i * blocks_per_key, (i + 1) * blocks_per_key)`` counted from the start of
-    key 0; ``block_ids`` begin ``first_block`` blocks into key 0. A store ends with its last key; a load may end inside
-    it.
-    """
-
-    group: int
-    keys: bytes
-    block_ids: bytes
-    first_block: int = 0
-    parents: bytes = b""
-    tokens: bytes = b""
-
-    @classmethod
-    def of(cls, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0, first_block: int = 0) -> GroupTransfer:
-        """The transfer of a list of keys and the engine blocks that they cover. Raises ValueError for odd block ids."""
-        try:
-            ids = struct.pack(f"<{len(block_ids)}i", *block_ids)
-        except struct.error as error:
-            raise ValueError(f"Block ids are whole numbers below 2^31: {error}.") from error
-        return cls(group, b"".join(keys), ids, first_block)
+"""First id of parts of large jobs; other jobs have ids below."""
 
 
 Size: TypeAlias = tuple[int, int]
-"""Keys of a job, and about how many bytes it takes in a frame."""
+"""Number of keys of a job, and its approximate bytes in a frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A store, which copies engine blocks into the pool, or the load of blocks under a lease.
+    """A store of engine blocks into the pool, or a load of leased blocks into engine blocks.
 
     Attributes:
         job_id: unique among the client's unfinished jobs.
-        groups: each group once.
+        groups: transfers, one for each group.
         lease_id: the lease of a load, from a scheduler's lookup; None makes it a store.
-        keep_lease: whether the lease stays after a good load, since other workers load the same shards.
+        keep_lease: keep the lease after a successful load: other workers load the same shards.
     """
 
     job_id: int
@@ -95,13 +70,13 @@ class Job:
         return [m.GroupKeys(one.group, one.keys) for one in self.groups]
 
     def checked_size(self, groups: int, key_bytes: int) -> Size:
-        """Its size. Raises ValueError, TypeError where it does not fit a namespace of so many groups and such keys."""
+        """Return its size. Raises ValueError or TypeError if it does not fit a namespace with these groups and keys."""
         keys, nbytes = 0, 32
         for one in self.groups:
             if not isinstance(one.keys, bytes) or not isinstance(one.block_ids, bytes):
                 raise TypeError("A GroupTransfer has bytes; GroupTransfer.of(keys, block_ids) makes it from lists.")
             if not 0 <= one.group < groups:
-                raise ValueError(f"The namespace has {groups} groups; {one.group} is none of them.")
+                raise ValueError(f"The namespace has groups 0 to {groups - 1}, but not {one.group}.")
             if len(one.keys) % key_bytes or len(one.block_ids) % m.BLOCK_ID_BYTES:
                 raise ValueError(
                     f"{len(one.keys)} bytes of keys and {len(one.block_ids)} of block ids are not a whole number of "
@@ -112,9 +87,9 @@ class Job:
         return keys, nbytes
 
     def parts(self, size: Size, key_bytes: int, blocks_per_key: int, most: Size, first_id: int) -> list[Job]:
-        """The job as several of consecutive ids, none of them larger than ``most`` (but that each has a key).
+        """Split the job into jobs with consecutive ids of at most ``most``, but of one key at least.
 
-        The lease ends with the last of them: the daemon has accepted the others by then, which hold their blocks.
+        Only the last one ends the lease: the daemon has accepted the others by then, and they pin their blocks.
         """
         keys = min(most[0], max(1, size[0] * most[1] // max(size[1], most[1])))
         parts = [
@@ -128,7 +103,7 @@ class Job:
 
 
 def _slice(one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_key: int) -> GroupTransfer:
-    """Keys ``begin`` to ``end`` of a group, with their blocks; with the last key, all blocks that are left."""
+    """Return keys ``begin`` to ``end`` of a transfer with their blocks; the last key gets all remaining blocks."""
     count = len(one.keys) // key_bytes
     start, stop = (max(0, key * blocks_per_key - one.first_block) * m.BLOCK_ID_BYTES for key in (begin, end))
     keys, tokens = slice(begin * key_bytes, end * key_bytes), len(one.tokens) // count
@@ -145,37 +120,19 @@ def _slice(one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_
 def submit_of(
     request_id: int, registration_id: bytes, key_bytes: int, jobs: Sequence[Job], acknowledged: int = 0
 ) -> m.Submit:
-    """The message with these jobs: by group, the blocks of all stores, and those of all loads.
+    """Return the message with these jobs: for each group the blocks of all stores, and those of all loads.
 
-    Either all stores of a group tell their tokens, or none.
+    Either all stores of a group have tokens, or none has.
     """
     stores = [job for job in jobs if job.lease_id is None]
     loads = [job for job in jobs if job.lease_id is not None]
     of_stores, of_loads = list[m.GroupBlocks](), list[m.GroupBlocks]()
-    for alike, found in (stores, of_stores), (loads, of_loads):
+    for batch, found in (stores, of_stores), (loads, of_loads):
         by_group: dict[int, list[tuple[int, GroupTransfer]]] = {}
-        for number, job in enumerate(alike):
+        for number, job in enumerate(batch):
             for one in job.groups:
                 by_group.setdefault(one.group, []).append((number, one))
-        numbers = f"<{len(alike)}I"
-        for group, parts in by_group.items():
-            keys, blocks, firsts = ([0] * len(alike) for _ in range(3))
-            for number, one in parts:
-                keys[number] = len(one.keys) // key_bytes
-                blocks[number] = len(one.block_ids) // m.BLOCK_ID_BYTES
-                firsts[number] = one.first_block
-            found.append(
-                m.GroupBlocks(
-                    group,
-                    struct.pack(numbers, *keys),
-                    struct.pack(numbers, *blocks),
-                    struct.pack(numbers, *firsts) if any(firsts) else b"",
-                    b"".join([one.keys for _, one in parts]),
-                    b"".join([one.block_ids for _, one in parts]),
-                    b"".join([one.parents for _, one in parts]),
-                    b"".join([one.tokens for _, one in parts]),
-                )
-            )
+        found += [m.GroupBlocks.of(group, len(batch), key_bytes, parts) for group, parts in by_group.items()]
     leases, keep = [load.lease_id or 0 for load in loads], [load.keep_lease for load in loads]
     return m.Submit(
         request_id,
@@ -187,7 +144,7 @@ def submit_of(
 
 
 class Sent(NamedTuple):
-    """A job on the wire, or a part of one, that has no result."""
+    """A job, or a part of one, that was sent and has no result."""
 
     job: Job
     of_job: int
@@ -196,7 +153,7 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class Unfinished:
-    """A job that has no result. ``outcome`` is of its parts that have ended, ``parts`` the number of the others."""
+    """A job without a result. ``outcome``: merged results of parts that ended; ``parts``: number of the others."""
 
     job: Job
     sent_at: float
@@ -205,13 +162,14 @@ class Unfinished:
 
 
 class WorkerClient(Session):
-    """Moves one worker's blocks to and from one daemon, which it registers the worker's KV memory with.
+    """Registers one worker's KV memory with one daemon, and submits stores and loads.
 
-    Every job gets exactly one result, from the daemon or, when that is gone, from the client itself. It connects in the
-    background, and again whenever the daemon goes.
+    Every job gets exactly one result, from the daemon or, if it is gone, from the client itself. The client connects,
+    and reconnects, in the background.
 
     Args:
-        registration: the worker's KV memory; must outlive this client. The other arguments are as SchedulerClient's.
+        registration: the worker's KV memory, which must outlive this client. For the other arguments see
+            SchedulerClient.
     """
 
     def __init__(
@@ -234,17 +192,17 @@ class WorkerClient(Session):
         self._fds: list[int] = []
         self._attached_count = 0
         self._jobs: dict[int, Unfinished] = {}
-        """By id, oldest first."""
+        """Jobs without a result by id, oldest first."""
         self._sent: dict[int, Sent] = {}
-        """By id on the wire."""
+        """Sent jobs and parts without a result, by their id on the wire."""
         self._next_part_id = FIRST_PART_ID
         self._results: list[m.JobResult] = []
-        """Results that were not taken yet."""
+        """Results for take_results()."""
         self._topic = b""
         self._sequence = 0
         """All completions up to this number have arrived."""
         self._ahead: set[int] = set()
-        """Numbers beyond it of what has arrived."""
+        """Later numbers that have arrived."""
         self._asking = False
         self._transport.start(self)
 
@@ -252,7 +210,7 @@ class WorkerClient(Session):
 
     @property
     def unfinished(self) -> int:
-        """Jobs without a result (those waiting in take_results() have one)."""
+        """Number of jobs without a result. Results for take_results() count as results."""
         return len(self._jobs)
 
     def store(self, job_id: int, groups: Sequence[GroupTransfer]) -> None:
@@ -262,26 +220,26 @@ class WorkerClient(Session):
     def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer], keep_lease: bool = False) -> None:
         """Copy blocks that a scheduler's lookup leased into engine blocks; see ``submit``.
 
-        The lease ends with a good load of every rank of the namespace. With ``keep_lease``, for workers that load the
-        shards of one rank, the scheduler releases it.
+        The lease ends once every rank has loaded successfully. With ``keep_lease``, for workers that load the shards of
+        one rank, the scheduler releases it.
         """
         self.submit([Job(job_id, groups, lease_id, keep_lease)])
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Start the stores and loads of one step. When not ready, failed results (SESSION_ENDED) are queued at once.
+        """Start the stores and loads of one step. While not connected, they fail at once (SESSION_ENDED).
 
-        They go out in one message where it has room for all. What is too large for a message goes out in parts.
+        They are sent in one message if they fit. Jobs that are too large for a message are split.
 
         Raises:
             ValueError: a job of the same id is unfinished, or lengths in ``groups`` do not fit.
-            TypeError: keys or block ids are no bytes.
+            TypeError: keys or block ids are not bytes.
         """
         namespace = self._namespace
         shape = len(namespace.groups), namespace.key_bytes
         sizes = [job.checked_size(*shape) for job in jobs]
         ids = {job.job_id for job in jobs}
         if max(ids, default=0) >= FIRST_PART_ID:
-            raise ValueError(f"Job ids are below {FIRST_PART_ID}; {max(ids)} is not.")
+            raise ValueError(f"Job ids must be below {FIRST_PART_ID}; {max(ids)} is not.")
         with self._transport.lock:
             now = self._transport.now()
             if len(ids) < len(jobs) or not ids.isdisjoint(self._jobs):
@@ -296,10 +254,10 @@ class WorkerClient(Session):
             self._role_due = min(self._role_due, now + JOB_PATIENCE_S)
             most_keys, most_bytes = most = limits.max_keys_per_request, limits.max_frame_bytes // 2
             messages: list[tuple[int, list[Job]]] = []
-            """By the id of the request, jobs and parts of jobs."""
+            """Jobs and parts of jobs of each message, with its request id."""
             keys = nbytes = 0
-            tells: dict[int, tuple[bool, bool]] = {}
-            """By group, whether the stores of the last of them tell parents and tokens: all do or none does."""
+            has_tokens: dict[int, tuple[bool, bool]] = {}
+            """Whether the stores of each group in the last message have parents, and tokens: all have, or none."""
             for job, size in zip(jobs[:accepted], sizes, strict=False):
                 parts = [(job, size)]
                 if size[0] > most_keys or size[1] > most_bytes:
@@ -313,11 +271,11 @@ class WorkerClient(Session):
                     stored = part.groups if part.lease_id is None else ()
                     kinds = {one.group: (bool(one.parents), bool(one.tokens)) for one in stored}
                     full = keys > most_keys or nbytes > limits.max_frame_bytes
-                    full = full or any(tells.get(group, kind) != kind for group, kind in kinds.items())
+                    full = full or any(has_tokens.get(group, kind) != kind for group, kind in kinds.items())
                     if not messages or full or len(messages[-1][1]) == limits.max_jobs_per_message:
                         messages.append((self._next_request_id(), []))
-                        keys, nbytes, tells = of_keys, in_frame, {}
-                    tells |= kinds
+                        keys, nbytes, has_tokens = of_keys, in_frame, {}
+                    has_tokens |= kinds
                     request_id, batch = messages[-1]
                     batch.append(part)
                     self._sent[part.job_id] = Sent(part, job.job_id, request_id)
@@ -329,7 +287,7 @@ class WorkerClient(Session):
                     self._transport.notify()
 
     def take_results(self) -> list[m.JobResult]:
-        """Results since the last call, those included that have arrived and were not read yet."""
+        """Return the results since the last call, including those that have arrived and were not read yet."""
         if not self._jobs and not self._results:  # vLLM asks in every step
             return []
         self._transport.wait(bool, 0.0)
@@ -343,15 +301,15 @@ class WorkerClient(Session):
         return self.take_results()
 
     def fence(self, job_ids: Iterable[int], timeout_s: float, busy: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the daemon touches the blocks of these jobs no more; then each of them has a result.
+        """Wait until the daemon no longer accesses the blocks of these jobs. Then each of them has a result.
 
-        What has not started after FENCE_PATIENCE_S is cancelled. Stores that still run after ``timeout_s`` seconds are
-        abandoned: the lifeline is closed, so that the daemon will not commit them, they fail here, and the client
-        connects again. Loads are waited for however long it takes, since a copy may still land: a completion or the
-        daemon's death ends that. Unknown ids are ignored. Results stay for take_results().
+        Jobs that have not started after FENCE_PATIENCE_S are cancelled. Stores still running after ``timeout_s``
+        seconds are abandoned: the client closes the lifeline, so that the daemon does not commit them, fails them, and
+        reconnects. Loads are waited for without limit, because their copies may still write: a completion or the
+        daemon's death ends them. Unknown ids are ignored. Results stay for take_results().
 
-        ``busy`` tells whether the caller could do nothing yet if this returned; nothing is cancelled while it could
-        not. That must end some time.
+        ``busy`` returns whether the caller must wait for something else too. Nothing is cancelled during that, which
+        must be a finite time.
         """
         wanted = set(job_ids)
         if self._transport.wait(lambda: not self._has_any(wanted), min(FENCE_PATIENCE_S, timeout_s)):
@@ -369,10 +327,10 @@ class WorkerClient(Session):
             log.warning("Still waiting for loads: the daemon neither finishes them nor ends.")
 
     def unregister(self, timeout_s: float) -> bool:
-        """Give the registration up for good and wait until the daemon touches the memory no more.
+        """End the registration for good and wait until the daemon no longer accesses the memory.
 
-        False when the daemon did not confirm that in time; then the session is ended, and only the daemon's
-        death or its own clean-up releases the memory. The client takes no jobs afterwards.
+        False if the daemon did not confirm that in time. Then the session ends, and the memory is released by the
+        daemon's clean-up or death. The client accepts no jobs afterwards.
         """
         outcome: list[bool] = []
         with self._transport.lock:
@@ -411,7 +369,7 @@ class WorkerClient(Session):
                 known.seconds + result.seconds,
                 known.error or result.error,
                 [*known.failed, *result.failed],
-                [*known.declined, *result.declined],
+                [*known.rejected, *result.rejected],
             )
         if unfinished.parts:
             unfinished.outcome = result
@@ -420,21 +378,21 @@ class WorkerClient(Session):
             self._results.append(result)
 
     def _cancel(self, job_ids: Iterable[int]) -> None:
-        """Have the daemon fail those of the jobs that have not started."""
+        """Ask the daemon to cancel the jobs that have not started."""
         wanted = set(job_ids)
         known = [job_id for job_id, sent in self._sent.items() if sent.of_job in wanted]
         if known and self._phase is Phase.READY:
             self._send(m.Cancel(m.NO_REPLY, known, self._sequence))
 
     def _has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
-        """Whether one of the jobs has no result; without ``loads``, whether one of the stores among them has none."""
+        """Return whether any of the jobs has no result; with ``loads=False``, any of the stores among them."""
         jobs = self._jobs
         return any(job_id in jobs and (loads or jobs[job_id].job.lease_id is None) for job_id in job_ids)
 
     def _abandon_stores(self, job_ids: Iterable[int], now: float) -> None:
-        """Where one of these stores runs, close the lifeline: the daemon commits none, and all fail here and now."""
+        """Disconnect if any of these stores is running: the daemon commits none, and all fail at once."""
         if self._has_any(job_ids, loads=False):
-            self.disconnect("Running stores were abandoned; the client connects again.", now)
+            self.disconnect("Running stores were abandoned; reconnecting.", now)
 
     def _unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
         self._wanted, self._problem = False, "The registration was ended."
@@ -470,12 +428,12 @@ class WorkerClient(Session):
         self._attach_or_register(now)
 
     def _attach_or_register(self, now: float) -> None:
-        # One at a time: the stream's buffer and the kernel's count of descriptors in flight stay small.
+        # One at a time, to keep the stream's buffer and the kernel's count of descriptors in flight small.
         if self._attached_count < len(self._fds):
             try:
                 self._transport.attach(Attach(self._attached_count), self._fds[self._attached_count])
             except OSError as error:
-                self.disconnect(f"The memory could not be handed to the daemon: {error.strerror or error}.", now)
+                self.disconnect(f"The memory could not be sent to the daemon: {error.strerror or error}.", now)
             return
         registration = self._registration
         self._registration_id = self._rng.randbytes(16)
@@ -496,7 +454,7 @@ class WorkerClient(Session):
     # --- completions -----------------------------------------------------------------------------
 
     def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
-        """Take published completions. Those that do not decode count as dropped."""
+        """Handle published completions. Undecodable ones count as dropped."""
         if topic != self._topic:
             return
         try:
@@ -508,7 +466,7 @@ class WorkerClient(Session):
         self._transport.notify()
 
     def _complete(self, batch: m.Completions) -> None:
-        # Each batch counts once: a job id may be in use again when an old batch comes again.
+        # Handle each batch once: a job id may have been reused when an old batch arrives again.
         if batch.sequence <= self._sequence or batch.sequence in self._ahead:
             return
         self._ahead.add(batch.sequence)
@@ -532,7 +490,7 @@ class WorkerClient(Session):
         if isinstance(reply, m.ResultsReply):
             for batch in reply.batches:
                 self._complete(batch)
-            # It never received the others, or lost them: it has seen every message before the one that asks.
+            # The daemon has handled all earlier messages: it never received the other jobs, or lost them.
             sent_before = [job_id for job_id, sent in self._sent.items() if sent.request_id < asked]
             unfinished = set(reply.unfinished)
             self._fail_sent([one for one in sent_before if one not in unfinished], ErrorCode.INTERNAL)
@@ -546,7 +504,7 @@ class WorkerClient(Session):
         else:
             super()._on_unexpected_refusal(reply, refusal, now)
 
-    # --- what Session asks of a role --------------------------------------------------------------
+    # --- hooks of Session -------------------------------------------------------------------------
 
     def _topics(self) -> Sequence[bytes]:
         self._topic = session_topic(self.epoch, self.session_id)
@@ -554,19 +512,19 @@ class WorkerClient(Session):
 
     def _role_disconnected(self, now: float) -> None:
         self._sequence, self._ahead, self._role_due = 0, set(), NEVER
-        # A copy of a load may still land until the daemon has released the memory, or is gone.
-        loads_land = self._phase is Phase.DRAINING
-        ended = [job_id for job_id, sent in self._sent.items() if not loads_land or sent.job.lease_id is None]
+        # Loads may still write until the daemon has released the memory or is gone.
+        is_draining = self._phase is Phase.DRAINING
+        ended = [job_id for job_id, sent in self._sent.items() if not is_draining or sent.job.lease_id is None]
         self._fail_sent(ended, ErrorCode.SESSION_ENDED)
 
     def _must_drain(self) -> bool:
-        # Stores fail here and now, but unregister() must know when the last of them has ended there too.
+        # Stores fail at once, but unregister() must know when the last one has ended in the daemon.
         return bool(self._jobs)
 
     def _role_tick(self, now: float) -> None:
         stores_only = bool(self._sent) and all(sent.job.lease_id is None for sent in self._sent.values())
         if stores_only and not self._responsive and self._phase is Phase.READY:
-            self._abandon_stores(self._jobs, now)  # an engine that pauses waits until nothing is stored
+            self._abandon_stores(self._jobs, now)  # an engine that pauses waits until no store runs
         if now >= self._role_due:
             oldest = next(iter(self._jobs.values()), None)
             self._role_due = NEVER if oldest is None else oldest.sent_at + JOB_PATIENCE_S

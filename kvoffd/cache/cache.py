@@ -895,7 +895,7 @@ class Cache:
             return "too_large"
         if usage.free + usage.ready - usage.pinned >= group.block_bytes:
             return "sizes"
-        return "pinned" if usage.pinned >= usage.writing else "filling"
+        return "pinned" if usage.pinned >= usage.writing else "writing"
 
     def _evict_for(self, group: Group, count: int, below: float) -> BlockIds | None:
         """Blocks of a group, up to ``count``, for others of it to replace; none where space was made otherwise, and

@@ -9,7 +9,7 @@ from kvoffd.observe.meters import MINUTE_S
 from kvoffd.system.limits import open_descriptors
 from kvoffd_proto import admin as a
 from kvoffd_proto.cuda import descriptor_limits
-from kvoffd_proto.stats import NO_SPACE_CAUSES, Window, namespace_id
+from kvoffd_proto.stats import LATE_SHARE, LEAST_LATE, NO_SPACE_CAUSES, Window, namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_size, plural
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 PINNED_SHARE = 0.85
 """From this share of the usable pool on, pinned bytes leave too little for stores. Less than leases may pin."""
-LATE_SHARE, LEAST_LATE = 0.05, 20
-"""So many late lookups in the last minute, and this share of all, are a problem."""
 DESCRIPTORS_SHARE = 0.8
 """Of the files that the process may open. What sessions attach is bounded by half of them."""
 

@@ -12,14 +12,13 @@ engine's blocks, which the engine keeps until it has the result or the lifeline 
 from __future__ import annotations
 
 import logging
-import struct
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,13 +37,13 @@ from kvoffd.transfer.engine import SlotChecksums, Transfer
 from kvoffd.transfer.plan import BlockCopy, Direction, GroupLayout, Outcome, Plan, plan_blocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
-    BLOCK_ID_BYTES,
-    COUNT_BYTES,
     TOKEN_ID_BYTES,
+    BadColumns,
     Cancel,
     CancelReply,
     GroupKeys,
     JobResult,
+    JobSpan,
     Loads,
     Stores,
     Submit,
@@ -81,19 +80,6 @@ class DirectionCounters:
 # --- what a message asks for ----------------------------------------------------------------------
 
 
-class Span(NamedTuple):
-    """Where in a GroupPart one job's keys and engine blocks are."""
-
-    job: int
-    """Its number among the stores, or the loads, of the message."""
-    key: int
-    keys_end: int
-    block: int
-    blocks_end: int
-    first_block: int
-    """Engine blocks of its first key that are left out at their start."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPart:
     """What the stores, or the loads, of a message name of one group. It is sound."""
@@ -106,7 +92,7 @@ class GroupPart:
     """The same, one by one."""
     block_ids: npt.NDArray[np.int32]
     """[m] engine blocks."""
-    spans: list[Span]
+    spans: list[JobSpan]
     """Of the jobs that name the group, in their order."""
     parents: bytes
     """Of each key, end to end; empty where no store sent them."""
@@ -147,41 +133,14 @@ def checked_parts(
         if any(other.group == group for other in parts):
             raise BadKeys(f"Group {group} comes twice; put its keys into one part, or send two messages.")
         keys: list[bytes] = np.frombuffer(part.keys, namespace.key_type).tolist()
-        if len(part.block_ids) % BLOCK_ID_BYTES:
-            raise BadBlockIds(f"{len(part.block_ids)} bytes are no whole number of block ids; send 4 bytes for each.")
-        layout, block_ids = registration.layouts[group], np.frombuffer(part.block_ids, dtype="<i4")
-        per_key = layout.blocks_per_key
-        firsts = part.first_blocks or bytes(jobs * COUNT_BYTES)
-        for data, what in ((part.key_counts, "keys"), (part.block_counts, "blocks"), (firsts, "first blocks")):
-            if len(data) != jobs * COUNT_BYTES:
-                raise BadKeys(
-                    f"{len(data)} bytes are not the uint32 numbers of {what} of {jobs} jobs; send one for each."
-                )
-        key_counts, block_counts, first_blocks = (
-            struct.unpack(f"<{jobs}I", data) for data in (part.key_counts, part.block_counts, firsts)
-        )
-        if sum(key_counts) != len(keys) or sum(block_counts) != block_ids.size:
-            raise BadKeys(
-                f"The jobs have {sum(key_counts)} keys and {sum(block_counts)} blocks of group {group}, and "
-                f"{len(keys)} keys and {block_ids.size} block ids were sent; send as many as you count."
-            )
-        spans: list[Span] = []
-        key = block = 0
-        for job, (of_keys, of_blocks, first) in enumerate(zip(key_counts, block_counts, first_blocks, strict=True)):
-            if not of_keys and not of_blocks:
-                continue
-            if first >= per_key:
-                raise BadBlockIds(f"The first block is {first}, but a key covers blocks 0 to {per_key - 1}.")
-            end, most = first + of_blocks, of_keys * per_key  # a store's last block is the end of its last key
-            if not of_keys or not of_blocks or end > most or end <= most - (1 if storing else per_key):
-                raise BadBlockIds(
-                    f"{of_blocks} block ids from block {first} on do not fit {of_keys} keys of {per_key} blocks each; "
-                    f"{'a store' if storing else 'a load, but for its last key,'} names all blocks of each key."
-                )
-            named.add(job)
-            spans.append(Span(job, key, key + of_keys, block, block + of_blocks, first))
-            key += of_keys
-            block += of_blocks
+        layout = registration.layouts[group]
+        try:
+            spans = part.spans(jobs, namespace.key_bytes, layout.blocks_per_key, store=storing)
+        except BadColumns as error:
+            kind = BadBlockIds if error.code is ErrorCode.BAD_BLOCK_IDS else BadKeys
+            raise kind(str(error)) from None
+        named.update([span.job for span in spans])
+        block_ids = np.frombuffer(part.block_ids, dtype="<i4")
         # One comparison: a negative id is a large one without its sign.
         limit = min(layout.block_limit, ID_LIMIT)
         if block_ids.size and int(block_ids.view(np.uint32).max()) >= limit:
@@ -315,12 +274,12 @@ class StoreBatch(Job):
             if lost or refused:
                 part.put_by_job(lost, failed)
                 part.put_by_job(refused, rejected)
-        code = ErrorCode.SESSION_ENDED if self.session.ended else error or ErrorCode.NO_ROOM
+        code = ErrorCode.SESSION_ENDED if self.session.ended else error or ErrorCode.NO_SPACE
         copied = [0] * len(self.ids) if error is not None else self.copied_bytes
         return [
             JobResult(job_id, False, nbytes, seconds, code, failed[number], rejected.get(number, []))
             if number in failed
-            else JobResult(job_id, True, nbytes, seconds, declined=rejected.get(number, []))
+            else JobResult(job_id, True, nbytes, seconds, rejected=rejected.get(number, []))
             for number, (job_id, nbytes) in enumerate(zip(self.ids, copied, strict=True))
         ]
 
@@ -341,7 +300,7 @@ class LoadJob(Job):
     """A load. Tickets are by part, checksums those of ``checks``."""
 
     direction = Direction.LOAD
-    parts: Sequence[tuple[GroupPart, Span]]
+    parts: Sequence[tuple[GroupPart, JobSpan]]
     lease_id: int
     keep_lease: bool
     tickets: list[LoadTicket] = field(default_factory=list, init=False)
@@ -578,7 +537,7 @@ def submit(service: Service, session: Session, message: Submit) -> None:
             raise KvoffdError(why, ErrorCode.TOO_MANY)
     if log.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
         raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
-    wanted: list[list[tuple[GroupPart, Span]]] = [[] for _ in loads.job_ids]
+    wanted: list[list[tuple[GroupPart, JobSpan]]] = [[] for _ in loads.job_ids]
     for part in of_loads:
         for span in part.spans:
             wanted[span.job].append((part, span))

@@ -19,7 +19,7 @@ from kvoffd.server.memory import EngineMemory
 from kvoffd.server.sessions import Registration, Session
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
-from kvoffd_proto.admin import LoggedRequest, PageSpec, ShardSpec
+from kvoffd_proto.admin import LoggedPrompt, PageSpec, ShardSpec
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import MAX_PAGES, Handle
 from kvoffd_proto.units import printable
@@ -246,20 +246,20 @@ def report_engine(service: Service, session: Session, message: m.ReportEngine) -
     return m.Done(message.request_id)
 
 
-@answers(m.ReportRequests)
-def report_requests(service: Service, session: Session, message: m.ReportRequests) -> m.Done:
+@answers(m.ReportPrompts)
+def report_prompts(service: Service, session: Session, message: m.ReportPrompts) -> m.Done:
     """Keep what became of requests, each with the reason why its first missing key was not there."""
     namespace = session.namespaces[message.namespace]
-    for one in message.requests:
+    for one in message.prompts:
         namespace.check(one.missing_group, one.missing_key)
         if len(one.missing_key) > namespace.key_bytes:
             raise BadKeys("A request has one first missing key at most; leave the others out.")
-    for one in message.requests:
+    for one in message.prompts:
         if one.missing_key and not one.reason:
             reason = service.cache.reason_of(namespace, one.missing_group, one.missing_key)
             one = structs.replace(one, reason=reason.name.lower())
-        session.requests.append(LoggedRequest(session.id, message.namespace, one))
-    return m.Done(message.request_id, len(message.requests))
+        session.prompts.append(LoggedPrompt(session.id, message.namespace, one))
+    return m.Done(message.request_id, len(message.prompts))
 
 
 @answers(m.Reset)

@@ -17,7 +17,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.events import CompletionLog
 from kvoffd.server.memory import EngineMemory, Host
 from kvoffd.transfer.plan import GroupLayout
-from kvoffd_proto.admin import LoggedRequest
+from kvoffd_proto.admin import LoggedPrompt
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.lifeline import routing_id
 from kvoffd_proto.messages import TOKEN_BYTES, Role
@@ -33,7 +33,7 @@ OPERATORS_SESSIONS = 8
 """Sessions beyond max_sessions, which are those of engines: an operator can look when all of these are taken."""
 MAX_DEPARTED = 1024
 """So many routes of clients that left are known: their last messages may come after the end of their lifelines."""
-MAX_LOGGED_REQUESTS = 1000
+MAX_LOGGED_PROMPTS = 1000
 """Of a session: some 300 KB."""
 
 
@@ -143,7 +143,7 @@ class Session:
     """Of all jobs that hold memory for what they copy."""
     stored_bytes: int = 0
     loaded_bytes: int = 0
-    requests: deque[LoggedRequest] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_REQUESTS))
+    prompts: deque[LoggedPrompt] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_PROMPTS))
     """What became of its engine's latest requests."""
     problem: str = ""
     """Why its engine stores and loads nothing, as that says."""

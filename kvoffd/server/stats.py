@@ -146,12 +146,12 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
     return a.SessionsReply(message.request_id, infos)
 
 
-@answers(a.Requests)
-def requests(service: Service, session: Session, message: a.Requests) -> a.RequestsReply:
+@answers(a.ListPrompts)
+def list_prompts(service: Service, session: Session, message: a.ListPrompts) -> a.PromptsListed:
     """The latest requests of all engines, by when it was known what became of them."""
-    found = [one for session in service.sessions for one in session.requests if message.name in one.report.request]
+    found = [one for session in service.sessions for one in session.prompts if message.name in one.report.request]
     found.sort(key=lambda one: one.report.decided_at)
-    return a.RequestsReply(message.request_id, found[-message.limit :])
+    return a.PromptsListed(message.request_id, found[-message.limit :])
 
 
 @answers(a.Namespaces)
@@ -189,9 +189,9 @@ def _pool_stats(service: Service) -> s.PoolStats:
         size_bytes=pool.pool_bytes,
         bytes={
             "free": usage.free,
-            "filling": usage.writing,
+            "writing": usage.writing,
             "ready": usage.ready,
-            "evicting": usage.dropped,
+            "dropped": usage.dropped,
             "quarantined": usage.quarantined,
         },
         usable_bytes=pool.pool_bytes - usage.quarantined,
@@ -227,9 +227,9 @@ def _tiering_stats(service: Service) -> s.TieringStats | None:
         promotions_waiting=disks.waiting_blocks,
         promotions_failed=dict(disks.failures),
         promotions_unused=disks.unused_blocks,
-        demoted_blocks=writer.written_blocks,
-        demoted_bytes=writer.written_bytes,
-        demotions_waiting=writer.waiting_blocks,
+        written_blocks=writer.written_blocks,
+        written_bytes=writer.written_bytes,
+        writes_waiting=writer.waiting_blocks,
         not_written=dict(writer.not_written),
         write_budget_left_bytes=writer.budget.left_bytes,
         write_mode=writer.mode.value,

@@ -286,7 +286,7 @@ class Promotions:
             self._blocked_since = None
             return fills
         cause = self._cache.no_space_cause(self._cache.group(wanted.namespace, wanted.group.number))
-        if cause in ("pinned", "filling") and not self._is_blocked_for(self._patience_s):
+        if cause in ("pinned", "writing") and not self._is_blocked_for(self._patience_s):
             return fills
         self._fail_for_space(wanted, QUOTA if cause == QUOTA else NO_SPACE, fills)
         return ()

@@ -84,7 +84,7 @@ _ALLOCATE_STEP_BYTES = 1 << 30
 class DiskError(KvoffdError):
     """The directory cannot be used as a tier. The message says why and what to do."""
 
-    code = ErrorCode.NO_ROOM
+    code = ErrorCode.NO_SPACE
 
 
 class OpeningStopped(KvoffdError):

@@ -1,4 +1,4 @@
-"""Messages of administrators: health, listings, single blocks, the policy, traces, and what changes the cache."""
+"""Messages of administrators: health, listings, single blocks, traces, and changes of the cache."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvoffd_proto.messages import (
     GroupSpec,
     KeyState,
     LayerSpec,
+    PromptReport,
     Reply,
     Request,
-    RequestReport,
     Role,
     Seconds,
     SessionId,
@@ -35,7 +35,7 @@ from kvoffd_proto.messages import (
 
 
 class HealthLevel(StrEnum):
-    """How well the daemon works."""
+    """Health of the daemon."""
 
     OK = "ok"
     DEGRADED = "degraded"
@@ -43,38 +43,38 @@ class HealthLevel(StrEnum):
 
 
 class HealthProblem(Wire, frozen=True):
-    """Something that an operator should see to."""
+    """A problem for an operator to solve."""
 
-    reason: Annotated[str, doc("What kind it is, one word for scripts; `kvoffd_health_problems` counts by it.")]
-    sentence: Annotated[str, doc("What it is and what to do, a sentence or a few.")]
+    reason: Annotated[str, doc("Kind of problem, one word for scripts; label of `kvoffd_health_problems`.")]
+    sentence: Annotated[str, doc("The problem and what to do about it, a sentence or a few.")]
 
 
 class HealthReply(Reply, frozen=True):
     level: Annotated[
         HealthLevel,
-        doc("``ok``; ``degraded``: it serves, worse than it could; ``down``: it takes no sessions and jobs."),
+        doc("``ok``; ``degraded``: it serves, but not at its best; ``down``: it accepts no sessions and jobs."),
     ]
-    causes: Annotated[list[HealthProblem], doc("Why the level is not ``ok``, the worst first.")]
+    causes: Annotated[list[HealthProblem], doc("Why the level is not ``ok``, worst first.")]
 
     @property
     def healthy(self) -> bool:
-        """Whether there is nothing for an operator to see to."""
+        """Whether there is no problem for an operator to solve."""
         return self.level is HealthLevel.OK
 
     @property
     def ready(self) -> bool:
-        """Whether the daemon takes sessions and jobs."""
+        """Whether the daemon accepts sessions and jobs."""
         return self.level is not HealthLevel.DOWN
 
     @property
     def problems(self) -> list[str]:
-        """Why it is not healthy, in sentences."""
+        """Sentences that say why it is not healthy."""
         return [cause.sentence for cause in self.causes]
 
 
 @exchange(ANY_ROLE)
 class Health(Request[HealthReply], frozen=True):
-    """Asks whether the daemon works. The answer is a round trip through the loop that serves engines."""
+    """Asks for the daemon's health. The answer comes from the event loop that serves engines."""
 
 
 # --- who is connected, and what is cached ----------------------------------------------------------
@@ -87,7 +87,7 @@ class SessionInfo(Wire, frozen=True):
     role: Annotated[Role | None, doc("Role; nil before Hello.")]
     name: Annotated[str, doc("Name given in Hello.")]
     software: Annotated[str, doc("Versions given in Hello.")]
-    pid: Annotated[int, doc("Peer's pid as the kernel tells the daemon; 0 from another pid namespace.", ge=0)]
+    pid: Annotated[int, doc("Peer's pid as the daemon sees it; 0 if the peer is in another pid namespace.", ge=0)]
     uid: Annotated[int, doc("Peer's uid.", ge=0)]
     age_seconds: Annotated[Seconds, doc("Seconds since the lifeline was opened.")]
     idle_seconds: Annotated[Seconds, doc("Seconds since the last request.")]
@@ -96,11 +96,11 @@ class SessionInfo(Wire, frozen=True):
     registrations: Annotated[Count, doc("Registrations.")]
     registered_bytes: Annotated[ByteCount, doc("Bytes of memory that the daemon has mapped for the session.")]
     unacknowledged: Annotated[Count, doc("Completions that the session has not acknowledged.")]
-    namespaces: Annotated[list[Fingerprint], doc("Namespaces that it has opened.")] = field(default_factory=list)
+    namespaces: Annotated[list[Fingerprint], doc("Namespaces that the session opened.")] = field(default_factory=list)
     pinned_bytes: Annotated[ByteCount, doc("Pool bytes that the session's leases were the first to pin.")] = 0
     stored_bytes: Annotated[ByteCount, doc("Bytes copied from the session's memory to the pool.")] = 0
     loaded_bytes: Annotated[ByteCount, doc("Bytes copied from the pool to the session's memory.")] = 0
-    problem: Annotated[str, doc("Why its engine stores and loads nothing, as that says; empty if it does.")] = ""
+    problem: Annotated[str, doc("The engine's report of why it stores and loads nothing; empty if it does.")] = ""
 
 
 class SessionsReply(Reply, frozen=True):
@@ -112,24 +112,24 @@ class Sessions(Request[SessionsReply], frozen=True):
     """Asks for the open sessions."""
 
 
-class LoggedRequest(Wire, frozen=True):
-    """One request of an engine, as it reported it."""
+class LoggedPrompt(Wire, frozen=True):
+    """One prompt, as its engine reported it."""
 
     session_id: SessionId
     namespace: Fingerprint
-    report: Annotated[RequestReport, doc("What became of it.")]
+    report: Annotated[PromptReport, doc("Outcome of the prompt.")]
 
 
-class RequestsReply(Reply, frozen=True):
-    requests: Annotated[list[LoggedRequest], doc("The newest last.")]
+class PromptsListed(Reply, frozen=True):
+    prompts: Annotated[list[LoggedPrompt], doc("Newest last.")]
 
 
 @exchange(ADMIN)
-class Requests(Request[RequestsReply], frozen=True):
-    """Asks what became of engines' latest requests."""
+class ListPrompts(Request[PromptsListed], frozen=True):
+    """Asks for the outcomes of the latest prompts."""
 
-    name: Annotated[str, doc("Part of the engine's id of a request; empty for all.", max_length=128)] = ""
-    limit: Annotated[int, doc("Most requests in the reply: the newest.", ge=1, le=1000)] = 1000
+    name: Annotated[str, doc("Part of the engine's request id; empty for all.", max_length=128)] = ""
+    limit: Annotated[int, doc("Most prompts in the reply: the newest.", ge=1, le=1000)] = 1000
 
 
 class NamespaceInfo(Wire, frozen=True):
@@ -140,13 +140,13 @@ class NamespaceInfo(Wire, frozen=True):
     world_size: Annotated[int, doc("Shards that make a block.", ge=1)]
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=1)]
     groups: Annotated[list[GroupSpec], doc("KV cache groups.")]
-    shard_bytes: Annotated[list[list[ByteCount]], doc("By group and rank, bytes of a shard; 0 if unknown.")]
+    shard_bytes: Annotated[list[list[ByteCount]], doc("Bytes of a shard by group and rank; 0 if unknown.")]
     ready_blocks: Annotated[Count, doc("Blocks that can be read.")]
     ready_bytes: Annotated[ByteCount, doc("Pool bytes of the blocks that can be read.")]
     writing_blocks: Annotated[Count, doc("Blocks that lack a shard.")]
     sessions: Annotated[Count, doc("Sessions that opened the namespace.")]
-    description: Annotated[str, doc("What the fingerprint was made of, as JSON; empty beyond 1 MiB in all.")]
-    quota_bytes: Annotated[ByteCount | None, doc("The most that it may have of the pool; nil for all of it.")] = None
+    description: Annotated[str, doc("Input of the fingerprint as JSON; empty beyond 1 MiB in all.")]
+    quota_bytes: Annotated[ByteCount | None, doc("Pool bytes that it may use at most; nil for no limit.")] = None
 
 
 class NamespacesReply(Reply, frozen=True):
@@ -160,14 +160,14 @@ class Namespaces(Request[NamespacesReply], frozen=True):
 
 @exchange(ADMIN)
 class SetQuota(Request[Done], frozen=True):
-    """Sets the most that a namespace may have of the pool, from now on and after restarts, open or not. Admin only.
+    """Sets how much of the pool a namespace, open or not, may use. The quota survives restarts. Admin only.
 
-    A namespace that has its quota takes from itself. If the quota holds, but cannot be written for the next daemon, the
-    answer is an Error that names the file.
+    A namespace at its quota evicts its own blocks. If the quota is set but cannot be made durable, the answer is an
+    Error that names the file.
     """
 
     namespace: Fingerprint
-    quota_bytes: Annotated[ByteCount | None, doc("Pool bytes; nil takes the quota away.")]
+    quota_bytes: Annotated[ByteCount | None, doc("Pool bytes; nil removes the quota.")]
 
 
 # --- single blocks ---------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class PageSpec(Wire, frozen=True):
     """One layer's part of a shard: ``blocks_per_key`` pages, end to end."""
 
     page_bytes: Annotated[int, doc("Bytes of an engine block that belong to the layer.", ge=1, lt=2**31)]
-    layer: Annotated[LayerSpec | None, doc("What these bytes are; nil where the engine did not say.")] = None
+    layer: Annotated[LayerSpec | None, doc("Description of these bytes; nil if the engine gave none.")] = None
 
 
 class ShardSpec(Wire, frozen=True):
@@ -192,7 +192,7 @@ class ShardSpec(Wire, frozen=True):
 
 
 def shard_bytes_of(shard: ShardSpec) -> int:
-    """Bytes of such a shard."""
+    """Return the bytes of such a shard."""
     return shard.blocks_per_key * sum(page.page_bytes for page in shard.pages)
 
 
@@ -204,16 +204,14 @@ class NamespaceDescribed(Reply, frozen=True):
     world_size: Annotated[int, doc("Shards that make a block.", ge=1)]
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=1)]
     groups: Annotated[list[GroupSpec], doc("KV cache groups.")]
-    description: Annotated[str, doc("What the fingerprint was made of, as JSON.")]
+    description: Annotated[str, doc("Input of the fingerprint as JSON.")]
     shards: Annotated[list[RankSpec | None], doc("Shards by rank and group; nil if unknown.")]
-    generation: Annotated[
-        Count, doc("When its blocks were last reset or cleared, in microseconds since 1970; 0 for never.")
-    ] = 0
+    generation: Annotated[Count, doc("Time of the last reset or clear, in microseconds since 1970; 0 for never.")] = 0
 
 
 @exchange(ADMIN)
 class DescribeNamespace(Request[NamespaceDescribed], frozen=True):
-    """Asks what the blocks of a namespace are made of."""
+    """Asks for the layout of a namespace's blocks."""
 
     namespace: Fingerprint
 
@@ -222,35 +220,35 @@ class BlockInfo(Wire, frozen=True):
     """One block."""
 
     key: Annotated[bytes, doc("Hash of the block.")]
-    state: Annotated[KeyState, doc("As a lookup tells it: 1 while a shard is missing, 2 ready.")]
+    state: Annotated[KeyState, doc("State as in a lookup: 1 while a shard is missing, 2 ready.")]
     slot_bytes: Annotated[ByteCount, doc("Pool bytes of the block's slots.")]
-    pins: Annotated[Count, doc("Leases and loads that hold the block.")]
-    first_block: Annotated[Count, doc("Engine blocks at the start of each layer that hold nothing that was stored.")]
+    pins: Annotated[Count, doc("Leases and loads that pin the block.")]
+    first_block: Annotated[Count, doc("Engine blocks at the start of each layer that were not stored.")]
     checksums: Annotated[
         bytes,
         doc(
-            "XXH3 of each rank's shard: 64 bits, seed 0, big-endian, 0 replaced by 1; all zeros for none. Where "
-            "``first_block`` is not 0 the bytes before it are in the sum too, whatever they are."
+            "XXH3 of each rank's shard: 64 bits, seed 0, big-endian, 0 replaced by 1; all zeros for none. If "
+            "``first_block`` is not 0, the undefined bytes before it are included."
         ),
     ]
 
 
 class BlocksListed(Reply, frozen=True):
     blocks: Annotated[list[BlockInfo], doc("Blocks of the page.")]
-    next_position: Annotated[Count, doc("Where the next page begins; 0 when there is none.")]
+    next_position: Annotated[Count, doc("Position of the next page; 0 if this is the last.")]
 
 
 @exchange(ADMIN)
 class ListBlocks(Request[BlocksListed], frozen=True):
     """Lists the blocks of one group, a page at a time, in no order.
 
-    A block that is in the pool from the first page to the last is on exactly one of them. A page may be short or empty
-    though others follow.
+    A block that stays in the pool while all pages are read is on exactly one of them. A page may be short or empty even
+    if others follow.
     """
 
     namespace: Fingerprint
     group: GroupIndex
-    position: Annotated[Count, doc("0 for the first page, else ``next_position`` of the page before.")] = 0
+    position: Annotated[Count, doc("0 for the first page, else ``next_position`` of the previous page.")] = 0
     limit: Annotated[int, doc("Most blocks on the page.", ge=1, le=4096)] = 1024
     prefix: Annotated[str, doc("List only keys that begin with these hex digits.", max_length=MAX_KEY_DIGITS)] = ""
 
@@ -259,38 +257,39 @@ class ListBlocks(Request[BlocksListed], frozen=True):
 
 
 class TraceChain(Wire, frozen=True):
-    """What one request asked for of one group: its keys, once however often the engine looked them up."""
+    """One prompt's keys of one group, recorded once even if the engine looked them up several times."""
 
-    milliseconds: Annotated[Count, doc("Since the trace began.")]
+    milliseconds: Annotated[Count, doc("Time since the trace began.")]
     namespace: Fingerprint
     group: GroupIndex
     tokens_per_block: Annotated[Count, doc("Tokens that a key covers; 0 if unknown.")]
     block_bytes: Annotated[ByteCount, doc("Pool bytes of a block of all ranks; 0 before a worker registered.")]
     key_bytes: Annotated[Count, doc("Bytes of a key.")]
-    keys: Annotated[bytes, doc("Its keys, end to end, the root of the prefix first.")]
+    keys: Annotated[bytes, doc("Keys, end to end, root of the prefix first.")]
 
 
 class TraceReply(Reply, frozen=True):
-    chains: Annotated[list[TraceChain], doc("In the order in which they were asked for, about a MiB at most.")]
-    dropped: Annotated[Count, doc("Chains missing behind these, since what was there had not been fetched.")]
+    chains: Annotated[list[TraceChain], doc("Chains in the order of the lookups, about 1 MiB at most.")]
+    dropped: Annotated[Count, doc("Chains lost after these because the buffer was full.")]
 
 
 @exchange(ADMIN)
 class Trace(Request[TraceReply], frozen=True):
-    """Fetches what engines asked for since the last time; the first one begins the trace. Admin only.
+    """Fetches the lookups since the previous Trace; the first Trace starts recording. Admin only.
 
-    There is one trace at a time; it ends with its session. Benches are left out.
+    There is one trace at a time; it ends with its session. Benches are not recorded.
     """
 
 
-# --- what changes the cache ------------------------------------------------------------------------
+# --- changes of the cache --------------------------------------------------------------------------
 
 
 @exchange(ADMIN)
 class Clear(Request[Done], frozen=True):
     """Drops every block of one namespace, or of all. Admin only.
 
-    The answer says that none comes back, also after a kill. If that cannot be written down, it is an Error.
+    After the answer no block returns, even if the daemon is killed. If that cannot be made durable, the answer is an
+    Error.
     """
 
     namespace: Annotated[Fingerprint | None, doc("The namespace; nil for all.")] = None
@@ -298,23 +297,24 @@ class Clear(Request[Done], frozen=True):
 
 @exchange(ADMIN)
 class ResetFleet(Request[Done], frozen=True):
-    """Makes every block of a namespace void for all nodes that share a store with this one, as after a change of the
-    weights: each drops its own too, within seconds. ``count`` in the answer is how many stores did so. Admin only.
+    """Invalidates a namespace on all nodes that share a store with this one, as after a change of the weights.
+
+    Each node drops its blocks within seconds. ``count`` in the answer is the number of stores. Admin only.
     """
 
     namespace: Fingerprint
 
 
 class ScrubReply(Reply, frozen=True):
-    """Answer to Scrub: the running scrub, or the last one. All counts are 0 where there was none."""
+    """Answer to Scrub: the running scrub, or else the last one. All counts are 0 if there was none."""
 
     running: Annotated[bool, doc("Whether the scrub is still running.")]
     slots: Annotated[Count, doc("Slots in use when the scrub began.")]
-    done_slots: Annotated[Count, doc("Slots that the scrub has dealt with.")]
-    checked_slots: Annotated[Count, doc("Slots that were compared with their checksums; the others had been freed.")]
-    checked_bytes: Annotated[ByteCount, doc("Bytes of the slots that were compared.")]
+    done_slots: Annotated[Count, doc("Slots that the scrub has finished.")]
+    checked_slots: Annotated[Count, doc("Slots compared with their checksums; the others had been freed.")]
+    checked_bytes: Annotated[ByteCount, doc("Bytes of the slots compared.")]
     mismatches: Annotated[Count, doc("Slots whose bytes did not match their checksum.")]
-    seconds: Annotated[Seconds, doc("How long the scrub has been running, or took, in seconds.")]
+    seconds: Annotated[Seconds, doc("Duration of the scrub so far, in seconds.")]
 
 
 @exchange(ADMIN)

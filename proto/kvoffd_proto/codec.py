@@ -1,4 +1,4 @@
-"""The one codec of the wire: msgpack by msgspec, typed on both sides."""
+"""The codec of the wire: MessagePack by msgspec, typed on both sides."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from operator import or_
 
 import msgspec
 
-from kvoffd_proto import admin, stats  # noqa: F401 - they declare the requests of administrators
+from kvoffd_proto import admin, stats  # noqa: F401 - declare the administrators' requests
 from kvoffd_proto.messages import EXCHANGES, AnyReply, AnyRequest, Completions, Count, Error, Reply
 
 REPLIES: tuple[type[Reply], ...] = (
     *dict.fromkeys(known.answer for known in EXCHANGES.values() if issubclass(known.answer, Reply)),
     Error,
 )
-"""Every reply of the protocol."""
+"""All replies of the protocol."""
 
 encode = msgspec.msgpack.Encoder().encode
 """Encodes a message, as the frame of a request or a reply, or as the payload of a publication."""
@@ -24,7 +24,7 @@ _completions = msgspec.msgpack.Decoder(Completions)
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """The beginning of any message; what follows is passed over."""
+    """The first two elements of any message; the others are ignored."""
 
     tag: str
     request_id: Count
@@ -33,7 +33,7 @@ class _Head(msgspec.Struct, array_like=True):
 _heads = msgspec.msgpack.Decoder(_Head)
 
 CODEC_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What the next three raise for a frame that is not a message of the expected kind: the text says what is wrong."""
+"""Exceptions of the three decoders below for a frame that is not a message of the expected kind."""
 decode_request = _requests.decode
 decode_reply = _replies.decode
 decode_completions = _completions.decode
@@ -41,7 +41,7 @@ decode_completions = _completions.decode
 
 
 def request_id_of(frame: bytes | memoryview) -> int:
-    """The request id of a frame that does not decode, so that the refusal can name it; 0 where there is none."""
+    """Return the request id of a frame that does not decode, for the refusal; 0 if it has none."""
     try:
         return _heads.decode(frame).request_id
     except CODEC_ERRORS:

@@ -1,8 +1,7 @@
-"""The CUDA driver library by ctypes: loading, prototypes, structs and constants of ``cuda.h``, and what errors say.
+"""The CUDA driver library by ctypes: loading, prototypes, structs and constants of ``cuda.h``, and error messages.
 
-Nothing here is on the wire. It lies in this package because the daemon, the clients and their benches all load the
-driver, neither daemon nor client may import the other, and both import this package. It imports the standard library
-only, and makes no call of the driver before it is asked to.
+Nothing here is on the wire. It is in this package because daemon and clients both load the driver, and neither may
+import the other. It imports only the standard library, and does not call the driver on import.
 
 Declarations are those of NVIDIA's CUDA driver API, 12.0 to 13.x; ``tests/abi`` compares all of them with its headers.
 Every call releases the GIL.
@@ -20,7 +19,7 @@ from functools import partialmethod
 DEFAULT_LIBRARY = "libcuda.so.1"
 LIBRARY_VARIABLE = "KVOFFD_CUDA_LIBRARY"
 
-# Constants of cuda.h, without the CU_ or CUDA_ that their names begin with there.
+# Constants of cuda.h, without their prefix CU_ or CUDA_.
 IPC_HANDLE_SIZE = 64
 
 ERROR_INVALID_VALUE = 1
@@ -58,30 +57,30 @@ MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
 MEM_HANDLE_TYPE_FABRIC = 8
 MEM_LOCATION_TYPE_DEVICE = 1
 MEM_ACCESS_FLAGS_PROT_READWRITE = 3
-# The only order that is right for memory that kernels write.
+# The only correct order for memory that kernels write.
 MEMCPY_SRC_ACCESS_ORDER_STREAM = 1
 MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1
 
 RELAUNCH_ERRORS = frozenset({226, 700, 702, 714, 715, 716, 717, 718, 719, 721, 810, 911})
-"""cuda.h says of these that the process must be terminated and relaunched: every call after one of them fails.
+"""Errors after which, by cuda.h, the process must be terminated and relaunched: every later call fails.
 
 In this order: contained, illegal address, launch timeout, hardware stack error, illegal instruction, misaligned
 address, invalid address space, invalid pc, launch failed, tensor memory leak, MPS client terminated, external device.
 """
 
 _MPS = (
-    "This process should be a client of MPS but is none: it must run as the user of the MPS server, and see the pipes "
-    "(CUDA_MPS_PIPE_DIRECTORY) and the shared memory of nvidia-cuda-mps-control, in a container too (--ipc=host)."
+    "This process cannot connect to MPS: it must run as the user of the MPS server, with access to the pipes "
+    "(CUDA_MPS_PIPE_DIRECTORY) and the shared memory of nvidia-cuda-mps-control, also in a container (--ipc=host)."
 )
-_MPS_FULL = "The MPS server has as many clients as it takes; see nvidia-cuda-mps-control."
+_MPS_FULL = "The MPS server has reached its limit of clients; see nvidia-cuda-mps-control."
 _ADVICE = {
     ERROR_DEVICE_UNAVAILABLE: (
-        "The GPU may be in a compute mode that lets one process have it (nvidia-smi -q -d COMPUTE), and daemon and "
-        "engine are two: set it to DEFAULT, or make both clients of MPS."
+        "The GPU may be in an exclusive compute mode (nvidia-smi -q -d COMPUTE), but daemon and engine both use it: "
+        "set it to DEFAULT, or make both clients of MPS."
     ),
     ERROR_SYSTEM_NOT_READY: (
-        "Where GPUs are joined by NVSwitch, CUDA needs nvidia-fabricmanager: see that service, and start this process "
-        "again when it runs."
+        "GPUs connected by NVSwitch need nvidia-fabricmanager: check that service, and restart this process when it "
+        "runs."
     ),
     **dict.fromkeys((ERROR_MPS_CONNECTION_FAILED, ERROR_MPS_RPC_FAILURE, ERROR_MPS_SERVER_NOT_READY), _MPS),
     **dict.fromkeys((ERROR_MPS_MAX_CLIENTS_REACHED, ERROR_MPS_MAX_CONNECTIONS_REACHED), _MPS_FULL),
@@ -89,23 +88,23 @@ _ADVICE = {
 
 _ADVICE_OF_CALL = {
     ("cuDevicePrimaryCtxRetain", ERROR_OUT_OF_MEMORY): (
-        "The GPU has no memory left for the daemon, which needs some hundred MiB: start engines with a lower "
-        "gpu_memory_utilization, or the daemon before them."
+        "The GPU has no memory left for the daemon, which needs a few hundred MiB: start engines with a lower "
+        "gpu_memory_utilization, or start the daemon first."
     ),
     ("cuInit", ERROR_NO_DEVICE): (
-        "This process sees no GPU: see nvidia-smi where it runs, and give its container GPUs "
+        "This process sees no GPU: run nvidia-smi in the same place, and give its container GPUs "
         "(NVIDIA_VISIBLE_DEVICES=all; CUDA_VISIBLE_DEVICES unset)."
     ),
 }
 _NO_START = (
-    "The driver does not start: see nvidia-smi where it runs. Its kernel module may be missing or of another version, "
-    "or this process may not open /dev/nvidia*. When that is mended, start this process again: a driver may remember "
-    "that it failed."
+    "The driver does not start: run nvidia-smi in the same place. Its kernel module may be missing or of another "
+    "version, or this process may not open /dev/nvidia*. Restart this process after the repair: a driver may remember "
+    "its failure."
 )
 _TEXT_BYTES = 128
 
 
-# The structs are those of cuda.h, which STRUCTS names; so are their fields.
+# Structs and fields of cuda.h; see STRUCTS.
 
 
 class MemLocation(ctypes.Structure):
@@ -156,7 +155,7 @@ TYPES: dict[str, type] = {
     "void *": ctypes.c_void_p,
     "const void *": ctypes.c_void_p,
     "const char *": ctypes.c_char_p,
-    "const CUDA_MEMCPY2D *": ctypes.c_void_p,  # only the copy loop in C makes such
+    "const CUDA_MEMCPY2D *": ctypes.c_void_p,  # made only by the copy loop in C
     "char": ctypes.c_char,
     "int": ctypes.c_int,
     "unsigned int": ctypes.c_uint,
@@ -176,7 +175,7 @@ TYPES: dict[str, type] = {
     "CUmemAllocationHandleType": ctypes.c_uint,
     "CUdriverProcAddressQueryResult": ctypes.c_uint,
 }
-"""What a C type is here, besides STRUCTS; any other pointer is one to these."""
+"""The ctypes type of each C type, besides STRUCTS. All other types are pointers to these."""
 
 POINTER_ATTRIBUTES: dict[int, str] = {
     POINTER_ATTRIBUTE_DEVICE_ORDINAL: "int",
@@ -185,7 +184,7 @@ POINTER_ATTRIBUTES: dict[int, str] = {
     POINTER_ATTRIBUTE_RANGE_SIZE: "size_t",
     POINTER_ATTRIBUTE_MEMPOOL_HANDLE: "CUmemoryPool",
 }
-"""What each attribute writes to the ``void *`` of ``cuPointerGetAttribute``, and, below, each type of handle."""
+"""C type that each attribute writes to the ``void *`` of ``cuPointerGetAttribute``; below, that of each handle type."""
 EXPORTED_HANDLES: dict[int, str] = {MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: "int"}
 
 PROTOTYPES: dict[str, tuple[str, ...]] = {
@@ -248,12 +247,12 @@ BATCH_FORMS: dict[int, tuple[str, ...]] = {
     12080: (*_COLUMNS, "size_t *", "CUstream"),
     13000: (*_COLUMNS, "CUstream"),
 }
-"""The two forms of BATCH_SYMBOL, by the version that ``cuGetProcAddress`` is asked for: destinations, sources, sizes,
-their count, attributes, first copies, their count, then in the older form which copy failed, then the stream."""
+"""The two forms of BATCH_SYMBOL, by the version passed to ``cuGetProcAddress``: destinations, sources, sizes, their
+count, attributes, first copies, their count, in the older form the index of the failed copy, and the stream."""
 
 
 def argument_type(text: str) -> type:
-    """Return what ctypes calls a C type of an argument: it takes a pointer to no other type than the header's."""
+    """Return the ctypes type of a C argument: pointers accept only the header's types."""
     if (kind := TYPES.get(text) or STRUCTS.get(text.removeprefix("const "))) is not None:
         return kind
     assert text.endswith("*"), f"TYPES lacks {text}"
@@ -265,7 +264,7 @@ def argument_types(declared: tuple[str, ...]) -> list[type]:
 
 
 def declare(library: ctypes.CDLL, prototypes: dict[str, tuple[str, ...]]) -> None:
-    """Give the library's functions these prototypes. Raises AttributeError for one that is not there."""
+    """Set the prototypes of the library's functions. Raises AttributeError if one is missing."""
     for name, declared in prototypes.items():
         function = getattr(library, name)
         function.argtypes = argument_types(declared)
@@ -273,7 +272,7 @@ def declare(library: ctypes.CDLL, prototypes: dict[str, tuple[str, ...]]) -> Non
 
 
 class CudaError(Exception):
-    """A call of the driver failed, or there is no driver that can be used: then ``call`` is empty.
+    """A call of the driver failed, or no usable driver was found; then ``call`` is empty.
 
     Attributes:
         message: sentences for people: the call, its status and what to do.
@@ -284,31 +283,31 @@ class CudaError(Exception):
         self.message, self.call, self.status = message, call, status
 
 
-# The first members of ``struct gpu_copying`` of gpu_copy.c, and the calls that they are.
+# The first members of ``struct gpu_copying`` in gpu_copy.c, and their driver calls.
 _COPY_CALLS = {
     "copy": "cuMemcpyAsync",
     "record": "cuEventRecord",
     "wait": "cuEventSynchronize",
     "sync": "cuStreamSynchronize",
 }
-# Of all copies of every batch.
+# Attributes of all copies of every batch.
 _BATCH_ATTRIBUTES = MemcpyAttributes(
     srcAccessOrder=MEMCPY_SRC_ACCESS_ORDER_STREAM, flags=MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 )
 
 
 class Cuda:
-    """The driver library at a path; where that is empty KVOFFD_CUDA_LIBRARY, else the system's.
+    """The driver library at a path; if that is empty, at KVOFFD_CUDA_LIBRARY, else the system's.
 
-    Addresses, contexts, streams and events are ints; devices are the driver's ordinals in this process. Calls about
-    devices and contexts need ``init``; all calls about memory, streams and events need a context that is current in
-    the calling thread. All raise CudaError, the constructor where there is no driver, or too old a one.
+    Addresses, contexts, streams and events are ints; devices are the driver's ordinals in this process. Calls on
+    devices and contexts need ``init``; calls on memory, streams and events need a current context in the calling
+    thread. All raise CudaError; the constructor does if the driver is missing or too old.
 
     Args:
-        batches: whether copies may be made in batches, and in rows, at all.
+        batches: whether copies may be made in batches and in rows.
 
     Attributes:
-        lost: why this process must end, as a call has found first; else None. See ``RELAUNCH_ERRORS``.
+        lost: the first error after which this process must end; None if there was none. See ``RELAUNCH_ERRORS``.
     """
 
     def __init__(self, library: str = "", *, batches: bool = True) -> None:
@@ -329,7 +328,7 @@ class Cuda:
             raise self.error(name, status)
 
     def _number(self, name: str, *arguments: object, written: str = "") -> int:
-        """Make a call that writes a number, of the type ``written`` where its first argument is a ``void *``."""
+        """Make a call that writes a number; ``written`` is its type if the first argument is a ``void *``."""
         number = argument_type(written or PROTOTYPES[name][0].removesuffix("*").rstrip())()
         self._call(name, ctypes.byref(number), *arguments)
         return number.value or 0
@@ -350,13 +349,13 @@ class Cuda:
         return error
 
     def lose(self, error: CudaError) -> None:
-        """Take note that a context is lost, and this process's use of the GPUs with it. From any thread."""
+        """Record that a context is lost, after which this process cannot use GPUs. For any thread."""
         self.lost = self.lost or error
 
     # --- devices and contexts -----------------------------------------------------------------------
 
     def init(self) -> None:
-        """Start the driver. Repeatable. The error says what is missing."""
+        """Start the driver. Repeatable. The error names what is missing."""
         self._call("cuInit", 0)
 
     def version(self) -> int:
@@ -374,17 +373,17 @@ class Cuda:
         return self._text("cuDeviceGetPCIBusId", device)
 
     def device_uuid(self, device: int) -> bytes:
-        """Return 16 bytes: of the GPU, or of the MIG instance where the device is one."""
+        """Return the 16 bytes of the UUID of the GPU or MIG instance."""
         uuid = Uuid()
         self._call("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
         return bytes(uuid)
 
     def retain_context(self, device: int) -> int:
-        """Return the device's primary context, the one that torch uses; make it if need be. Release it as often."""
+        """Return the device's primary context, which torch uses too, creating it if needed. Release it as often."""
         return self._number("cuDevicePrimaryCtxRetain", device)
 
     release_context = partialmethod(_call, "cuDevicePrimaryCtxRelease_v2")
-    """Give one ``retain_context`` back; the context goes with the last."""
+    """Undo one ``retain_context``; the last one destroys the context."""
 
     def set_context(self, context: int) -> None:
         """Make the context current in this thread; 0 for none."""
@@ -396,9 +395,9 @@ class Cuda:
 
     @contextmanager
     def context(self, device: int | None = None) -> Iterator[None]:
-        """Have a context of the device in this thread, which the calls need; torch made one, maybe in another thread.
+        """Make a context of the device current in this thread: torch may have made its own in another thread.
 
-        Without ``device`` it is that of any GPU that this process uses; where it uses none, there is none.
+        Without ``device``, choose any GPU that this process uses. If it uses none, do nothing.
         """
         before = self.current_context()
         if device is None and not before:
@@ -421,7 +420,7 @@ class Cuda:
     # --- memory of this process ---------------------------------------------------------------------
 
     def free_bytes(self) -> int:
-        """Return how many bytes of the GPU's memory no process has."""
+        """Return the free bytes of the GPU's memory."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
@@ -430,7 +429,7 @@ class Cuda:
         return self._number("cuPointerGetAttribute", attribute, address, written=POINTER_ATTRIBUTES[attribute])
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """Return begin and size of the allocation, or of the mapped chunk, that an address lies in."""
+        """Return begin and size of the allocation or mapped chunk that contains an address."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
         return base.value, size.value
@@ -453,11 +452,11 @@ class Cuda:
         return self._number("cuIpcOpenMemHandle_v2", copied, IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
 
     def import_size(self, address: int) -> int:
-        """Return how many bytes of an opened allocation begin at ``address``."""
+        """Return the size of an opened allocation from ``address`` on."""
         try:
             base, size = self.address_range(address)
         except CudaError:
-            # cuda.h promises the range of the process's own allocations only; the attributes are of any address.
+            # cuda.h guarantees the range of the process's own allocations only; attributes work for any address.
             base = self.pointer_attribute(POINTER_ATTRIBUTE_RANGE_START_ADDR, address)
             size = self.pointer_attribute(POINTER_ATTRIBUTE_RANGE_SIZE, address)
         return base + size - address
@@ -465,7 +464,7 @@ class Cuda:
     close_ipc = partialmethod(_call, "cuIpcCloseMemHandle")
 
     def export_chunk(self, address: int) -> tuple[int, int]:
-        """Export the chunk mapped at ``address``: (fd, handle types); fd is -1 where its types have no descriptors."""
+        """Export the chunk mapped at ``address``: (fd, handle types). fd is -1 if it has no descriptor."""
         allocation = self._number("cuMemRetainAllocationHandle", address)
         try:
             properties, wanted = MemAllocationProp(), MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -479,14 +478,14 @@ class Cuda:
             self.release(allocation)
 
     def import_descriptor(self, fd: int) -> int:
-        """Return an allocation made of a descriptor, which stays the caller's. To be released."""
+        """Return an allocation made from a descriptor, which stays the caller's. Release it after use."""
         return self._number("cuMemImportFromShareableHandle", fd, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
 
     release = partialmethod(_call, "cuMemRelease")
-    """Release an allocation; a mapping keeps it."""
+    """Release an allocation; its mappings keep it alive."""
 
     def reserve(self, size: int) -> int:
-        """Return the beginning of ``size`` bytes of addresses, with nothing mapped."""
+        """Reserve ``size`` bytes of addresses without mapping; return their begin."""
         return self._number("cuMemAddressReserve", size, 0, 0, 0)
 
     free_reservation = partialmethod(_call, "cuMemAddressFree")
@@ -503,7 +502,7 @@ class Cuda:
     # --- copies -------------------------------------------------------------------------------------
 
     def create_stream(self, *, urgent: bool) -> int:
-        """Return a stream that waits for no other: of the highest priority if ``urgent``, else of the lowest."""
+        """Return a non-blocking stream with the highest priority if ``urgent``, else the lowest."""
         least, greatest = ctypes.c_int(), ctypes.c_int()
         self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
         priority = greatest.value if urgent else least.value
@@ -512,17 +511,17 @@ class Cuda:
     destroy_stream = partialmethod(_call, "cuStreamDestroy_v2")
 
     def create_event(self) -> int:
-        """Return an event whose waiter sleeps."""
+        """Return an event whose waiter sleeps instead of spinning."""
         return self._number("cuEventCreate", EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
 
     destroy_event = partialmethod(_call, "cuEventDestroy_v2")
 
     def copy_calls(self) -> dict[str, int]:
-        """Return the addresses that the copy loop in C calls, by its names.
+        """Return the addresses of the functions that the copy loop in C calls, by its names.
 
-        ``rows`` and ``batch`` are missing by the setting, and where the GPU has registered host memory at other
-        addresses than this process (Windows' subsystem for Linux, some virtual GPUs): only single copies translate
-        these, a batch would lose the context (sgl-project/sglang#40232). Drivers before CUDA 12.8 have no batches.
+        ``rows`` and ``batch`` are missing if the setting disables them, or if the GPU maps registered host memory at
+        other addresses than this process (WSL, some virtual GPUs): only single copies translate those, and a batch
+        would lose the context (sgl-project/sglang#40232). Drivers before CUDA 12.8 have no batches.
         """
         calls = {field: self._address_of(getattr(self._library, name)) for field, name in _COPY_CALLS.items()}
         version, attribute = self.version(), DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
@@ -531,7 +530,7 @@ class Cuda:
         calls["rows"] = self._address_of(self._library.cuMemcpy2DAsync_v2)
         if version < min(BATCH_FORMS):
             return calls
-        # Asked for a newer version than its own, a driver may answer with the older call, which takes other arguments.
+        # For a version newer than its own, a driver may return the older call, which has other arguments.
         form = max(known for known in BATCH_FORMS if known <= version)
         batch, found, get = ctypes.c_void_p(), ctypes.c_uint(), self._library.cuGetProcAddress_v2
         status = get(BATCH_SYMBOL.encode(), ctypes.byref(batch), form, GET_PROC_ADDRESS_DEFAULT, ctypes.byref(found))
@@ -545,13 +544,13 @@ class Cuda:
         return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
-# A driver call may open a few files of its own.
+# Descriptors that a driver call may need for itself.
 _SPARE_DESCRIPTORS = 8
 _LINUX_LIMITS = 1024, 4096
 
 
 def descriptor_limits() -> tuple[int, int]:
-    """The soft and the hard limit; those that Linux begins with where a seccomp filter lets nobody ask."""
+    """Return the soft and the hard limit; Linux's defaults if a seccomp filter forbids the call."""
     try:
         return resource.getrlimit(resource.RLIMIT_NOFILE)
     except OSError:
@@ -559,7 +558,7 @@ def descriptor_limits() -> tuple[int, int]:
 
 
 def missing_descriptors() -> str:
-    """Return a sentence if this process can open hardly any file more, which the driver does not say; else nothing."""
+    """Return a sentence if this process is nearly out of descriptors, which the driver does not report; else ``""``."""
     limit, _ = descriptor_limits()
     try:
         if len(os.listdir("/proc/self/fd")) < limit - _SPARE_DESCRIPTORS:
@@ -567,6 +566,6 @@ def missing_descriptors() -> str:
     except OSError:  # not even that directory
         pass
     return (
-        f"This process has nearly all of the {limit} files open that it may, and each chunk of GPU memory is one more: "
+        f"This process has nearly reached its limit of {limit} open files, and each chunk of GPU memory needs one: "
         "raise the limit (ulimit -n, LimitNOFILE=)."
     )

@@ -21,31 +21,31 @@ MEDIUM_STORAGE = "STORAGE"
 
 
 def kv_topic(fingerprint: bytes) -> bytes:
-    """Topic of a namespace's KV events: ``kv@`` and the fingerprint in hex."""
+    """Return the topic of a namespace's KV events: ``kv@`` and the fingerprint in hex."""
     return KV_TOPIC_PREFIX + fingerprint.hex().encode()
 
 
 def session_topic(epoch: int, session_id: int) -> bytes:
-    """Topic of a session's completions. Ends in a separator, so that no topic is another's prefix."""
+    """Return the topic of a session's completions. With its final slash no topic is a prefix of another."""
     return SESSION_TOPIC_PREFIX + f"{epoch}/{session_id}/".encode()
 
 
 class BlockStored(Struct, frozen=True, array_like=True, tag="stored"):
-    """Blocks of one group are in a tier from now on. Blocks in the pool can be loaded, those on disk be promoted.
+    """Blocks of one group were added to a tier. Blocks in the pool can be loaded, those on disk can be promoted.
 
-    The blocks of one store are in its order: in a chain the parent is before its child.
+    Blocks of one store keep its order: a parent is before its child.
     """
 
     block_hashes: Annotated[list[bytes], doc("Hashes of the blocks.")]
     block_size: Annotated[int, doc("Tokens of one block of the group.", ge=0)]
     medium: Annotated[str, doc("The tier: CPU for the pool, STORAGE for disks.")]
     group_idx: Annotated[int, doc("KV cache group of the blocks.", ge=0)]
-    parents: Annotated[list[bytes], doc("As ``GroupBlocks.parents``, by block; empty where there are none.")] = []
-    token_ids: Annotated[bytes, doc("As ``GroupBlocks.tokens``; empty where ``parents`` is.")] = b""
+    parents: Annotated[list[bytes], doc("Parent of each block, as in ``GroupBlocks.parents``; empty if unknown.")] = []
+    token_ids: Annotated[bytes, doc("Token ids, as in ``GroupBlocks.tokens``; empty if ``parents`` is.")] = b""
 
 
 class BlockRemoved(Struct, frozen=True, array_like=True, tag="removed"):
-    """Blocks of one group are not in a tier any more."""
+    """Blocks of one group were removed from a tier."""
 
     block_hashes: Annotated[list[bytes], doc("Hashes of the blocks.")]
     medium: Annotated[str, doc("The tier: CPU for the pool, STORAGE for disks.")]
@@ -53,7 +53,7 @@ class BlockRemoved(Struct, frozen=True, array_like=True, tag="removed"):
 
 
 class AllBlocksCleared(Struct, frozen=True, array_like=True, tag="cleared"):
-    """No block of the topic's namespace is in any tier any more."""
+    """All blocks of the topic's namespace were removed from all tiers."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -63,7 +63,7 @@ class EventBatch(Struct, frozen=True, array_like=True):
     """The payload of one KV event message."""
 
     ts: Annotated[float, doc("Unix time in seconds.")]
-    events: Annotated[list[KvEvent], doc("Events, in the order in which they happened.")]
+    events: Annotated[list[KvEvent], doc("Events, oldest first.")]
 
 
 decode_event_batch = msgspec.msgpack.Decoder(EventBatch).decode

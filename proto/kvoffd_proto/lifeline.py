@@ -1,7 +1,7 @@
-"""Frames of the lifeline, the unix stream that carries descriptors and, by its EOF, death.
+"""Frames of the lifeline: the unix stream that carries descriptors, and whose EOF ends the session.
 
-A frame is a little-endian ``uint32`` length and that many bytes of msgpack. A frame that brings a
-descriptor has it in the ancillary data (SCM_RIGHTS) of the message that holds its first byte.
+A frame is a little-endian ``uint32`` length and that many bytes of MessagePack. A descriptor is ancillary data
+(SCM_RIGHTS) of the message that holds the first byte of its frame.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvoffd_proto.messages import TOKEN_BYTES, Count, Wire, doc
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 4096
 
-SegmentName = Annotated[Count, doc("The name given in Attach.")]
-Reason = Annotated[ErrorCode, doc("Why it was refused.")]
-Advice = Annotated[str, doc("A sentence that says what to do.", max_length=2048)]
+SegmentName = Annotated[Count, doc("The id given in Attach.")]
+Reason = Annotated[ErrorCode, doc("Reason of the refusal.")]
+Advice = Annotated[str, doc("The reason, and what to do about it.", max_length=2048)]
 
 
 class Greeting(Wire, frozen=True, tag="greeting"):
-    """Daemon to client, first frame: the connection was accepted; the session of this lifeline."""
+    """Daemon to client, first frame: the connection is accepted, and this is its session."""
 
     protocol_version: Annotated[int, doc("The daemon's protocol version.", ge=0)]
-    epoch: Annotated[Count, doc("Random number of this run of the daemon; in the topic of completions.")]
+    epoch: Annotated[Count, doc("Random number of this run of the daemon, part of the topic of completions.")]
     session_id: Annotated[int, doc("The session this lifeline belongs to.", ge=1, lt=2**31)]
     token: Annotated[
         bytes, doc("Secret: after a ``k``, the DEALER's routing id.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
@@ -41,19 +41,19 @@ class Refused(Wire, frozen=True, tag="refused"):
 
 
 class Attach(Wire, frozen=True, tag="attach"):
-    """Client to daemon, with exactly one descriptor: keep it for one Register. One that is refused leaves it."""
+    """Client to daemon, with exactly one descriptor, to be used by one Register. A refused Register does not use it."""
 
     segment_id: Annotated[Count, doc("Name of the descriptor, new in the session.")]
 
 
 class Attached(Wire, frozen=True, tag="attached"):
-    """Daemon to client: the descriptor is held; Register may refer to it now."""
+    """Daemon to client: the daemon has the descriptor, and Register may refer to it."""
 
     segment_id: SegmentName
 
 
 class AttachRefused(Wire, frozen=True, tag="attach_refused"):
-    """Daemon to client: the descriptor was closed again; the session goes on."""
+    """Daemon to client: the descriptor was refused and closed; the session continues."""
 
     segment_id: SegmentName
     code: Reason
@@ -61,18 +61,17 @@ class AttachRefused(Wire, frozen=True, tag="attach_refused"):
 
 
 class MemoryReleased(Wire, frozen=True, tag="memory_released"):
-    """Daemon to client, the last frame: the session has ended and no copy touches the client's memory any more.
+    """Daemon to client, last frame: the session has ended, and the daemon no longer accesses the client's memory.
 
-    A lifeline that ends without it is a daemon's that died: copies of a GPU may go on until its process is gone.
+    If a lifeline ends without it, the daemon has died: copies of a GPU may continue until its process is gone.
     """
 
 
 class Leaving(Wire, frozen=True, tag="leaving"):
-    """Client to daemon, its last frame: it ends the session of its own accord.
+    """Client to daemon, last frame: the client ends the session on purpose.
 
-    Close the stream behind it. To wait for MemoryReleased, shut down its writing half and read on.
-    A lifeline that ends without it is taken for one of a process that ended; that makes a difference to what is
-    counted, and to nothing else.
+    Close the stream afterwards. To wait for MemoryReleased, shut down the writing half and read until EOF. A lifeline
+    that ends without Leaving is counted as a client that died; nothing else differs.
     """
 
 
@@ -84,11 +83,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class LifelineError(Exception):
-    """The stream holds something that is not a lifeline frame; the connection must be closed."""
+    """The stream holds something that is not a lifeline frame. Close the connection."""
 
 
 def routing_id(token: bytes) -> bytes:
-    """The routing id of a session's DEALER, which names it in every request. None may begin with a zero byte."""
+    """Return the routing id of a session's DEALER. ZeroMQ does not permit a zero as the first byte."""
     return b"k" + token
 
 
@@ -109,7 +108,7 @@ class FrameBuffer:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add ``data``; return the bodies that are complete now."""
+        """Add ``data``; return the complete frame bodies."""
         self._pending += data
         bodies: list[bytes] = []
         while len(self._pending) >= LENGTH_BYTES:

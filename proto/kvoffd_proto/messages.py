@@ -1,13 +1,14 @@
-"""Messages of engines on ``jobs.sock``, the completions on ``events.sock``, and what all messages are made of.
+"""Messages of engines on ``jobs.sock``, completions on ``events.sock``, and the parts that all messages share.
 
-Every message is an array: its tag, then its fields in the order given here. A request goes as one frame
-from a DEALER; its reply comes back with the same ``request_id``. Submit is not replied to when all its jobs
-are accepted: their answers are completions. ``PROTOCOL.md`` is generated from these modules.
+Every message is an array: its tag, then its fields in the order given here. A DEALER sends a request as one frame; the
+reply has the same ``request_id``. An accepted Submit has no reply: its jobs are answered by completions.
+``PROTOCOL.md`` is generated from these modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum, StrEnum
 from typing import Annotated, Generic, NamedTuple, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
@@ -16,15 +17,15 @@ from msgspec import Meta, Struct, structs
 from kvoffd_proto.errors import ErrorCode
 
 PROTOCOL_VERSION = 17
-"""Raised whenever a message, a field or its meaning changes. Both ends must speak the same one; none is negotiated."""
+"""Version that both ends must have. Raise it when a message, a field or its meaning changes."""
 
 FINGERPRINT_BYTES = 32
 TOKEN_BYTES = 16
 MAX_JOBS = 2048
-"""``max_jobs_per_message`` is never more."""
+"""Upper bound of ``max_jobs_per_message``."""
 MAX_GROUPS = 64
 MAX_PAGES = 8192
-"""Of a registration in all groups together, and its tensors: each costs the daemon's loop some microseconds."""
+"""Most pages, and most tensors, of a registration. Each costs the daemon's loop a few microseconds."""
 BLOCK_ID_BYTES = TOKEN_ID_BYTES = COUNT_BYTES = 4
 
 
@@ -38,19 +39,19 @@ ByteCount = Annotated[int, doc(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, doc(ge=0)]
 PerSecond = Annotated[float, doc(ge=0)]
 NO_REPLY = 0
-"""The id of a request that is only replied to where it is refused."""
-RequestId = Annotated[Count, doc("Chosen by the client, echoed in the reply; with 0 only a refusal is sent.")]
+"""Id of a request whose only possible reply is a refusal."""
+RequestId = Annotated[Count, doc("Chosen by the client, returned in the reply; with 0 only a refusal is sent.")]
 SessionId = Annotated[int, doc("Id of the session.", ge=1, lt=2**31)]
 Keys = Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
 Fingerprint = Annotated[
     bytes, doc("The namespace's fingerprint, 32 bytes.", min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)
 ]
 LeaseId = Annotated[
-    int, doc("Random, chosen by the scheduler's client: who knows it may load.", ge=2**32, le=2**63 - 1)
+    int, doc("Random, chosen by the scheduler's client. A worker that knows it may load.", ge=2**32, le=2**63 - 1)
 ]
 JobId = Annotated[Count, doc("Unique among the session's unfinished jobs.")]
 Acknowledged = Annotated[
-    Count, doc("All completions up to this number have arrived, and are forgotten, also where the rest is refused.")
+    Count, doc("All completions up to this number arrived: the daemon forgets them, even if it refuses the request.")
 ]
 MAX_WORLD_SIZE = 64
 RegistrationId = Annotated[
@@ -61,7 +62,7 @@ GroupIndex = Annotated[int, doc("Index of the KV cache group.", ge=0, lt=65536)]
 
 
 class Role(StrEnum):
-    """What a session may do."""
+    """Role of a session, which determines what it may do."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
@@ -76,27 +77,27 @@ ANY_ROLE = ENGINE + ADMIN
 
 
 class KeyState(IntEnum):
-    """What a lookup tells of a key, one byte each."""
+    """State of a key in the answer to a lookup, one byte each."""
 
     ABSENT = 0
     """The daemon does not have it."""
     WRITING = 1
-    """It is being stored: a shard of it is missing."""
+    """It is being stored: at least one shard is missing."""
     READY = 2
     """It can be loaded."""
     PENDING = 3
-    """A disk has it, and it comes up: ask again."""
+    """It is on a disk and being promoted: ask again."""
     SHARED = 4
-    """A store that nodes share is asked for it, or has it and it comes up: ask again."""
+    """A store that nodes share is being asked for it, or has it and it is being promoted: ask again."""
 
 
 ABSENT, WRITING, READY, PENDING, SHARED = KeyState
 COMING = frozenset((PENDING, SHARED))
-"""States of keys that come up from below the pool, or may: ask again."""
+"""States of keys that are, or may be, on their way to the pool: ask again."""
 
 
 class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of parts of messages: encoded as arrays, unknown trailing fields refused."""
+    """Base of parts of messages: arrays without unknown fields."""
 
 
 class Message(Wire, frozen=True, tag=lambda name: name.lower()):
@@ -107,7 +108,7 @@ AnswerT_co = TypeVar("AnswerT_co", bound=Message, covariant=True)
 
 
 class Request(Message, Generic[AnswerT_co], frozen=True):
-    """Base of requests. The parameter is what answers the request: a Reply, or Completions where it is a job."""
+    """Base of requests. The parameter is the type of the answer: a Reply, or Completions for jobs."""
 
     request_id: RequestId
 
@@ -119,15 +120,15 @@ class Reply(Message, frozen=True):
 
 
 class Exchange(NamedTuple):
-    """What ``exchange`` and the base class declare of a request."""
+    """Roles and answer of a request, as ``exchange`` and the base class declare them."""
 
     roles: tuple[Role, ...]
-    """Who may send it."""
+    """Roles that may send it."""
     answer: type[Message]
 
 
 EXCHANGES: dict[type[Request[Message]], Exchange] = {}
-"""Every request of the protocol. The codec, the reference page and the daemon's table of handlers are made from it."""
+"""All requests of the protocol. The codec, the reference page and the daemon's handlers are built from it."""
 
 RequestT = TypeVar("RequestT", bound=Request[Message])
 
@@ -145,17 +146,17 @@ def exchange(roles: tuple[Role, ...]) -> Callable[[type[RequestT]], type[Request
 
 
 def answer_type(kind: type[Request[AnswerT_co]]) -> type[AnswerT_co]:
-    """What answers requests of this kind."""
+    """Return the type that answers requests of this kind."""
     return cast("type[AnswerT_co]", EXCHANGES[kind].answer)
 
 
 def metas_of(hint: object) -> list[Meta]:
-    """What annotates a type."""
+    """Return the Metas that annotate a type."""
     return [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta)]
 
 
 def fields_of(struct: type[Struct]) -> list[tuple[structs.FieldInfo, object, str]]:
-    """The fields of ``struct`` in wire order: field, type with its Metas, description (empty where there is none)."""
+    """Return the fields of ``struct`` in wire order: field, type with its Metas, description (empty for none)."""
     hints = get_type_hints(struct, include_extras=True)
     found = []
     for item in structs.fields(struct):
@@ -166,7 +167,7 @@ def fields_of(struct: type[Struct]) -> list[tuple[structs.FieldInfo, object, str
 
 
 def struct_in(hint: object) -> type[Struct] | None:
-    """Return the Struct that a field of this type holds, by itself, optionally or in a list; else None."""
+    """Return the Struct that a field of this type holds: alone, optional or in a list. None if there is none."""
     if isinstance(hint, type) and issubclass(hint, Struct):
         return hint
     return next((found for argument in get_args(hint) if (found := struct_in(argument)) is not None), None)
@@ -176,7 +177,7 @@ def struct_in(hint: object) -> type[Struct] | None:
 
 
 BENCH_LABEL = "bench "
-"""A namespace whose label begins so is a bench's: no sum has it, and it is forgotten once it is empty and closed."""
+"""Prefix of the labels of a bench's namespaces, which no sum includes and which are forgotten once empty and closed."""
 
 
 class GroupSpec(Wire, frozen=True):
@@ -197,14 +198,14 @@ class GroupKeys(Wire, frozen=True):
 class Done(Reply, frozen=True):
     """Answer to requests that return nothing but a count."""
 
-    count: Annotated[Count, doc("How many blocks, leases or other things the request concerned.")] = 0
+    count: Annotated[Count, doc("Number of blocks, leases or other objects that the request affected.")] = 0
 
 
 class Error(Reply, frozen=True):
-    """The request was refused and changed nothing. ``request_id`` is 0 where the frame had none."""
+    """A refusal: the request changed nothing. ``request_id`` is 0 if the frame had none."""
 
     code: Annotated[ErrorCode, doc("Why the request was refused.")]
-    message: Annotated[str, doc("A sentence that says what to do.")]
+    message: Annotated[str, doc("The reason, and what to do about it.")]
 
 
 # --- memory: segments, tensors in them, groups over tensors ----------------------------------------
@@ -215,7 +216,7 @@ GpuUuid = Annotated[bytes, doc("UUID of the GPU (or MIG instance), never an ordi
 
 
 class MemfdHandle(Wire, frozen=True, tag="memfd"):
-    """Host memory: a memfd that came over the lifeline, sealed against shrinking."""
+    """Host memory: a memfd sent over the lifeline, sealed against shrinking."""
 
     segment_id: Annotated[Count, doc("Id under which the descriptor was attached on the lifeline.")]
     size_bytes: Annotated[int, doc("Bytes to map; the file must be at least as large.", ge=1, le=2**63 - 1)]
@@ -250,7 +251,7 @@ class TensorLayout(Wire, frozen=True):
 
 
 class LayerSpec(Wire, frozen=True):
-    """Describes a page of one layer for programs that open blocks. The daemon checks nothing by it."""
+    """Description of one layer's page, for programs that open blocks. The daemon does not use it."""
 
     name: Annotated[str, doc("The engine's name of the layer; empty if unknown.", max_length=256)] = ""
     dtype: Annotated[str, doc("torch's name of the dtype, such as ``bfloat16``; empty for bytes.", max_length=32)] = ""
@@ -266,17 +267,17 @@ class PageRef(Wire, frozen=True):
 
     tensor: Annotated[int, doc("Index into the registration's tensors.", ge=0, lt=65536)]
     page_bytes: Annotated[int, doc("Bytes of the page that belong to the layer.", ge=1, lt=2**31)]
-    layer: Annotated[LayerSpec | None, doc("What these bytes are; nil if unknown.")] = None
+    layer: Annotated[LayerSpec | None, doc("Description of these bytes; nil if unknown.")] = None
 
 
 MAX_REPORTED = 1_000_000
-"""In one message: sums of what anybody may claim must stay numbers."""
+"""Largest count in one message, so that sums of clients' claims stay finite."""
 MAX_PROBLEM = 512
-"""Characters of a sentence that says why an engine is not served."""
+"""Characters of the sentence that says why an engine stores and loads nothing."""
 LEAST_PER_SECOND, MOST_PER_SECOND = 1e-6, 1e12
-"""Of a speed that is not 0: what is reckoned with it must stay a number."""
+"""Bounds of a speed that is not 0, so that results computed from it stay finite."""
 MOST_TIME_S = 1e11
-"""In seconds since 1970."""
+"""Latest time, in seconds since 1970."""
 Speed = Annotated[float, doc(ge=0, le=MOST_PER_SECOND)]
 
 
@@ -284,35 +285,35 @@ Speed = Annotated[float, doc(ge=0, le=MOST_PER_SECOND)]
 
 
 class Limits(Wire, frozen=True):
-    """Limits of one session, given in Welcome. Requests beyond them are refused."""
+    """Limits of one session, sent in Welcome. Requests beyond them are refused."""
 
     max_frame_bytes: Annotated[int, doc("Largest request frame in bytes.", ge=1)]
-    max_keys_per_request: Annotated[int, doc("Keys in one request, those of all jobs of a Submit together.", ge=1)]
+    max_keys_per_request: Annotated[int, doc("Keys in one request; in a Submit, of all jobs together.", ge=1)]
     max_jobs_per_message: Annotated[int, doc("Stores and loads in one Submit.", ge=1)]
     max_jobs_in_flight: Annotated[int, doc("Unfinished jobs of the session.", ge=1)]
     max_leases: Annotated[int, doc("Live leases of the session.", ge=1)]
-    max_leased_keys: Annotated[int, doc("Keys under all leases of the session; lookups tell no more ready.", ge=1)]
+    max_leased_keys: Annotated[int, doc("Keys under all leases of the session; lookups report no more as ready.", ge=1)]
     max_registrations: Annotated[int, doc("Registrations of the session.", ge=1)]
     max_segments: Annotated[int, doc("Attached memory segments of the session.", ge=1)]
 
 
 class JobResult(Wire, frozen=True):
-    """How one job ended."""
+    """Result of one job."""
 
     job_id: JobId
-    ok: Annotated[bool, doc("Load: all bytes are there. Store: every key is stored, was there, or is declined.")]
+    ok: Annotated[bool, doc("Load: all bytes arrived. Store: every key is stored, was there, or was rejected.")]
     bytes: Annotated[ByteCount, doc("Bytes that were copied.")]
     seconds: Annotated[
         Seconds,
-        doc("From the beginning of the job's copy to its end, in seconds; not what it waited for other copies."),
+        doc("Duration of the job's copy in seconds, without the time it waited for other copies."),
     ]
     error: Annotated[ErrorCode | None, doc("Why the job is not ok.")] = None
     failed: Annotated[list[GroupKeys], doc("Keys that were not stored, or that the load lacked.")] = []
-    declined: Annotated[list[GroupKeys], doc("Keys of a store that the policy rejected.")] = []
+    rejected: Annotated[list[GroupKeys], doc("Keys of a store that the policy rejected.")] = []
 
     @property
     def sentence(self) -> str:
-        """How it ended, for people."""
+        """The result as a sentence."""
         if self.ok:
             return f"Job {self.job_id} copied {self.bytes} bytes."
         return f"Job {self.job_id} failed: {(self.error or ErrorCode.INTERNAL).sentence}"
@@ -328,7 +329,7 @@ class Welcome(Reply, frozen=True):
 
 @exchange(ANY_ROLE)
 class Hello(Request[Welcome], frozen=True):
-    """First message of a session, with the token from the lifeline."""
+    """First message of a session. The DEALER's routing id, made of the lifeline's token, names the session."""
 
     protocol_version: Annotated[int, doc("The client's protocol version.", ge=0)]
     role: Annotated[Role, doc("Role of the session.")]
@@ -336,9 +337,7 @@ class Hello(Request[Welcome], frozen=True):
     software: Annotated[str, doc("Client and engine versions, for display.", max_length=128)]
     operator: Annotated[
         bool,
-        doc(
-            "An operator's program: no count of traffic has it; the policy learns nothing of it, and takes all stores."
-        ),
+        doc("An operator's program: not counted as traffic, not learned from, and all its stores are accepted."),
     ] = False
 
 
@@ -352,12 +351,12 @@ class Completions(Message, frozen=True):
 
 class ResultsReply(Reply, frozen=True):
     batches: Annotated[list[Completions], doc("Unacknowledged completions, oldest first.")]
-    unfinished: Annotated[list[JobId], doc("Accepted jobs that have not ended. Any other is unknown here.")]
+    unfinished: Annotated[list[JobId], doc("Accepted jobs that have not ended. The daemon does not know any others.")]
 
 
 @exchange(WORKER)
 class Results(Request[ResultsReply], frozen=True):
-    """Asks for completions that PUB may have dropped: when a number is missing, or a job takes longer than a second."""
+    """Asks for completions that PUB may have dropped: send it after a gap, or when a job takes more than a second."""
 
     acknowledged: Acknowledged
 
@@ -365,20 +364,20 @@ class Results(Request[ResultsReply], frozen=True):
 class NamespaceOpened(Reply, frozen=True):
     created: Annotated[bool, doc("False when the namespace was open already.")]
     prefill_tokens_per_second: Annotated[
-        PerSecond, doc("Prompt tokens that an engine of the namespace computes a second, as reported last; 0 if not.")
+        PerSecond, doc("Prefill rate that an engine of the namespace reported last, in tokens per second; 0 if none.")
     ] = 0.0
 
 
 @exchange(ENGINE)
 class OpenNamespace(Request[NamespaceOpened], frozen=True):
-    """Opens a namespace, or joins it when its geometry is the same."""
+    """Opens a namespace, or joins it if its geometry is the same."""
 
     namespace: Fingerprint
     label: Annotated[str, doc("Name for operators, such as the model's.", max_length=256)]
-    world_size: Annotated[int, doc("Shards that make a block.", ge=1, le=MAX_WORLD_SIZE)]
+    world_size: Annotated[int, doc("Shards of a block.", ge=1, le=MAX_WORLD_SIZE)]
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=8, le=64)]
     groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=MAX_GROUPS)]
-    description: Annotated[str, doc("What the fingerprint was made of, as JSON, for display.", max_length=65536)]
+    description: Annotated[str, doc("Input of the fingerprint as JSON, for display.", max_length=65536)]
 
 
 class Registered(Reply, frozen=True):
@@ -388,7 +387,7 @@ class Registered(Reply, frozen=True):
 
 @exchange(WORKER)
 class Register(Request[Registered], frozen=True):
-    """Registers a worker's KV tensors. The segments' descriptors must have come over the lifeline before."""
+    """Registers a worker's KV tensors. Send the segments' descriptors over the lifeline first."""
 
     namespace: Fingerprint
     registration_id: RegistrationId
@@ -404,7 +403,7 @@ class Register(Request[Registered], frozen=True):
 
 @exchange(WORKER)
 class Unregister(Request[Done], frozen=True):
-    """Ends a registration. After the reply the daemon does not access its memory any more."""
+    """Ends a registration. After the reply the daemon no longer accesses its memory."""
 
     registration_id: RegistrationId
 
@@ -419,41 +418,39 @@ class LookupReply(Reply, frozen=True):
         ),
     ]
     pinned: Annotated[
-        Count, doc("Number of blocks pinned under the lease. What is pending is pinned too once it is ready.")
+        Count, doc("Number of blocks pinned under the lease. Pending blocks are pinned once they are ready.")
     ]
     ttl_ms: Annotated[
-        int, doc("Lifetime of the lease, in milliseconds; with 0 there is none. Look up again after half of it.", ge=0)
+        int, doc("Lifetime of the lease in milliseconds; 0: there is no lease. Look up again after half of it.", ge=0)
     ]
-    wait_ms: Annotated[
-        int, doc("Milliseconds until all pending keys are ready, by the speed so far; 0 if not known.", ge=0)
-    ] = 0
-    asking: Annotated[Count, doc("Number of shared keys of which the store has not said yet whether it has them.")] = 0
+    wait_ms: Annotated[int, doc("Estimated milliseconds until all pending keys are ready; 0 if unknown.", ge=0)] = 0
+    asking: Annotated[Count, doc("Number of shared keys for which the store has not answered yet.")] = 0
 
 
 @exchange(SCHEDULER)
 class Lookup(Request[LookupReply], frozen=True):
-    """Asks which keys are ready and pins those under a lease. Asking again with the same lease pins nothing twice.
+    """Asks which keys are ready, and pins those under a lease. A repeat under the same lease pins nothing twice.
 
-    More keys than one request may hold are asked for by several with one lease.
+    Split more keys than one request may hold over several requests with one lease.
     """
 
     namespace: Fingerprint
     lease_id: LeaseId
     groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=MAX_GROUPS)]
-    again: Annotated[bool, doc("The request was looked up before, and is not counted again.")] = False
+    again: Annotated[bool, doc("The prompt was looked up before: do not count it again.")] = False
 
 
 @exchange(SCHEDULER)
 class Release(Request[Done], frozen=True):
-    """Ends leases. A lease that has ended already is no error."""
+    """Ends leases. A lease that has already ended is not an error."""
 
     lease_ids: Annotated[list[LeaseId], doc("Leases of this session.", max_length=65536)]
     unused: Annotated[
         str,
         doc(
-            "Why what was found was not loaded, counted as misses: ``late``, the answer was not waited for; "
-            "``skipped``, computing was faster; ``coming``, only what comes from a tier was not waited for, "
-            "which counts as ``late``. Empty where it was loaded or not needed.",
+            "Why found keys were not loaded, counted as misses: ``late``, the engine stopped waiting for the answer; "
+            "``skipped``, computing was faster; ``coming``, the engine stopped waiting for keys from a tier, which "
+            "count as ``late``. Empty if the keys were loaded or not needed.",
             max_length=32,
         ),
     ] = ""
@@ -461,9 +458,9 @@ class Release(Request[Done], frozen=True):
 
 @exchange(SCHEDULER)
 class Invalidate(Request[Done], frozen=True):
-    """Drops blocks that proved unusable. A block under another session's lease leaves the index now, the pool later.
+    """Drops unusable blocks. A block under another session's lease leaves the index now and the pool later.
 
-    After a kill of the daemon a disk may have them still; their bytes are compared with their checksum as any.
+    If the daemon is killed, a disk may still have them. As always, loads from a disk compare checksums.
     """
 
     namespace: Fingerprint
@@ -472,9 +469,10 @@ class Invalidate(Request[Done], frozen=True):
 
 @exchange(SCHEDULER)
 class Reset(Request[Done], frozen=True):
-    """Drops every block of a namespace, as after a change of the model's weights. From then on it is not shared.
+    """Drops every block of a namespace, as after a change of the model's weights. It is not shared any more.
 
-    The answer says that none comes back, also after a kill. If that cannot be written down, it is an Error.
+    After the answer no block returns, even if the daemon is killed. If that cannot be made durable, the answer is an
+    Error.
 
     Wait for the results of all stores first: requests of two sessions have no order, and a store that the daemon reads
     after the reset stays.
@@ -485,93 +483,195 @@ class Reset(Request[Done], frozen=True):
 
 @exchange(SCHEDULER)
 class ReportEngine(Request[Done], frozen=True):
-    """Tells how fast an engine computes, and what it left out since its last report."""
+    """Reports an engine's prefill rate, and what it skipped since its last report."""
 
     namespace: Fingerprint
-    prefill_tokens_per_second: Annotated[
-        Speed, doc("Prompt tokens that it computes a second, 1e-6 at least; 0 if not known.")
-    ]
-    skipped_loads: Annotated[int, doc("Loads left out, as computing is faster.", ge=0, le=MAX_REPORTED)] = 0
-    paused_stores: Annotated[int, doc("Stores left out, as it had waited too often.", ge=0, le=MAX_REPORTED)] = 0
-    late_lookups: Annotated[int, doc("Lookups that it did not wait for.", ge=0, le=MAX_REPORTED)] = 0
+    prefill_tokens_per_second: Annotated[Speed, doc("Prefill rate in tokens per second, at least 1e-6; 0 if unknown.")]
+    skipped_loads: Annotated[int, doc("Loads skipped because computing is faster.", ge=0, le=MAX_REPORTED)] = 0
+    paused_stores: Annotated[int, doc("Stores skipped because it had waited too often.", ge=0, le=MAX_REPORTED)] = 0
+    late_lookups: Annotated[int, doc("Lookups that it stopped waiting for.", ge=0, le=MAX_REPORTED)] = 0
     problem: Annotated[str, doc("Why it stores and loads nothing; empty if it does.", max_length=MAX_PROBLEM)] = ""
 
 
-MAX_REQUEST_REPORTS = 256
+MAX_PROMPT_REPORTS = 256
 
 
-class RequestReport(Wire, frozen=True):
-    """What became of one request of an engine: why it hit or missed."""
+class PromptReport(Wire, frozen=True):
+    """Outcome of one prompt: why it hit or missed."""
 
     request: Annotated[str, doc("The engine's id of the request.", max_length=128)]
-    decided_at: Annotated[float, doc("When it was known, in seconds since 1970.", ge=0, le=MOST_TIME_S)]
+    decided_at: Annotated[float, doc("Time of the decision, in seconds since 1970.", ge=0, le=MOST_TIME_S)]
     tokens: Annotated[Count, doc("Tokens of its prompt.")]
-    keys: Annotated[Count, doc("Keys asked for; 0 without an answer, and for less than a block.")]
-    found_pool: Annotated[Count, doc("Of these, keys that the pool had.")]
-    found_disk: Annotated[Count, doc("Keys that a disk had.")]
-    found_shared: Annotated[Count, doc("Keys that a store had which nodes share.")]
+    keys: Annotated[Count, doc("Keys looked up; 0 without an answer, and for a prompt shorter than a block.")]
+    found_pool: Annotated[Count, doc("Keys found in the pool.")]
+    found_disk: Annotated[Count, doc("Keys found on a disk.")]
+    found_shared: Annotated[Count, doc("Keys found in a store that nodes share.")]
     outcome: Annotated[str, doc("What the engine did, one word: ``Outcome``.", max_length=32)]
-    loaded_tokens: Annotated[Count, doc("Tokens that it loaded.")] = 0
+    loaded_tokens: Annotated[Count, doc("Tokens loaded.")] = 0
     missing_group: GroupIndex = 0
     missing_key: Annotated[bytes, doc("The first key that was missing; empty for none.", max_length=64)] = b""
-    reason: Annotated[str, doc("Why it was missing; empty where the daemon knows better.", max_length=32)] = ""
-    missing_number: Annotated[Count, doc("Which of the keys that it asked for this was, from 1 on; 0 for none.")] = 0
+    reason: Annotated[str, doc("Why it was missing; empty to let the daemon say.", max_length=32)] = ""
+    missing_number: Annotated[Count, doc("Position of that key among those looked up, from 1; 0 for none.")] = 0
 
 
 class Outcome(StrEnum):
-    """What an engine did with a request."""
+    """Outcome of a prompt."""
 
     LOADED = "loaded"
     MISSED = "missed"
-    HELD = "held"
-    """What was found it had itself."""
-    SHORT = "short"
+    NOT_NEEDED = "not_needed"
+    """Everything found was in its own cache."""
+    TOO_SHORT = "too_short"
     """The prompt is shorter than a block."""
     SKIPPED = "skipped"
-    """Blocks were there, and computing was faster than loading."""
+    """Blocks were found, and computing was faster than loading them."""
     NO_SPACE = "no_space"
-    """Blocks were there, and the engine's KV cache had no space to load them."""
+    """Blocks were found, and the engine's KV cache had no space for them."""
     LATE = "late"
-    """It did not wait for the answer any longer."""
+    """It stopped waiting for the answer."""
     FAILED = "failed"
-    """A load failed, and it computed."""
+    """A load failed, and it recomputed."""
     UNUSED = "unused"
-    """Nothing may be looked up for it, or the daemon could not be asked."""
+    """The prompt may not use the cache, or the daemon was unavailable."""
 
 
 @exchange(SCHEDULER)
-class ReportRequests(Request[Done], frozen=True):
-    """Tells what became of requests, for operators: the daemon keeps the last 1,000 of a session."""
+class ReportPrompts(Request[Done], frozen=True):
+    """Reports the outcomes of prompts for operators. The daemon keeps the last 1,000 of a session."""
 
     namespace: Fingerprint
-    requests: Annotated[list[RequestReport], doc("In their order.", max_length=MAX_REQUEST_REPORTS)]
+    prompts: Annotated[list[PromptReport], doc("In their order.", max_length=MAX_PROMPT_REPORTS)]
+
+
+class BadColumns(ValueError):
+    """The columns of a ``GroupBlocks`` are inconsistent. ``code`` is the refusal."""
+
+    def __init__(self, code: ErrorCode, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+class GroupTransfer(NamedTuple):
+    """One group's part of a job. Its fields are those of ``GroupBlocks`` for one job.
+
+    ``block_ids`` begin ``first_block`` engine blocks into key 0.
+    """
+
+    group: int
+    keys: bytes
+    block_ids: bytes
+    first_block: int = 0
+    parents: bytes = b""
+    tokens: bytes = b""
+
+    @classmethod
+    def of(cls, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0, first_block: int = 0) -> GroupTransfer:
+        """Return a transfer of keys and the engine blocks that they cover. Raises ValueError for invalid ids."""
+        try:
+            ids = struct.pack(f"<{len(block_ids)}i", *block_ids)
+        except struct.error as error:
+            raise ValueError(f"Block ids are whole numbers below 2^31: {error}.") from error
+        return cls(group, b"".join(keys), ids, first_block)
+
+
+class JobSpan(NamedTuple):
+    """Positions of one job's keys and engine blocks in a ``GroupBlocks``."""
+
+    job: int
+    """Number of the job among the stores, or the loads, of the message."""
+    key: int
+    keys_end: int
+    block: int
+    blocks_end: int
+    first_block: int
+    """Engine blocks skipped at the start of its first key."""
+
+
+def blocks_fit(keys: int, blocks: int, first_block: int, blocks_per_key: int, *, store: bool) -> bool:
+    """Return whether these numbers of keys and engine blocks fit each other, as ``GroupBlocks`` requires."""
+    end, most = first_block + blocks, keys * blocks_per_key
+    least = most if store else most - blocks_per_key + 1
+    return keys > 0 and blocks > 0 and first_block < blocks_per_key and least <= end <= most
 
 
 class GroupBlocks(Wire, frozen=True):
-    """The blocks of one group in all stores, or in all loads, of a message: end to end, in the order of the jobs.
+    """One group's blocks of all stores, or of all loads, in a message: end to end, in the order of the jobs.
 
     Key ``i`` of a job covers the engine blocks ``[i * blocks_per_key, (i + 1) * blocks_per_key)`` counted from the
-    start of its key 0. A store ends with its last key; a load may end inside it.
+    start of its key 0. A store ends at the end of its last key; a load may end inside it.
 
-    All stores of a group tell parents and tokens, or none: send the others in a message of their own.
+    Either all stores of a group have parents and tokens, or none has: send the others in a separate message.
     """
 
     group: GroupIndex
-    key_counts: Annotated[bytes, doc("Keys of each job, little-endian uint32; 0 for one that has none in the group.")]
+    key_counts: Annotated[bytes, doc("Keys of each job, little-endian uint32; 0 if the job has no key in the group.")]
     block_counts: Annotated[bytes, doc("Engine blocks of each job, little-endian uint32.")]
     first_blocks: Annotated[
-        bytes, doc("Engine blocks left out at the start of each job's key 0, little-endian uint32; empty for none.")
+        bytes, doc("Engine blocks skipped at the start of each job's key 0, little-endian uint32; empty for none.")
     ]
     keys: Keys
     block_ids: Annotated[bytes, doc("Engine block ids, little-endian int32, end to end.")]
     parents: Annotated[
         bytes,
-        doc("Of stores, for KV events: for each key the hash before it in its prompt, or zeros; empty if not sent."),
+        doc("For KV events of stores: the hash before each key in its prompt, or zeros; empty if not sent."),
     ] = b""
     tokens: Annotated[
         bytes,
-        doc("With ``parents``: token ids of the blocks, little-endian uint32; empty if hashes have more in them."),
+        doc("With ``parents``: token ids of the blocks, little-endian uint32; empty if hashes cover more than tokens."),
     ] = b""
+
+    @classmethod
+    def of(cls, group: int, jobs: int, key_bytes: int, parts: Iterable[tuple[int, GroupTransfer]]) -> GroupBlocks:
+        """Return the blocks of ``parts``, (number of the job, its transfer), in the order of the ``jobs`` jobs."""
+        counts = [0] * jobs, [0] * jobs, [0] * jobs
+        transfers = []
+        for number, one in parts:
+            sizes = len(one.keys) // key_bytes, len(one.block_ids) // BLOCK_ID_BYTES, one.first_block
+            for column, size in zip(counts, sizes, strict=True):
+                column[number] = size
+            transfers.append(one)
+        keys, blocks, firsts = (struct.pack(f"<{jobs}I", *column) for column in counts)
+        names = "keys", "block_ids", "parents", "tokens"
+        joined = [b"".join([getattr(one, name) for one in transfers]) for name in names]
+        return cls(group, keys, blocks, firsts if any(counts[2]) else b"", *joined)
+
+    def spans(self, jobs: int, key_bytes: int, blocks_per_key: int, *, store: bool) -> list[JobSpan]:
+        """Return the positions of the jobs that have keys or blocks in the group.
+
+        Raises:
+            BadColumns: the columns do not fit ``jobs`` jobs, the keys, the block ids, or each other.
+        """
+        if len(self.block_ids) % BLOCK_ID_BYTES:
+            why = f"{len(self.block_ids)} bytes are not a whole number of block ids; send 4 bytes for each."
+            raise BadColumns(ErrorCode.BAD_BLOCK_IDS, why)
+        columns = []
+        firsts = self.first_blocks or bytes(jobs * COUNT_BYTES)
+        for data, what in ((self.key_counts, "keys"), (self.block_counts, "blocks"), (firsts, "first blocks")):
+            if len(data) != jobs * COUNT_BYTES:
+                why = f"{len(data)} bytes are not the uint32 numbers of {what} of {jobs} jobs; send one for each."
+                raise BadColumns(ErrorCode.BAD_KEYS, why)
+            columns.append(struct.unpack(f"<{jobs}I", data))
+        counted = sum(columns[0]), sum(columns[1])
+        sent = len(self.keys) // key_bytes, len(self.block_ids) // BLOCK_ID_BYTES
+        if counted != sent:
+            why = (
+                f"The jobs have {counted[0]} keys and {counted[1]} blocks of group {self.group}, but {sent[0]} keys "
+                f"and {sent[1]} block ids were sent."
+            )
+            raise BadColumns(ErrorCode.BAD_KEYS, why)
+        spans, key, block = list[JobSpan](), 0, 0
+        for job, (keys, blocks, first) in enumerate(zip(*columns, strict=True)):
+            if not keys and not blocks:
+                continue
+            if not blocks_fit(keys, blocks, first, blocks_per_key, store=store):
+                why = (
+                    f"{blocks} block ids from block {first} on do not fit {keys} keys of {blocks_per_key} blocks each; "
+                    f"{'a store' if store else 'a load, except for its last key,'} has all blocks of each key."
+                )
+                raise BadColumns(ErrorCode.BAD_BLOCK_IDS, why)
+            spans.append(JobSpan(job, key, key + keys, block, block + blocks, first))
+            key, block = key + keys, block + blocks
+        return spans
 
 
 class Stores(Wire, frozen=True):
@@ -584,14 +684,14 @@ class Stores(Wire, frozen=True):
 class Loads(Wire, frozen=True):
     """Loads: each copies leased blocks into engine blocks.
 
-    A lease ends with a good load of every rank of the namespace, unless that load keeps it.
+    A lease ends once every rank of the namespace has loaded under it successfully, unless a load keeps it.
     """
 
     job_ids: Annotated[list[JobId], doc("One for each load.", max_length=MAX_JOBS)]
     lease_ids: Annotated[list[LeaseId], doc("The lease of each load.", max_length=MAX_JOBS)]
     keep_lease: Annotated[
         list[bool],
-        doc("Keep the lease until the scheduler releases it: others load the same shards.", max_length=MAX_JOBS),
+        doc("Keep the lease until the scheduler releases it: other workers load the same shards.", max_length=MAX_JOBS),
     ]
     groups: Annotated[list[GroupBlocks], doc("Blocks to copy; each group once.", max_length=MAX_GROUPS)]
 
@@ -600,8 +700,8 @@ class Loads(Wire, frozen=True):
 class Submit(Request[Completions], frozen=True):
     """Submits the stores and loads of one step.
 
-    A message in which anything is wrong is refused whole, and changes nothing. Else each job has one result, in
-    completions.
+    The message is refused as a whole if anything in it is wrong, and then changes nothing. Otherwise each job gets
+    exactly one result, in completions.
     """
 
     registration_id: RegistrationId
@@ -611,13 +711,13 @@ class Submit(Request[Completions], frozen=True):
 
 
 class CancelReply(Reply, frozen=True):
-    cancelled: Annotated[list[JobId], doc("Jobs that will not run, stores of the same message among them.")]
-    running: Annotated[list[JobId], doc("Jobs whose bytes are moving; wait for their completions.")]
+    cancelled: Annotated[list[JobId], doc("Jobs that will not run, including other stores of the same message.")]
+    running: Annotated[list[JobId], doc("Jobs whose copy has begun; wait for their completions.")]
 
 
 @exchange(WORKER)
 class Cancel(Request[CancelReply], frozen=True):
-    """Fails stores and loads that have not started; they get completions as all jobs do."""
+    """Fails stores and loads that have not started; they get completions like all jobs."""
 
     job_ids: Annotated[list[JobId], doc("Jobs of this session.", max_length=65536)]
     acknowledged: Acknowledged = 0

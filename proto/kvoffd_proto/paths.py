@@ -37,7 +37,7 @@ class SocketPaths:
         return self.directory / "lifeline.sock"
 
     def problem(self) -> str | None:
-        """A sentence when the paths are too long for a unix socket or not UTF-8, which ZeroMQ wants; else None."""
+        """Return why ZeroMQ cannot use the paths: too long for a unix socket, or not UTF-8. None if it can."""
         if not is_utf8(self.directory):
             return f"The directory {os.fsencode(self.directory)!r} is not UTF-8; choose another --directory."
         longest = max((self.jobs, self.events, self.lifeline), key=lambda path: len(os.fsencode(path)))
@@ -49,7 +49,7 @@ class SocketPaths:
 
 
 def is_utf8(name: object) -> bool:
-    """Whether it is text, as names of files need not be: no message can hold one that is not."""
+    """Return whether a file name is valid UTF-8, as messages require."""
     try:
         str(name).encode()
     except UnicodeEncodeError:
@@ -58,7 +58,7 @@ def is_utf8(name: object) -> bool:
 
 
 def default_directory() -> Path:
-    """``$KVOFFD_DIRECTORY``, else /run/kvoffd for root and where it exists, else the user's runtime directory."""
+    """Return ``$KVOFFD_DIRECTORY``, else /run/kvoffd for root or if it exists, else the user's runtime directory."""
     if named := os.environ.get("KVOFFD_DIRECTORY"):
         return Path(named)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -74,9 +74,9 @@ def peer_credentials(stream: socket.socket) -> tuple[int, int, int]:
 
 
 def peer_pidfd(stream: socket.socket) -> int:
-    """Return a new descriptor of the process that connected or listened, readable once it has ended.
+    """Return a new pidfd of the process that connected or listened; it becomes readable when the process has ended.
 
-    -1 before Linux 6.5, and for a process that is gone already.
+    Return -1 before Linux 6.5, and if the process has already ended.
     """
     try:
         return stream.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)

@@ -1,6 +1,6 @@
 """Sizes, durations, rates and counts as people write and read them.
 
-It lives in the proto package because both command lines need it and neither may import the other's package.
+It is in the proto package because both command lines need it, and neither may import the other's package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIZE_UNITS: dict[str, int] = {
     "b": 1,
     **{f"{letter}b": 1000 ** (power + 1) for power, letter in enumerate("kmgt")},
     **{f"{letter}ib": 1024 ** (power + 1) for power, letter in enumerate("kmgt")},
-    # Kubernetes writes 20Gi. A bare "20G" stays refused: half of the tools mean 1000s by it, half 1024s.
+    # Kubernetes writes 20Gi. "20G" is refused: some tools mean powers of 1000 by it, others of 1024.
     **{f"{letter}i": 1024 ** (power + 1) for power, letter in enumerate("kmgt")},
 }
 _DURATION_UNITS: dict[str, int | str] = {
@@ -28,12 +28,12 @@ _DURATION_UNITS: dict[str, int | str] = {
 }  # fmt: skip
 _SIZE_ADVICE = "write whole bytes or a number with a unit, such as 512MiB, 20GiB or 20GB"
 _DURATION_ADVICE = "write seconds or a number with a unit, such as 500ms, 30s or 2m"
-# Digits are bounded: Python refuses to convert thousands of them, and no sane value has thirty.
+# At most 24 digits: Python refuses to convert thousands of them.
 _QUANTITY = re.compile(r"\s*([+-]?)([0-9]{1,24}(?:\.[0-9]{1,24})?)\s*([A-Za-zµ]*)\s*")
 
 
 class UnitError(ValueError):
-    """The text is no size or duration. The message is a sentence without its capital and its full stop."""
+    """The text is not a size or duration. The message has no capital and no full stop, to be put into a sentence."""
 
 
 def parse_size(value: str | int) -> int:
@@ -63,8 +63,8 @@ def parse_duration(value: str | int | float) -> float:
 def _parse(
     value: object, kinds: tuple[type, ...], what: str, units: Mapping[str, int | str], default: str, advice: str
 ) -> Fraction:
-    """Return the number that ``value`` means, 0 or more, in ``units``; in the ``default`` one where it names none."""
-    from fractions import Fraction  # takes longer to import than a probe of the daemon's health may
+    """Return ``value`` as a number, 0 or more, by ``units``; without a unit, by the ``default`` one."""
+    from fractions import Fraction  # importing it is too slow for health probes
 
     known = isinstance(value, kinds) and not isinstance(value, bool)
     match = _QUANTITY.fullmatch(value if isinstance(value, str) else quoted(value)) if known else None
@@ -80,12 +80,12 @@ def _parse(
 
 
 def printable(text: str) -> str:
-    """A name that a client gives, as it may stand in a log and on a terminal: without control characters."""
+    """Return a client's text for a log or a terminal, with control characters replaced by ``?``."""
     return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
 
 
 def quoted(value: object) -> str:
-    """``value`` as it may stand in a sentence: its repr, cut after 80 characters."""
+    """Return the repr of ``value`` for use in a sentence, cut after 80 characters."""
     try:
         text = repr(value)
     except ValueError:  # an int too long for Python to print
@@ -94,7 +94,7 @@ def quoted(value: object) -> str:
 
 
 def is_host(text: str) -> bool:
-    """Whether a text can be the name or the address of a host."""
+    """Return whether a text can be a host's name or address."""
     try:
         text.encode("idna")  # as a resolver does
     except UnicodeError:
@@ -103,7 +103,7 @@ def is_host(text: str) -> bool:
 
 
 def exact_size(size_bytes: int) -> str:
-    """``size_bytes`` in the largest unit that divides it, as ``parse_size`` reads it: ``20GiB``, ``4097``."""
+    """Return ``size_bytes`` in the largest unit that divides it, as ``parse_size`` reads it: ``20GiB``, ``4097``."""
     for unit, factor in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if size_bytes and size_bytes % factor == 0:
             return f"{size_bytes // factor}{unit}"
@@ -111,7 +111,7 @@ def exact_size(size_bytes: int) -> str:
 
 
 def exact_duration(seconds: float) -> str:
-    """``seconds`` as ``parse_duration`` reads it: ``30s``, ``500ms``, ``2m``."""
+    """Return ``seconds`` as ``parse_duration`` reads it: ``30s``, ``500ms``, ``2m``."""
     microseconds = round(seconds * 1_000_000)
     for unit, factor in (("h", 3_600_000_000), ("m", 60_000_000), ("s", 1_000_000), ("ms", 1000)):
         if microseconds and microseconds % factor == 0:
@@ -120,24 +120,24 @@ def exact_duration(seconds: float) -> str:
 
 
 def format_size(size_bytes: float) -> str:
-    """Three significant digits and a binary unit: ``20.0 GiB``, ``512 MiB``, ``17 B``."""
+    """Return three significant digits and a binary unit: ``20.0 GiB``, ``512 MiB``, ``17 B``."""
     return _scaled(size_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Three significant digits and a decimal unit, as links and memories are rated: ``12.3 GB/s``."""
+    """Return three significant digits and a decimal unit, as for links and memory: ``12.3 GB/s``."""
     return _scaled(bytes_per_second, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
 def plural(count: int) -> str:
-    """The letter that makes an English noun fit ``count``."""
+    """Return the plural ending of an English noun for ``count``."""
     return "" if count == 1 else "s"
 
 
 def _scaled(amount: float, factor: int, units: tuple[str, ...]) -> str:
     value = float(amount)
     for unit in units[:-1]:
-        # Half below the factor it would be printed as the factor: it belongs to the next unit.
+        # A value within 0.5 of the factor would be rounded to the factor: it belongs to the next unit.
         if abs(value) < factor - 0.5:
             return f"{value:.0f} {unit}" if unit == units[0] else f"{_three_digits(value)} {unit}"
         value /= factor
@@ -145,14 +145,14 @@ def _scaled(amount: float, factor: int, units: tuple[str, ...]) -> str:
 
 
 def format_count(count: int) -> str:
-    """Grouped digits below ten millions, then three significant digits: ``12,345``, ``12.3 M``."""
+    """Return grouped digits below ten million, then three significant digits: ``12,345``, ``12.3 M``."""
     if abs(count) < 10_000_000:
         return f"{count:,}"
     return _scaled(count, 1000, ("", "k", "M", "G", "T"))
 
 
 def format_duration(seconds: float) -> str:
-    """For people: ``850 µs``, ``12.3 ms``, ``4.50 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    """Return a duration for people: ``850 µs``, ``12.3 ms``, ``4.50 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
     if seconds < 0:
         return f"-{format_duration(-seconds)}"
     if seconds in (0, math.inf):

@@ -54,7 +54,7 @@ def test_a_listing_ends_at_its_limit_and_takes_several_prefixes(engine: FakeEngi
 
 
 def test_keys_that_a_terminal_cuts_are_said_to_be_cut(shared_daemon: DaemonProcess, engine: FakeEngine) -> None:
-    cut = "Keys are cut to fit here, not in a pipe; `blocks show` takes their first digits."
+    cut = "Keys are cut to fit, not in a pipe; `blocks show` accepts their first digits."
     for columns, is_cut in ((80, True), (120, False)):
         command = (*LIST_BLOCKS, *NAMED, "--directory", str(shared_daemon.directory))
         with Terminal(*command, columns=columns) as terminal:
@@ -81,7 +81,7 @@ def test_what_cannot_be_done_is_one_sentence(engine: FakeEngine, cli: Cli, tmp_p
         ((*SHOW_BLOCK, "00", *NAMED), "Several keys begin"),
         ((*SHOW_BLOCK, "zz", *NAMED), "hex digits"),
         ((*SHOW_BLOCK, "11", *NAMED, "--group", "4"), "no group 4"),
-        ((*IMPORT, str(tmp_path), "--list", "--beside"), "leave --beside away"),
+        ((*IMPORT, str(tmp_path), "--list", "--beside"), "leave out --beside"),
         ((*EXPORT, str(tmp_path / "none" / "file"), *NAMED), "none"),
         ((*IMPORT, str(tmp_path / "none")), "none"),
         ((*IMPORT, str(tmp_path)), str(tmp_path)),

@@ -61,13 +61,13 @@ def test_engines_have_a_row_each_and_the_command_none(shared_daemon: DaemonProce
 
 
 def test_a_quota_that_limits_nothing_says_so_and_one_below_a_block_is_refused(engine: FakeEngine, cli: Cli) -> None:
-    assert "the whole pool has 64.0 MiB" in cli("namespaces", "quota", "tiny", "--max", "2TiB").out
+    assert "the pool has 64.0 MiB" in cli("namespaces", "quota", "tiny", "--max", "2TiB").out
     out = cli("namespaces", "quota", "tiny", "--max", "64KiB").out
     assert "at most 64.0 KiB." in out
     assert "It has 512 KiB now" in out
     refused = cli("namespaces", "quota", "tiny", "--max", "64")
     assert refused.status == 2
-    assert "64 is less than a block of 64.0 KiB; a number alone is bytes: write 1MiB" in refused.err
+    assert "64 is less than a block of 64.0 KiB; plain numbers are bytes: write 1MiB" in refused.err
     assert "at most 64.0 KiB." in cli("namespaces", "quota", "tiny", "--max", "64KiB").out
     assert cli("namespaces", "quota", "tiny", "--max", "none").out.endswith(": no quota.\n")
 

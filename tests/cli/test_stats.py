@@ -75,7 +75,7 @@ def test_a_namespace_that_is_gone_is_counted_and_said_to_be_gone() -> None:
             assert [one.model for one in admin.stats().namespaces] == ["other"]
             assert (admin.stats().gone_namespaces, admin.stats().since_start.asked_keys) == (1, 1)
             page = run_cli("stats", "--directory", str(daemon.directory)).stdout
-    assert page.splitlines()[-1] == "The sums above have 1 namespace, now empty and without an engine, as well."
+    assert page.splitlines()[-1] == "The sums above include 1 removed namespace."
 
 
 def test_http_says_the_same_as_the_socket(cli: Cli, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_a_node_that_does_not_answer_is_more_than_timed_out() -> None:
         listener.listen()
         done = run_cli_here("stats", "--url", f"127.0.0.1:{listener.getsockname()[1]}")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "it does not answer within 1.4 s; see there whether its process runs." in done.stderr
+    assert "it does not answer within 1.4 s; check whether its process runs." in done.stderr
 
 
 @pytest.mark.nightly

@@ -75,7 +75,7 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         for key, words in (
             ("2", ("registered", "fake engine", "workers")),
             ("3", ("There is no disk and no shared store",)),
-            ("4", ("Policy learned", "come back")),
+            ("4", ("Policy learned", "are reused")),
             ("?", ("the hash of one block",)),
             ("h", ("Pool [",)),
         ):
@@ -99,7 +99,7 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         assert row(away, "now")[2] != "-", "the last sample stays"
         assert ("NO ANSWER" in away.splitlines()[0], " OK " in away.splitlines()[0]) == (True, False)
         terminal.type("2")
-        terminal.wait_for("No answer since", "No answer so far.")
+        terminal.wait_for("No answer since", "No answer yet.")
         terminal.type("1")
         daemon.start()
         back = terminal.wait_for("Pool [", without="No answer since")
@@ -144,7 +144,7 @@ def test_signals_leave_the_terminal_as_it_was(daemon: DaemonProcess) -> None:
             terminal.run("fg")
             terminal.wait_for("4 policy", "PAUSED")
             terminal.type("2")
-            terminal.wait_for("No answer so far.")
+            terminal.wait_for("No answer yet.")
             terminal.type("1")
             terminal.wait_for("No namespace")
         terminal.type("q")
@@ -158,7 +158,7 @@ def test_signals_leave_the_terminal_as_it_was(daemon: DaemonProcess) -> None:
 def test_a_stopped_daemon_is_named_within_its_two_seconds(daemon: DaemonProcess) -> None:
     with Tmux() as terminal:
         terminal.run(CLI, "top", "--interval", "200ms", "--directory", str(daemon.directory))
-        terminal.wait_for("No namespace: no engine has connected so far.")
+        terminal.wait_for("No namespace: no engine has connected yet.")
         os.kill(daemon.pid, signal.SIGSTOP)
         terminal.wait_for("No answer since", "its process is stopped")
         os.kill(daemon.pid, signal.SIGCONT)
@@ -196,7 +196,7 @@ def test_another_node_over_http() -> None:
         terminal.run(CLI, "top", "--interval", "200ms", "--url", f"http://{address}")
         terminal.wait_for(LABEL, "4 policy")
         terminal.type("2")
-        terminal.wait_for("HTTP has statistics alone")
+        terminal.wait_for("HTTP has statistics only")
         terminal.type("1")
         daemon.kill()
         terminal.wait_for("No answer since", "Connection refused", "Pool [")

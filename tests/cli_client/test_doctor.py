@@ -90,7 +90,7 @@ def test_a_healthy_busy_daemon_pays_off_and_has_no_findings(doctor: Doctor) -> N
         for number in range(400):
             if number == 99:
                 assert doctor(daemon) == {}
-                assert "99 lookups so far, and 100 are needed" in doctor.report["verdict"][1]
+                assert "99 lookups so far, 100 are needed" in doctor.report["verdict"][1]
             engine.serve(chain(number % 20, 30))
         engine.scheduler.report(2000.0, 0, 0)
         wait_until(lambda: not doctor(daemon) and doctor.report["value"]["saved_seconds"] > 0)
@@ -134,17 +134,17 @@ def test_the_self_test_compares_bytes_and_leaves_nothing(doctor: Doctor, monkeyp
         assert doctor(daemon, "--self-test") == {}
         test = doctor.report["self_test"]
         assert (test["problem"], test["bytes"], doctor.status) == ("", 8 << 20, 0)
-        assert "Self-test: 8.00 MiB were stored and loaded, and are the same" in doctor.report["verdict"][2]
+        assert "Self-test: 8.00 MiB were stored and loaded correctly" in doctor.report["verdict"][2]
         assert admin.stats().since_start.lookups == 0, "it is in no sum"
         wait_until(lambda: admin.stats().pool.of("free") == admin.stats().pool.size_bytes)
         monkeypatch.setattr(FakeEngine, "checksums", lambda self, blocks: list(blocks))
         doctor(daemon, "--self-test")
-        assert doctor.report["self_test"]["problem"] == "The bytes that were loaded are not those that were stored."
+        assert doctor.report["self_test"]["problem"] == "The loaded bytes differ from those stored."
         assert (doctor.status, doctor.report["healthy"]) == (2, False)
-        lost = EngineResult(False, 0, 0.0, [bytes(32)], ErrorCode.NO_ROOM)
+        lost = EngineResult(False, 0, 0.0, [bytes(32)], ErrorCode.NO_SPACE)
         monkeypatch.setattr(FakeEngine, "store", lambda self, keys, blocks: lost)
         doctor(daemon, "--self-test")
-        assert doctor.report["self_test"]["problem"] == f"1 of 8 blocks were not stored: {ErrorCode.NO_ROOM.sentence}"
+        assert doctor.report["self_test"]["problem"] == f"1 of 8 blocks were not stored: {ErrorCode.NO_SPACE.sentence}"
     with DaemonProcess("4MiB") as daemon:
         doctor(daemon, "--self-test")
         assert "set pool_size to 12MiB or more" in doctor.report["self_test"]["problem"]

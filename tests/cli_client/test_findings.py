@@ -121,9 +121,9 @@ def engine(**changes: float) -> Facts:
     return facts(engines={"http://engine:8000": EngineMetrics({**ENGINE.metrics, **named})})
 
 
-def with_disk(free_bytes: int | None = None, **changes: Any) -> Facts:
+def with_disk(free_bytes: int | None = None, skipped: int = 0, **changes: Any) -> Facts:
     disk = structs.replace(DISK, **changes)
-    tiers = TieringStats(write_mode="always")
+    tiers = TieringStats(write_mode="always", written_blocks=1000, not_written={"budget": skipped, "unlikely": 500})
     return facts(
         {"disks": [disk], "tiers": tiers},
         disks_free_bytes={"/mnt/nvme0": free_bytes} if free_bytes else {},
@@ -152,6 +152,7 @@ CASES: dict[str, Facts] = {
     ),
     "tier_late": space(misses={"tier_late": 500, "unknown": 3500}, found_keys={"pool": 4000, "disk": 2000}),
     "disk_writes": with_disk(written_bytes=600 * GIB),
+    "disk_write_limit": with_disk(skipped=500, written_bytes=600 * GIB, read_bytes=200 * GIB),
     "not_shared": facts(namespaces=[info(1), info(2, "llama", tokens_per_hash=64)]),
     "left_behind": facts(namespaces=[HALF, info(1, tokens_per_hash=64)]),
     "pool_too_small": facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}),
@@ -193,6 +194,14 @@ def test_of_two_findings_about_one_disk_it_is_said_which_comes_first() -> None:
     assert "First give it more space (see disk_too_small)" in writes.evidence
 
 
+def test_the_write_limit_is_raised_by_what_was_skipped_where_the_disks_are_read() -> None:
+    limited = {"written_bytes": 600 * GIB, "skipped": 500}
+    (found,) = find(with_disk(read_bytes=200 * GIB, **limited))
+    assert "25.0 % of the blocks" in found.evidence
+    assert found.fix.startswith('disk_write_per_day = "10800GiB"')  # half as much again as 600 GiB in two hours
+    assert [one.check for one in find(with_disk(read_bytes=GIB, **limited))] == ["disk_writes"]
+
+
 def test_a_quota_that_is_used_is_no_reason_for_a_larger_pool() -> None:
     limited = counted(ready_bytes=GIB, quota_bytes=GIB, curve=curve(RISING, 26))
     pool = structs.replace(STATS.pool, bytes={"ready": GIB, "free": 19 * GIB})
@@ -203,12 +212,12 @@ def test_a_quota_that_is_used_is_no_reason_for_a_larger_pool() -> None:
 
 
 def test_stores_that_failed_for_want_of_space_are_told_from_others() -> None:
-    lost = Window(**traffic(no_space_keys=120, no_space_causes={"pinned": 100, "filling": 20}))
+    lost = Window(**traffic(no_space_keys=120, no_space_causes={"pinned": 100, "writing": 20}))
     (found,) = find(facts({"store": CopyStats(jobs=1000, failed_jobs=50), "since_start": lost}))
     assert (
         found.evidence == "50 of 1,000 store jobs failed. 100 blocks had no space: leases and copies pinned the pool."
     )
-    lost = Window(**traffic(no_space_keys=120, no_space_causes={"quota": 100, "filling": 20}))
+    lost = Window(**traffic(no_space_keys=120, no_space_causes={"quota": 100, "writing": 20}))
     assert not find(facts({"store": CopyStats(jobs=1000, failed_jobs=50), "since_start": lost})), "quotas refused them"
 
 
@@ -237,10 +246,10 @@ def test_an_engine_without_a_prompt_is_not_away() -> None:
 def test_the_verdict_on_what_it_brought() -> None:
     assert judge_value(BUSY).needed_tokens == 144_000
     early = space(lookups=99)
-    assert "Too early to say whether it pays off: 99 lookups so far, and 100 are needed." in report_of(early).verdict
+    assert "Too early to say whether it pays off: 99 lookups so far, 100 are needed." in report_of(early).verdict
     assert "no lookup so far" in report_of(Facts(DaemonStats())).verdict[1]
     untold = report_of(space(asked_tokens=0, loaded_tokens=0, saved_seconds=0.0))
-    assert untold.verdict[1].startswith("Paying off: engines loaded 10.0 GiB and did not compute them. Of the keys ")
+    assert untold.verdict[1].startswith("Paying off: engines loaded 10.0 GiB instead of computing them. Of the keys ")
     nothing = {"loaded_keys": 0, "loaded_tokens": 0, "saved_seconds": 0.0, "loaded_bytes": 0}
 
     def why(given: Facts) -> str:
@@ -250,13 +259,13 @@ def test_the_verdict_on_what_it_brought() -> None:
         return report.verdict[1].removeprefix("Not paying off: engines loaded 0 tokens. ")
 
     own = space(**nothing, not_needed_keys=9700, misses={"unknown": 300})
-    assert why(own) == "The engines' own caches had 97.0 % of what they asked for."
+    assert why(own) == "The engines' own caches had 97.0 % of the keys asked for."
     assert why(space(**nothing, stored_blocks=0)).startswith("Engines stored nothing: ")
     alone = facts({"since_start": Window(**traffic(**nothing)), "curve": curve((0,) * 7, 0)})
     assert why(alone) == "Prompts do not repeat: 0.0 % would be found with ten times the memory."
     assert why(space(**nothing)) == f"40.0 % of the keys asked for were {MISS_REASONS['unknown']}."
     unknown = facts({"since_start": Window(**traffic(saved_seconds=0.0)), "lifetime": Lifetime(1.0, 10**7, 3600.0)})
-    ending = f" that saved is not known: {UNTIMED}. Since 1970-01-01: 10.0 M tokens and 1 h."
+    ending = f" time saved is unknown: {UNTIMED}. Since 1970-01-01: 10.0 M tokens and 1 h."
     assert report_of(unknown).verdict[1].endswith(ending)
 
 
@@ -270,7 +279,7 @@ def test_sizes() -> None:
     assert found.level == "warning"
     with_tier = {"disks": [DISK], "since_start": Window(**traffic(found_keys={"pool": 5000, "disk": 1000}))}
     (found,) = find(facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB, **with_tier}))
-    assert found.evidence.endswith(" Tiers below it had 10.0 % of the keys asked for.")
+    assert found.evidence.endswith(" Tiers had 10.0 % of the keys asked for.")
     assert found.fix == 'pool_size = "100GiB"; then restart the daemon'
     assert found.level == "info", "a disk has the rest"
     little = facts({"curve": curve(RISING, 34), "curve_seen_bytes": 200 * GIB})

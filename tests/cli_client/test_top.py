@@ -57,7 +57,7 @@ def stats(at: int, names: tuple[str, ...] = ("llama", "qwen"), uptime_s: float |
         policy="learned",
         uptime_seconds=100.0 + at if uptime_s is None else uptime_s,
         pool=PoolStats(
-            size_bytes=10 * GIB, bytes={"ready": 5 * GIB, "filling": GIB, "free": 4 * GIB}, pinned_bytes=GIB
+            size_bytes=10 * GIB, bytes={"ready": 5 * GIB, "writing": GIB, "free": 4 * GIB}, pinned_bytes=GIB
         ),
         since_start=total,
         last_hour=total,
@@ -100,7 +100,7 @@ def test_the_screen(screen: Screen) -> None:
     assert lines[0].endswith("14:05:22")
     assert lines[1].startswith("Pool [█████")
     assert lines[1].endswith("] 60.0 %, 6.00 GiB of 10.0 GiB")
-    assert lines[2].strip() == "ready 5.00 GiB  filling 1.00 GiB  free 4.00 GiB  pinned 1.00 GiB"
+    assert lines[2].strip() == "ready 5.00 GiB  writing 1.00 GiB  free 4.00 GiB  pinned 1.00 GiB"
     assert lines[3] == "Saved   prefill 30.0 s, 24,000 tokens loaded"
     now = next(line for line in lines if line.startswith("now"))
     # 300 keys a second of which 8 tokens each were loaded; of 1 MiB each key.
@@ -160,7 +160,7 @@ def test_now_is_of_the_last_seconds_and_the_samples_are_bounded() -> None:
 
 
 def test_every_view_fits_every_screen(screen: Screen) -> None:
-    screen.paused, screen.away = True, "No answer since 14:05:23: There is no kvoffd daemon."
+    screen.paused, screen.no_answer = True, "No answer since 14:05:23: There is no kvoffd daemon."
     classes = [PolicyClass(f"class {number}", 0.1, 0.5, 0.3, GIB, 1.5) for number in range(50)]
     engines = [Engine(f"engine {number}", [bytes([number]) * 32], ["llama"], 1, 2, [7]) for number in range(50)]
     shown = structs.replace(
@@ -188,7 +188,7 @@ def test_names_cannot_move_the_cursor_and_their_ids_stay_whole(screen: Screen) -
 
 def test_other_views(screen: Screen) -> None:
     screen.view = "clients"
-    assert "No answer so far." in drawn(screen)[2], "it was not asked for them yet"
+    assert "No answer yet." in drawn(screen)[2], "it was not asked for them yet"
     screen.reading = Reading(stats(1), [])
     assert "No engine is connected." in drawn(screen)
     fingerprint = bytes.fromhex("000000000001") + bytes(26)
@@ -198,7 +198,7 @@ def test_other_views(screen: Screen) -> None:
     assert drawn(screen, 120)[3].startswith("vllm 7  tiny (000000000001)  "), "there is room for the label"
     screen.view = "tiers"
     text = "\n".join(drawn(screen))
-    assert "  corrupt 2: blocks read back were not as they were written: a bad drive" in text
+    assert "  corrupt 2: blocks read back differed from what was written: a bad drive" in text
     assert "  server valkey-1: cannot be used: Refused." in text
     screen.reading = Reading(structs.replace(stats(1), disks=[], shared=[], tiers=None))
     assert any(line.startswith("There is no disk and no shared store") for line in drawn(screen))
@@ -206,16 +206,17 @@ def test_other_views(screen: Screen) -> None:
     screen.reading = Reading(structs.replace(stats(1), policy="lru"))
     assert "It does not learn." in drawn(screen)
     screen.reading = Reading(stats(1))
-    assert "It has seen too little to have learned anything." in drawn(screen)
+    assert "It has not seen enough to learn." in drawn(screen)
     classes = [PolicyClass("old turn 4", 0.5, 0.8, 0.3, 2 * GIB, 1.25)]
     learned = LearnedStats(9, 30_000, classes=classes)
     screen.reading = Reading(structs.replace(stats(1), learned=learned))
     lines = drawn(screen)
-    assert "That is little: what follows are first estimates, and will change." in lines
+    assert "That is little: the following are first estimates." in lines
     text = " ".join(map(str.strip, lines))
-    assert "It rests on 9 requests, about 0.0044 lifetimes. In a lifetime as much" in text
+    assert "It is based on 9 prompts, about 0.0044 lifetimes. In one lifetime as many bytes" in text
     assert (
-        "50.0 % old turn 4 80.0 % come back by a guess, most later than was seen so far; 2.00 GiB in the pool" in text
+        "50.0 % old turn 4 an estimated 80.0 % are reused, most after more than 0.0044 lifetimes; 2.00 GiB in the pool"
+        in text
     )
 
 
@@ -223,6 +224,6 @@ def test_an_empty_daemon_and_one_that_was_there_before() -> None:
     empty = Screen(1.0, Reading(DaemonStats()))
     empty.history.add(DaemonStats())
     for empty.sort in SORTS:
-        assert "No namespace: no engine has connected so far." in drawn(empty)
+        assert "No namespace: no engine has connected yet." in drawn(empty)
     empty.reading = Reading(structs.replace(stats(1), lifetime=Lifetime(1.0, 10**9, 7200.0)))
     assert "Saved   prefill 3.00 s, 2,400 tokens loaded; 2 h in all" in drawn(empty)

@@ -121,7 +121,7 @@ def test_a_bad_path_and_a_full_disk_are_said_in_a_sentence(tmp_path: Path, capsy
         assert main(words) == 0
         out = capsys.readouterr().out
         assert out.startswith("0 requests for 0 blocks in ")
-        assert out.endswith("is large enough (--max-size).\n")
+        assert out.endswith("reached --max-size.\n")
 
 
 def test_a_record_of_nothing_leaves_no_file(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_record_of_nothing_leaves_no_file(tmp_path: Path) -> None:
         daemon.kill()
         out, err = process.communicate(timeout=DEADLINE_S)
         assert (process.returncode, out) == (2, "")
-        assert f"Nothing was recorded, and {file} is removed." in err
+        assert f"Nothing was recorded, and {file} was removed." in err
         assert not file.exists()
 
 

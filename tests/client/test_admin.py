@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient, DaemonUnavailable, RequestRefused, UnknownNamespace
-from kvoffd_client.admin_client import one_namespace, read_stats
+from kvoffd_client.admin_client import find_namespace_info, read_stats
 from kvoffd_client.errors import why_unreachable
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import admin as a
@@ -47,15 +47,15 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
         SocketPaths(tmp_path).jobs.touch()
         assert sentence() == f"The kvoffd daemon in {tmp_path} has ended; start it again."
         listener.listen(0)
-        assert sentence(0.2).startswith(
-            f"What listens in {tmp_path} accepts connections but does not answer; if it is "
-        )
+        assert sentence(0.2).startswith(f"The server in {tmp_path} accepts connections but does not answer; if it is ")
         assert "runs but accepts no connections" in sentence(), "the one place is taken by the client before"
         listener.listen(9)
         began = time.monotonic()
-        assert sentence().startswith(f"What listens in {tmp_path} accepts connections but does not answer; ")
+        assert sentence().startswith(f"The server in {tmp_path} accepts connections but does not answer; ")
         assert time.monotonic() - began < 4.0, "who says no word is not waited for as long as a busy daemon"
-    assert "not for this user (uid " in why_unreachable(PermissionError(13, "Permission denied"), "/run/kvoffd")
+    assert "may not use the kvoffd daemon's sockets" in why_unreachable(
+        PermissionError(13, "Permission denied"), "/run/kvoffd"
+    )
 
 
 @contextmanager
@@ -85,8 +85,8 @@ def test_who_answers_otherwise_is_named_at_once(tmp_path: Path) -> None:
         for said, sentence in (
             (encode_frame(newer), "install the same kvoffd release"),
             (encode_frame(Refused(ErrorCode.FORBIDDEN, "Not for you.")), "refuses: Not for you."),
-            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no kvoffd daemon"),
-            (b"", "went away"),
+            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a kvoffd daemon"),
+            (b"", "has ended the connection"),
         ):
             began = time.monotonic()
             with answering(lifeline, said, asked=False), AdminClient(tmp_path, 30.0) as admin:
@@ -128,7 +128,7 @@ def test_typos_of_operators_and_short_sessions_are_no_errors_of_the_daemon(daemo
 
 def test_an_answer_of_the_wrong_kind_is_an_error(fake: FakeDaemon) -> None:
     fake.answers[s.Stats] = lambda request, _: m.Done(request.request_id)
-    with AdminClient(fake.directory) as admin, pytest.raises(DaemonUnavailable, match="did not answer Stats"):
+    with AdminClient(fake.directory) as admin, pytest.raises(DaemonUnavailable, match="answered Stats with"):
         admin.stats()
 
 
@@ -139,10 +139,10 @@ def test_a_namespace_is_named_by_label_or_first_digits() -> None:
         for digits, label in named.items()
     ]
     for wanted, index in (("tiny", 0), ("AB12F", 1), ("0011", 2), ("7777", 3)):
-        assert one_namespace(there, wanted) is there[index]
+        assert find_namespace_info(there, wanted) is there[index]
     for wanted in ("twin", "ab12", "ab12cd34"):
-        with pytest.raises(UnknownNamespace, match=r"could be any of .*ab12"):
-            one_namespace(there, wanted)
+        with pytest.raises(UnknownNamespace, match=r"is ambiguous: .*ab12"):
+            find_namespace_info(there, wanted)
     for wanted in ("", "ab1", "nobody", "ffff"):
         with pytest.raises(UnknownNamespace, match="kvoffd-cli namespaces"):
-            one_namespace(there, wanted)
+            find_namespace_info(there, wanted)

@@ -189,7 +189,7 @@ def test_anything_else_is_refused(raw: bytes) -> None:
         with pytest.raises(BlockFileError):
             BlockFile(path)
         save_file({"weight": np.zeros(4)}, path)
-        with pytest.raises(BlockFileError, match="other tensors than blocks"):
+        with pytest.raises(BlockFileError, match="its tensors are not blocks"):
             BlockFile(path)
 
 
@@ -199,7 +199,7 @@ def test_anything_else_is_refused(raw: bytes) -> None:
         (1, {"group": -1}, "do not fit its namespace"),
         (1, {"first_block": -1}, "do not fit its namespace"),
         (1, {"first_block": 10**12}, "do not fit its namespace"),
-        (2, {}, "a block is there twice"),
+        (2, {}, "it has a block twice"),
     ],
 )
 def test_blocks_that_cannot_be_are_refused(tmp_path: Path, blocks: int, changes: dict[str, int], why: str) -> None:

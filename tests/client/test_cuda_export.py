@@ -77,11 +77,11 @@ def test_memory_that_cannot_be_shared_is_told_apart(stub: StubCuda) -> None:
         with pytest.raises(NotExportable, match=sentence):
             export(stub, (address, 1))
 
-    refused(16, "0x10 is not memory of a GPU")
+    refused(16, "0x10 is not GPU memory")
     refused(stub.map_chunks([CHUNK], 8).address, "fabric handles only.*IMEX.*expandable_segments")
-    refused(stub.map_chunks([CHUNK], 0).address, "was not made to be shared")
+    refused(stub.map_chunks([CHUNK], 0).address, "virtual memory API without sharing")
     pooled = stub.allocate_pooled(SIZE, stub.driver().create_stream(urgent=False))
-    refused(pooled.address, r"of cudaMallocAsync.*backend:cudaMallocAsync")
+    refused(pooled.address, r"by cudaMallocAsync.*backend:cudaMallocAsync")
     ordinary = stub.allocate(SIZE)
     stub.fail("cuIpcGetMemHandle", status=801)
     refused(ordinary.address, r"CUDA_ERROR_NOT_SUPPORTED \(801\).*virtual machines and sandboxes")
@@ -105,7 +105,7 @@ def test_a_low_limit_of_descriptors_is_told_apart(stub: StubCuda) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 20, hard))
     try:
         with pytest.raises(
-            NotExportable, match=rf"Chunk \d+ of 40.*\(304\)\. .*all of the {before + 20} files.*ulimit"
+            NotExportable, match=rf"Chunk \d+ of 40.*\(304\)\. .*its limit of {before + 20} open files.*ulimit"
         ):
             export_segments([(buffer.address, 40 * CHUNK)], driver)
     finally:
@@ -117,7 +117,7 @@ def test_a_process_that_uses_no_gpu_exports_nothing(stub: StubCuda) -> None:
     buffer = stub.allocate(SIZE)
     stub.driver().set_context(0)
     stub.driver().release_context(0)
-    with pytest.raises(NotExportable, match="is not memory of a GPU"):
+    with pytest.raises(NotExportable, match="is not GPU memory"):
         export(stub, (buffer.address, 1))
 
 

@@ -39,7 +39,7 @@ def test_lists_become_bytes_and_bytes_are_asked_for(shared_daemon: DaemonProcess
 
 def test_a_result_says_how_it_ended() -> None:
     assert JobResult(3, True, 8192, 0.1).sentence == "Job 3 copied 8192 bytes."
-    assert JobResult(3, False, 0, 0.1, ErrorCode.NO_ROOM).sentence.startswith("Job 3 failed: The pool has no space")
+    assert JobResult(3, False, 0, 0.1, ErrorCode.NO_SPACE).sentence.startswith("Job 3 failed: The pool has no space")
 
 
 def test_the_fixture_is_a_daemon(kvoffd_directory: Path) -> None:

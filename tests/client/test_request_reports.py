@@ -9,13 +9,13 @@ import pytest
 
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.messages import Outcome, RequestReport
+from kvoffd_proto.messages import Outcome, PromptReport
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 
 
-def report(name: str, outcome: str, missing: bytes = b"", reason: str = "") -> RequestReport:
-    return RequestReport(name, time.time(), 128, 8, 2, 1, 0, outcome, 48, 0, missing, reason, 4)
+def report(name: str, outcome: str, missing: bytes = b"", reason: str = "") -> PromptReport:
+    return PromptReport(name, time.time(), 128, 8, 2, 1, 0, outcome, 48, 0, missing, reason, 4)
 
 
 def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,14 +26,14 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
     with FakeEngine(daemon.directory, "tiny") as engine:
         assert "No connected engine has reported a request." in cli()
         for name, outcome in (("cmpl-1", Outcome.LOADED), ("cmpl-2", Outcome.MISSED), ("\x1b[2J", "of the future")):
-            engine.scheduler.note_request(report(name, outcome, b"\xab" * 32))
-        engine.scheduler.note_request(report("cmpl-3", Outcome.SHORT))
+            engine.scheduler.report_prompt(report(name, outcome, b"\xab" * 32))
+        engine.scheduler.report_prompt(report("cmpl-3", Outcome.TOO_SHORT))
         wait_until(lambda: cli().count("\n") == 5)
         head, first, second, third, _ = cli().splitlines()
         fingerprint = engine.namespace.fingerprint.hex()
         assert head == f"Engine fake engine, namespace tiny ({fingerprint[:12]}):"
         assert "cmpl-1 loaded 48 of 128 tokens. Of 8 keys 2 in the pool, 1 on a disk." in first
-        assert "The first that was missing, number 4, abababababab: never stored" in first
+        assert "The first missing key, number 4, abababababab: never stored" in first
         assert "cmpl-2 loaded nothing of 128 tokens." in second
         assert "of the future" in third
         assert third.isprintable()
@@ -43,7 +43,7 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
         assert found["report"]["request"] == "cmpl-3"
         assert found["namespace"] == engine.namespace.fingerprint.hex()
         for number in range(300):
-            engine.scheduler.note_request(report(f"many-{number}", Outcome.MISSED))
+            engine.scheduler.report_prompt(report(f"many-{number}", Outcome.MISSED))
         wait_until(lambda: cli().count(" many-") == 256)
         assert "many-299" in cli("many").splitlines()[-1], "the last ones"
     assert "No connected engine has reported a request." in cli()

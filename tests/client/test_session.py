@@ -11,7 +11,7 @@ import pytest
 
 from kvoffd_client import (
     ClientOptions,
-    Lookup,
+    LookupFuture,
     NamespaceSpec,
     Registration,
     SchedulerClient,
@@ -156,7 +156,7 @@ def worker(new_worker: WorkerClient, link: PaperLink) -> WorkerClient:
     return new_worker
 
 
-def look_up(scheduler: SchedulerClient, link: PaperLink, now: float, groups: list[m.GroupKeys] = KEYS) -> Lookup:
+def look_up(scheduler: SchedulerClient, link: PaperLink, now: float, groups: list[m.GroupKeys] = KEYS) -> LookupFuture:
     link.time = now
     return scheduler.lookup(groups)
 
@@ -353,13 +353,13 @@ def test_a_lookup_is_done_after_all_that_is_read_of_it(
     """Its readers hold no lock."""
     seen: list[tuple[object, ...]] = []
 
-    class Watched(Lookup):
+    class Watched(LookupFuture):
         def __setattr__(self, name: str, value: object) -> None:
             if name == "done":
                 seen.append((self.states, self.pinned, self.failed, self.alive, self.answered_at))
             super().__setattr__(name, value)
 
-    monkeypatch.setattr(scheduler_client, "Lookup", Watched)
+    monkeypatch.setattr(scheduler_client, "LookupFuture", Watched)
     for released in (False, True):
         found = look_up(scheduler, link, 0.0)
         if released:
@@ -567,9 +567,9 @@ def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerClient, 
     for sequence, (part,) in enumerate(jobs_sent(link), 1):
         assert not worker._results
         failed = [m.GroupKeys(0, b"k" * 32)] if sequence == 2 else []
-        error = ErrorCode.NO_ROOM if failed else None
+        error = ErrorCode.NO_SPACE if failed else None
         complete(worker, sequence, m.JobResult(part.job_id, not failed, 10, 0.5, error, failed))
-    assert worker._results == [m.JobResult(1, False, 30, 1.5, ErrorCode.NO_ROOM, [m.GroupKeys(0, b"k" * 32)])]
+    assert worker._results == [m.JobResult(1, False, 30, 1.5, ErrorCode.NO_SPACE, [m.GroupKeys(0, b"k" * 32)])]
     submit(worker, link, 0.0, Job(2, MANY, 2**32))
     parts = [load for (load,) in jobs_sent(link)[3:]]
     assert [load.keep_lease for load in parts] == [True, True, False], "the last part ends the lease"

@@ -210,7 +210,7 @@ def test_blocks_that_were_exported_before_a_drop_are_not_imported(
             daemon.kill()
             daemon.start()
         status, text = command(daemon, *IMPORT, before)
-        assert (status, "reset or cleared here since" in text) == (2, True), text
+        assert (status, "reset or cleared here after" in text) == (2, True), text
         assert command(daemon, *IMPORT, after)[0] == 0
         with CheckedEngine(daemon, engine.truth) as again:
             assert again.get(SOME) == [0, 1, 2, 3]

@@ -112,10 +112,10 @@ def test_a_disk_with_space_takes_whole_conversations(tmp_path: Path, policy: str
                     conversation = range(first, first + blocks)
                     if not time:
                         engine.put(conversation)
-                        wait_until(lambda: not books(daemon.directory).tiers.demotions_waiting)  # while others compute
+                        wait_until(lambda: not books(daemon.directory).tiers.writes_waiting)  # while others compute
                     else:
                         assert engine.has(conversation), f"{part}, asked for again"
-            assert books(daemon.directory).tiers.demoted_blocks == count * blocks
+            assert books(daemon.directory).tiers.written_blocks == count * blocks
 
 
 # --- what does not ---------------------------------------------------------------------------------

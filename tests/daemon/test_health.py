@@ -58,7 +58,7 @@ def test_health_a_pool_that_one_lease_pins_is_degraded() -> None:
         assert cause.reason == "pool_pinned"
         assert "12.0 MiB by session" in cause.sentence
         assert "(fake engine scheduler)" in cause.sentence
-        assert engine.store(keys(1000), [0]).error is ErrorCode.NO_ROOM
+        assert engine.store(keys(1000), [0]).error is ErrorCode.NO_SPACE
         assert reasons() == ["pool_pinned", "stores_without_space"]
         assert (
             "no space for 1 block that engines offered: leases and copies pinned the pool, "

@@ -238,7 +238,7 @@ def test_a_block_that_lacks_a_shard_for_too_long_is_dropped(impatient: DaemonPro
     with WireClient(impatient.directory) as worker:
         worker.open_namespace(OTHER, world_size=2)
         cache = worker.register(memory, namespace=OTHER)
-        assert worker.store(cache, keys(9), [0]).error == "no_room", "rank 1 has not said how large its shards are"
+        assert worker.store(cache, keys(9), [0]).error == "no_space", "rank 1 has not said how large its shards are"
         worker.register(memory, rank=1, namespace=OTHER)
         for number in (1, 2):
             assert worker.store(cache, keys(number), [0]).ok
@@ -339,8 +339,8 @@ def test_a_pool_of_pinned_blocks_has_no_room_and_says_so() -> None:
             results = worker.step(cache, stores)
             assert {job: (result.error, result.failed) for job, result in results.items()} == {
                 2: (None, []),
-                3: ("no_room", keys(102)),
-                4: ("no_room", keys(103)),
+                3: ("no_space", keys(102)),
+                4: ("no_space", keys(103)),
                 5: (None, []),
             }
             assert worker.load(cache, scheduler.lease(1), keys(*first), first).ok

@@ -130,10 +130,10 @@ def test_what_a_quota_takes_is_a_miss_by_the_quota_and_not_for_want_of_space() -
             assert admin.stats().since_start.misses == {"quota": 2}
             assert admin.health().healthy
             lost = engine.store(keys(6, 7, 8), range(3))
-            assert (lost.error, len(lost.failed_keys)) == (ErrorCode.NO_ROOM, 3), "all that it has is leased"
+            assert (lost.error, len(lost.failed_keys)) == (ErrorCode.NO_SPACE, 3), "all that it has is leased"
             (cause,) = admin.health().causes
             assert cause.reason == "stores_without_space"
-            ends = "a namespace had its quota, all of it pinned or being written (tiny "
+            ends = "a namespace was at its quota, all of it pinned or being written (tiny "
             assert f"no space for 3 blocks that engines offered: {ends}" in cause.sentence
             assert cause.sentence.endswith("`kvoffd-cli namespaces quota` raises it.")
             assert admin.stats().since_start.no_space_causes == {"quota": 3}

@@ -84,7 +84,7 @@ def test_a_frozen_file_system_keeps_nobody_waiting(ext4: tuple[Path, Path]) -> N
             engine.put(ALL)
             while time.monotonic() < end:
                 assert engine.get(ALL, 5.0) == list(ALL)
-            assert books(daemon.directory).tiers.demoted_blocks < BLOCKS
+            assert books(daemon.directory).tiers.written_blocks < BLOCKS
         finally:
             subprocess.run(["fsfreeze", "-u", place], check=False)
         wait_written(daemon, BLOCKS)

@@ -25,8 +25,8 @@ def test_a_store_that_hangs_fails_at_its_deadline_and_its_slots_stay_taken(stub_
         assert future.states == [b"\0"], "others may store the key"
         with AdminClient(machine.daemon.directory) as admin:
             pool = admin.stats().pool
-            assert pool.of("evicting") > 0, "the copy may still write there"
-            assert pool.of("free") + pool.of("evicting") == pool.size_bytes
+            assert pool.of("dropped") > 0, "the copy may still write there"
+            assert pool.of("free") + pool.of("dropped") == pool.size_bytes
             (problem,) = admin.health().problems
             assert "does not answer" in problem
         # An engine in host memory does not notice.

@@ -127,12 +127,12 @@ def wait_disk(daemon: DaemonProcess, state: str = "serving") -> DiskStats:
 
 def wait_written(daemon: DaemonProcess, blocks: int) -> None:
     """Until so many blocks are on the disk, since the daemon's start."""
-    wait_until(lambda: books(daemon.directory).tiers.demoted_blocks >= blocks, explain=lambda: daemon.log)
+    wait_until(lambda: books(daemon.directory).tiers.written_blocks >= blocks, explain=lambda: daemon.log)
 
 
 def put_on_disk(daemon: DaemonProcess, engine: CheckedEngine, count: int) -> None:
     """Store so many keys, from the first on, as fast as the disk takes them."""
-    before = books(daemon.directory).tiers.demoted_blocks
+    before = books(daemon.directory).tiers.written_blocks
     for first in range(0, count, 8):
         engine.put(range(first, first + 8))
         wait_written(daemon, before + first + 8)

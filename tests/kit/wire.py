@@ -636,7 +636,7 @@ def _keys_in(groups: Iterable[m.GroupKeys]) -> list[bytes]:
 
 def _result(one: m.JobResult) -> Result:
     error = None if one.error is None else _word(one.error)
-    return Result(one.job_id, one.ok, one.bytes, one.seconds, error, _keys_in(one.failed), _keys_in(one.declined))
+    return Result(one.job_id, one.ok, one.bytes, one.seconds, error, _keys_in(one.failed), _keys_in(one.rejected))
 
 
 def _batch(one: m.Completions) -> Batch:
@@ -792,9 +792,9 @@ class Books:
         return {fingerprint: row for fingerprint, row in rows.items() if fingerprint in self.listed}
 
     free_bytes = property(lambda self: self.pool.of("free"))
-    writing_bytes = property(lambda self: self.pool.of("filling"))
+    writing_bytes = property(lambda self: self.pool.of("writing"))
     ready_bytes = property(lambda self: self.pool.of("ready"))
-    leaving_bytes = property(lambda self: self.pool.of("evicting"))  # dropped, and a lease or a copy still holds it
+    leaving_bytes = property(lambda self: self.pool.of("dropped"))  # dropped, and a lease or a copy still holds it
     quarantined_bytes = property(lambda self: self.pool.of("quarantined"))  # an earlier daemon's, not recovered yet
     sessions = property(lambda self: len(self.clients))
     ready_blocks = property(lambda self: sum(one.ready_blocks for one in self.namespaces.values()))

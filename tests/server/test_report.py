@@ -10,11 +10,11 @@ from tests.kit.wire import NAMESPACE, WireClient, refused
 
 
 def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
-    def report(name: str, key: bytes = b"", group: int = 0, reason: str = "") -> m.RequestReport:
-        return m.RequestReport(name, 1.0, 100, 3, 2, 0, 0, m.Outcome.MISSED, 0, group, key, reason)
+    def report(name: str, key: bytes = b"", group: int = 0, reason: str = "") -> m.PromptReport:
+        return m.PromptReport(name, 1.0, 100, 3, 2, 0, 0, m.Outcome.MISSED, 0, group, key, reason)
 
-    def found(*which: object) -> list[m.RequestReport]:
-        return [one.report for one in admin.ask(a.Requests, *which).requests]
+    def found(*which: object) -> list[m.PromptReport]:
+        return [one.report for one in admin.ask(a.ListPrompts, *which).prompts]
 
     with (
         DaemonProcess("16MiB") as daemon,
@@ -23,7 +23,7 @@ def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
     ):
         scheduler.open_namespace()
         known = [report("short"), report("new", b"k" * 32), report("reasoned", b"k" * 32, reason="partial")]
-        scheduler.ask(m.ReportRequests, NAMESPACE, known)
+        scheduler.ask(m.ReportPrompts, NAMESPACE, known)
         for wrong in (
             [report("a", b"k" * 31)],
             [report("a", b"k" * 64)],
@@ -31,11 +31,11 @@ def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
             [report("a" * 129)],
             [report("a")] * 257,
         ):
-            refused(scheduler.ask, m.ReportRequests, NAMESPACE, wrong)
-        refused(scheduler.ask, m.ReportRequests, b"x" * 32, [report("a")])
+            refused(scheduler.ask, m.ReportPrompts, NAMESPACE, wrong)
+        refused(scheduler.ask, m.ReportPrompts, b"x" * 32, [report("a")])
         assert {one.request: one.reason for one in found()} == {"short": "", "new": "unknown", "reasoned": "partial"}
         assert [one.request for one in found("o")] == ["short", "reasoned"]
         assert [one.request for one in found("", 1)] == ["reasoned"]
         for number in range(6):
-            scheduler.ask(m.ReportRequests, NAMESPACE, [report(f"{number}-{one}") for one in range(200)])
+            scheduler.ask(m.ReportPrompts, NAMESPACE, [report(f"{number}-{one}") for one in range(200)])
         assert [one.request for one in found()] == [f"{number}-{one}" for number in range(1, 6) for one in range(200)]

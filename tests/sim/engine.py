@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvoffd_client import Lookup, SchedulerClient
+from kvoffd_client import LookupFuture, SchedulerClient
 from kvoffd_proto.events import BlockStored, KvEvent
 from kvoffd_proto.messages import GroupKeys
 from tests.sim.audit import Readable, fold
@@ -37,7 +37,7 @@ class Engine:
         self.waiting = 0
         """The number of prompts that wait for free blocks."""
         self._active: list[Request] = []
-        self._asked: list[tuple[Lookup, float]] = []
+        self._asked: list[tuple[LookupFuture, float]] = []
         self._poking = False
         self._poke_again = False
         self._leaving = False
@@ -62,7 +62,7 @@ class Engine:
 
     # --- what requests ask for -------------------------------------------------------------------
 
-    def lookup(self, keys: list[bytes], again: bool = False) -> Lookup:
+    def lookup(self, keys: list[bytes], again: bool = False) -> LookupFuture:
         groups = [GroupKeys(group, b"".join(keys)) for group in self.content.groups]
         future = self.scheduler.lookup(groups, again)
         self._asked.append((future, self.clock.now))

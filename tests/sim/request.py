@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvoffd_client import Lookup
+from kvoffd_client import LookupFuture
 from kvoffd_client.worker_client import GroupTransfer
 from kvoffd_proto import messages as m
 from tests.sim.clock import Broken
@@ -29,10 +29,10 @@ class Request:
         self.keys = keys
         self.blocks = blocks
         self.per_key = engine.content.blocks_per_key
-        self._lookup: Lookup | None = engine.lookup(keys)
+        self._lookup: LookupFuture | None = engine.lookup(keys)
         self._give_up_at = engine.clock.now + self._rng.uniform(0.05, 0.6)
         engine.wake_at(self._give_up_at)
-        self._answer: Lookup | None = None
+        self._answer: LookupFuture | None = None
         """The last lookup that was answered; its lease is held."""
         self._waits_since, self._waits_until = 0.0, inf
         """When it began to wait for a tier, and when it stops at the latest."""
@@ -80,7 +80,7 @@ class Request:
             return True
         return self._use_answer()
 
-    def _waits_for_tier(self, answer: Lookup) -> bool:
+    def _waits_for_tier(self, answer: LookupFuture) -> bool:
         """Whether to wait for what is on its way: the rule of the connector's ``KvoffdManager._waits_for_tier``."""
         now = self._engine.clock.now
         missing = max(sum(map(states.count, m.COMING)) for states in answer.states)

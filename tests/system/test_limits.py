@@ -76,4 +76,4 @@ def test_a_pool_that_does_not_fit_is_refused_with_both_numbers() -> None:
         PoolTooLarge, match=rf"{5 * GIB + 1} bytes.*{5 * GIB} bytes.*the memory cgroup /x.* such as 3840MiB"
     ) as caught:
         check_fits(5 * GIB + 1, limit)
-    assert caught.value.code is ErrorCode.NO_ROOM
+    assert caught.value.code is ErrorCode.NO_SPACE

@@ -45,7 +45,7 @@ class SchedulerHarness:
         self.manager: KvoffdManager = self.connector._manager
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
-        self.manager.clock = self.connector._load_room._clock = self.manager.harm._clock = self.clock
+        self.manager.clock = self.connector._admission._clock = self.manager.harm._clock = self.clock
         namespace: Any = self.manager.namespace
         namespace.client, namespace.current = self.client, NamespaceSpec.named("model")
         namespace._clock, namespace._waiting_since = self.clock, NEVER

@@ -222,7 +222,7 @@ def test_other_content_under_a_path_is_not_used_until_a_reset(tmp_path: Path, sa
     second = scheduler.adapters.content_of(moved)
     assert second not in (None, UNREADABLE)
     scheduler.report(tmp_path, {1: b"second"}, {1: b"second"})
-    assert sum("loaded anew with another content" in line for line in said) == 1
+    assert sum("loaded again with another content" in line for line in said) == 1
     scheduler.adapters.engine_cache_reset()
     assert scheduler.adapters.content_of(adapter) == second
     # What was computed before anybody knew with what may be anything.
@@ -236,7 +236,7 @@ def test_adapters_beyond_a_bound_are_not_used(tmp_path: Path, monkeypatch: pytes
     for name, is_used in (("one", True), ("two", False), ("one", True)):
         scheduler.report(tmp_path / name, {1: b"content"}, {1: b"content"})
         assert (scheduler.adapters.content_of(lora_request(tmp_path / name)) != UNREADABLE) is is_used
-    assert any("is one of more than 1," in line for line in said)
+    assert any("exceeds the limit of 1 adapters," in line for line in said)
 
 
 def test_one_adapter_is_asked_for_in_a_step(tmp_path: Path) -> None:

@@ -188,10 +188,10 @@ def test_after_the_engines_own_clear_blocks_are_published_anew(rig: Rig) -> None
     rig.stored(0, 1)
     rig.take()
     clear = EngineCacheCleared()
-    rig.host.note_engine_events([clear])
+    rig.host.handle_engine_events([clear])
     rig.published[CPU].clear()  # as a router does
     rig.host.found(rig.request, 0, chain_of(rig.request), 2)
-    rig.host.note_engine_events([clear])
+    rig.host.handle_engine_events([clear])
     rig.take()
     assert rig.published[CPU] == {0, 1}
     rig.removed(0)

@@ -114,7 +114,7 @@ def test_a_change_of_what_is_needed_is_refused_by_its_name(monkeypatch: pytest.M
 
 
 def test_an_old_vllm_is_refused_and_a_tested_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    why = r"needs vLLM 0\.32 or newer, and this is vLLM .*tested with vLLM 0\.32 and"
+    why = r"needs vLLM 0\.32 or newer, but this is vLLM .*tested with vLLM 0\.32 and"
     for version in ("0.31.9", "0.1.dev1+g0123456"):
         monkeypatch.setattr(vllm, "__version__", version)
         with case(version), pytest.raises(ImportError, match=why):
@@ -139,7 +139,7 @@ def test_what_is_no_tested_release_shares_with_its_like_alone(version: str, monk
     """A build between two releases, or of somebody's own, may compute and lay out pages as neither does."""
     monkeypatch.setattr(vllm, "__version__", version)
     compat.require_vllm()
-    assert f"this is vLLM {version}, whose" in compat.untested()
+    assert f"this is vLLM {version}. Its interfaces" in compat.untested()
     assert compat.version_factor() == version
     with pytest.raises(ValueError, match="strict_version"):
         compat.check_version(strict=True)
@@ -161,7 +161,7 @@ def test_an_untested_release_starts_with_one_warning_or_is_refused(
     start(strict=False, role=KVConnectorRole.WORKER)
     [line] = [line for line in said if "0.99.0" in line]
     assert "tested with the releases 0.32 and 0.33 of vLLM" in line
-    with pytest.raises(ValueError, match=r"since strict_version is set\. .* this is vLLM 0\.99\.0"):
+    with pytest.raises(ValueError, match=r"because strict_version is set\. .* this is vLLM 0\.99\.0"):
         start(strict=True)
     with pytest.raises(ValueError, match="strict_version"):  # before vLLM loads the model
         KvoffdConnector.requires_piecewise_for_cudagraph({"strict_version": True})

@@ -137,7 +137,7 @@ def test_an_adapter_is_what_the_workers_have_read(
     connector, _ = worker
     weights = torch.nn.Linear(4, 4)
     connector._weights = LiveWeights(lambda: [weights])
-    live = AdapterWorker(changed=connector._weights.note_change)
+    live = AdapterWorker(changed=connector._weights.mark_changed)
     connector._adapters = live.adapters
     connector.connector_worker.worker.leave()
     connector._digest = connector._weights.digest()
@@ -224,8 +224,27 @@ def test_vllm_says_nothing_of_stores_that_are_put_off(scheduler: KvoffdConnector
     assert sum(isinstance(one, StoreRefusalFilter) for one in target.filters) == 1
 
 
-@pytest.mark.parametrize(("events", "steps"), [(False, [True, False]), (True, [True, True])])
-def test_stores_cause_empty_steps_only_for_routers(config: Any, events: bool, steps: list[bool]) -> None:
+def test_a_step_that_computes_nothing_starts_its_stores(worker: tuple[KvoffdConnector, FakeWorkerClient]) -> None:
+    """A new prompt would wait for the next one, which is made for them alone."""
+    connector, client = worker
+    blocks = GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
+    load = TransferJob("r", KeyedSpec((block_hash(2),), 7, "r"), blocks)
+    stores = {3: TransferJob("r", blocks, KeyedSpec((block_hash(1),)))}
+    metadata = ConnectorMetadata(load_jobs={5: load}, store_jobs=stores, starts_stores=True)
+    connector.handle_preemptions(metadata)
+    connector.bind_connector_metadata(metadata)
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    connector.get_transfer_results(set())
+    connector.handle_preemptions(ConnectorMetadata(load_jobs={}, store_jobs={}))
+    assert client.messages == [[5], [3]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "events", "steps"),
+    [(1, False, [True, False]), (1, True, [True, True]), (0, False, [False, False]), (0, True, [True, True])],
+)
+def test_stores_cause_empty_steps_only_for_routers(config: Any, tokens: int, events: bool, steps: list[bool]) -> None:
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=events)
     connector = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
     scheduler: Any = connector.connector_scheduler
@@ -235,9 +254,9 @@ def test_stores_cause_empty_steps_only_for_routers(config: Any, events: bool, st
     found = []
     for jobs in ({3: job}, {}):
         with patch.object(scheduler, "_build_store_jobs", lambda _, jobs=jobs: jobs):
-            connector.build_connector_meta(empty_step(0))
+            connector.build_connector_meta(empty_step(tokens))
         found.append(connector.has_pending_push_work())
-    assert found == steps, "a step hands them to the workers"
+    assert found == steps, "the next step hands them to the workers, or one without tokens at once"
     scheduler._jobs.clear()
     assert not connector.has_pending_push_work()
     connector.shutdown()

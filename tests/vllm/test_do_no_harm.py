@@ -32,7 +32,7 @@ def measured(tokens_per_second: float, *loads: tuple[int, float], active: bool =
     found = DoNoHarm(clock, PrefillRate(clock, 1, 256), active=active)
     found.prefill.tokens_per_second = tokens_per_second
     for tokens, seconds in loads:
-        found.note_load(tokens, seconds)
+        found.record_load(tokens, seconds)
     return found
 
 
@@ -66,7 +66,7 @@ def test_load_that_was_skipped_is_tried_again_after_a_while() -> None:
     found.prefill.tokens_per_second = 10_000
     for _ in range(2):
         for _ in range(LEAST_LOAD_SAMPLES):
-            found.note_load(1000, 0.5)
+            found.record_load(1000, 0.5)
         assert found.rates == (10_000, pytest.approx(2000))
         clock.now += SAMPLE_AGE_S - 0.1
         assert not is_loaded(found)
@@ -78,16 +78,16 @@ def test_stores_pause_where_vllm_waits_for_them_again_and_again(said: list[str])
     clock = Clock()
     found = DoNoHarm(clock, PrefillRate(clock, 1, 256), active=True)
     for _ in range(100):
-        found.note_wait(0.04)
-    found.note_wait(20.0)  # a daemon that hung once
+        found.record_wait(0.04)
+    found.record_wait(20.0)  # a daemon that hung once
     for _ in range(LEAST_WAITS - 2):
-        found.note_wait(2.0)
+        found.record_wait(2.0)
     assert clock.now >= found.stores_paused_until
     clock.now += 31.0
     for _ in range(LEAST_WAITS - 1):
-        found.note_wait(2.0)
+        found.record_wait(2.0)
     assert clock.now >= found.stores_paused_until, "what was longer ago does not count"
-    found.note_wait(2.0)
+    found.record_wait(2.0)
     assert clock.now < found.stores_paused_until
     assert any("waited 10.0 s" in line for line in said)
     clock.now += STORE_PAUSE_S
@@ -102,7 +102,7 @@ def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -
         rig.manager.workers_report(WorkerReport(load_times={1: (1000, 0.5)}))
     for _ in range(2):  # vLLM asks until it is scheduled
         assert rig.manager.skips_load("r", 1000)
-    assert any("1000 tokens take 0.50 s here, and computing them 0.10 s" in line for line in said)
+    assert any("1000 tokens take 0.50 s, computing them 0.10 s" in line for line in said)
     for _ in range(LEAST_WAITS):
         rig.manager.workers_report(WorkerReport(waited_s=2.0))
     output = rig.manager.prepare_store(KEYS, ReqContext("r"))

@@ -327,7 +327,7 @@ def test_blocks_come_back_from_disk(harness: Harness, tmp_path: Path) -> None:
         return found.disks[0].blocks >= every
 
     def at_rest(found: Books) -> bool:
-        return not (found.store.queued_jobs or found.store.running_jobs or found.tiers.demotions_waiting)
+        return not (found.store.queued_jobs or found.store.running_jobs or found.tiers.writes_waiting)
 
     with DaemonProcess(
         "24MiB", home.directory, disk=f"{tmp_path}=256MiB", disk_write="always", disk_deadline="60s"

@@ -81,4 +81,4 @@ def test_weights_that_nobody_can_read_are_shared_with_nobody(said: list[str]) ->
         assert namespace.current is not None
         found.append(namespace.current.fingerprint)
     assert found[0] != found[1]
-    assert any("used by no other engine" in line for line in said)
+    assert any("cannot be used by other engines" in line for line in said)

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindo
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvoffd_client import Lookup, NamespaceSpec
+from kvoffd_client import LookupFuture, NamespaceSpec
 from kvoffd_client.vllm.compat import HAS_DEFECTS_OF_0_32
 from kvoffd_client.vllm.connector_metadata import WorkerReport
 from kvoffd_proto.messages import GroupKeys
@@ -46,7 +46,7 @@ class Daemon(FakeSchedulerClient):
     has: set[bytes] = field(default_factory=set)
     """Hashes of blocks that were stored."""
 
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> Lookup:
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
         super().lookup(groups, again)
         return self.answer(self.has)
 

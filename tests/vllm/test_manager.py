@@ -29,7 +29,7 @@ from kvoffd_client.vllm.metrics import (
     PREFILL_RATE,
 )
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupKeys, Outcome, RequestReport
+from kvoffd_proto.messages import GroupKeys, Outcome, PromptReport
 from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
 from tests.vllm.vllm_fakes import block_hash, key
 
@@ -213,7 +213,7 @@ def test_before_anything_is_measured_an_engines_report_tells_the_rate() -> None:
 
 def test_loading_counts_too() -> None:
     harness = DiskHarness()
-    harness.manager.harm.note_load(1000, 0.5)
+    harness.manager.harm.record_load(1000, 0.5)
     for wait_s, found in ((0.9, PENDING), (1.1, PENDING), (1.1, MISS)):  # a second to load, and two to compute
         harness.clock.now += 0.09
         assert harness.ask(coming=2, wait_s=wait_s)[1] is found
@@ -579,17 +579,17 @@ def test_while_vllms_own_cache_is_of_other_weights_nothing_is_stored(harness: Ma
 # --- why a request hit or missed -------------------------------------------------------------------
 
 
-def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> RequestReport:
+def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> PromptReport:
     """What is reported of a request that is scheduled now."""
-    before = len(harness.client.noted)
+    before = len(harness.client.reported)
     harness.manager.scheduled(harness.requests[name], tokens)
-    (report,) = harness.client.noted[before:]
+    (report,) = harness.client.reported[before:]
     assert report.request == name
     return report
 
 
 def test_outcomes_and_what_was_found_are_reported() -> None:
-    def found(report: RequestReport) -> tuple[object, ...]:
+    def found(report: PromptReport) -> tuple[object, ...]:
         return report.outcome, report.keys, report.found_pool, report.found_disk, report.found_shared
 
     harness = ManagerHarness(disk_wait_s=0.0)
@@ -607,11 +607,11 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
 
     harness.new("short", hashes=0)
     report = report_of(harness, name="short")
-    assert (*found(report), report.tokens) == (Outcome.SHORT, 0, 0, 0, 0, 1)
+    assert (*found(report), report.tokens) == (Outcome.TOO_SHORT, 0, 0, 0, 0, 1)
 
     harness.request("held")
     harness.manager.prepare_scan(harness.requests["held"], 3 * CHUNK_TOKENS, has_all=True)
-    assert found(report_of(harness, name="held"))[:2] == (Outcome.HELD, 0), (
+    assert found(report_of(harness, name="held"))[:2] == (Outcome.NOT_NEEDED, 0), (
         "nobody waits for its answer: it is not late"
     )
 
@@ -627,9 +627,9 @@ def test_a_load_that_fails_is_reported_too_and_a_preemption_is_not(harness: Mana
     harness.request(ready=HASHES)
     assert report_of(harness, 3000).outcome is Outcome.LOADED
     harness.manager._job_failed(FailedJob(None, request_id="r"))
-    assert [one.outcome for one in harness.client.noted] == [Outcome.LOADED, Outcome.FAILED]
+    assert [one.outcome for one in harness.client.reported] == [Outcome.LOADED, Outcome.FAILED]
     harness.manager.scheduled(harness.requests["r"], 0)
-    assert len(harness.client.noted) == 2
+    assert len(harness.client.reported) == 2
 
 
 # --- what is measured ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tests.kit.engine import prompt
 from tests.kit.waiting import wait_until
 from tests.vllm.engine_of_parts import EngineOfParts
 
-WHY = "The driver gives no handle for the memory at 0x7f0000000000."
+WHY = "The driver cannot export the memory at 0x7f0000000000."
 BLOCKS, RATE = 320, 1e9
 
 
@@ -34,4 +34,4 @@ def test_doctor_says_why_and_prompts_are_computed(model: Path, monkeypatch: pyte
             return [one["evidence"] for one in report["findings"] if one["check"] == "engine_refused"]
 
         (evidence,) = wait_until(said, interval_s=0.2)
-    assert evidence.endswith(f"has no memory here: worker 0: {WHY}")
+    assert evidence.endswith(f"is not registered: worker 0: {WHY}")

@@ -281,11 +281,11 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         "on_new_request",
         "update_state_after_alloc",
         "build_connector_meta",
-        "_note_shared_prefix",
+        "_mark_shared_prefix",
         "get_external_cache_hit_sources",
     ):
         monkeypatch.setattr(connector, call, lambda *_: {})
-    for call in ("awaits_adapter", "prepare_scan", "scanned", "note_scan", "refuse_load"):
+    for call in ("awaits_adapter", "prepare_scan", "scanned", "record_scan", "refuse_load"):
         monkeypatch.setattr(connector._manager, call, lambda *_, **__: 0)
     monkeypatch.setattr(connector, "request_finished_all_groups", lambda *_: (False, None))
     there, loaded = True, 0

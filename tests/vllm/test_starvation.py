@@ -135,8 +135,8 @@ def test_a_prompt_that_is_computed_for_want_of_kv_cache_has_an_outcome_and_a_lin
     request = engine.add("large", prompt(1, 38))
     have(engine, request)
     engine.end([request], 20)
-    assert [(one.outcome, one.loaded_tokens) for one in engine.client.noted] == [("no_space", 0)]
-    assert "the KV cache has no space to load them" in lines[0]
+    assert [(one.outcome, one.loaded_tokens) for one in engine.client.reported] == [("no_space", 0)]
+    assert "the KV cache has no space for them" in lines[0]
 
 
 @pytest.mark.parametrize("for_space", [True, False])
@@ -257,7 +257,7 @@ def test_a_load_that_would_wait_for_one_that_failed_is_computed(make: Make) -> N
     have(engine, large)
     engine.end([large], 150)
     assert not other.is_finished()
-    assert [one.outcome for one in engine.client.noted if one.request == "large"] == ["no_space"]
+    assert [one.outcome for one in engine.client.reported if one.request == "large"] == ["no_space"]
 
 
 def test_two_failed_loads_that_cannot_be_computed_at_once_are_computed(make: Make) -> None:

@@ -369,7 +369,7 @@ def test_a_load_of_a_left_namespace_fails_once_memory_is_released(monkeypatch: p
         fake.do(lambda: fake.release(peer))
         fence.join(5)
         assert list(codes(worker)) == [1]
-        assert (worker.get_finished(), worker._left) == ([], [])
+        assert (worker.get_finished(), worker._former) == ([], [])
         worker.shutdown()
 
 

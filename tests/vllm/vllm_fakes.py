@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from kvoffd_client import Lookup
+from kvoffd_client import LookupFuture
 from kvoffd_client.worker_client import GroupTransfer, Job
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, JobResult, RequestReport
+from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, JobResult, PromptReport
 from tests.kit.clock import Clock
 
 KEY_BYTES = 32
@@ -22,7 +22,7 @@ class FakeSchedulerClient:
     ready: bool = True
     reported_prefill_rate: float = 0.0
     credit_bytes: int = 1 << 20
-    asked: list[tuple[Lookup, list[GroupKeys]]] = field(default_factory=list)
+    asked: list[tuple[LookupFuture, list[GroupKeys]]] = field(default_factory=list)
     again: list[bool] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
@@ -30,19 +30,19 @@ class FakeSchedulerClient:
     reports: list[tuple[float, ...]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
-    noted: list[RequestReport] = field(default_factory=list)
+    reported: list[PromptReport] = field(default_factory=list)
     closed: bool = False
 
     def now(self) -> float:
         """A lookup's time, as of its transport."""
         return self.clock()
 
-    def note_request(self, report: RequestReport) -> None:
-        self.noted.append(report)
+    def report_prompt(self, report: PromptReport) -> None:
+        self.reported.append(report)
 
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> Lookup:
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
         self.again.append(again)
-        future = Lookup((1 << 32) + len(self.asked) + 1)
+        future = LookupFuture((1 << 32) + len(self.asked) + 1)
         self.asked.append((future, list(groups)))
         if not self.ready:
             future.failed = future.done = True
@@ -56,7 +56,7 @@ class FakeSchedulerClient:
         wait_s: float = 0.0,
         shared: Collection[bytes] = (),
         asking: int = 0,
-    ) -> Lookup:
+    ) -> LookupFuture:
         """Answer a lookup: these block hashes are ready, these on their way up from disk or from a shared store, which
         has not said yet whether it has ``asking`` of them."""
         future, groups = self.asked[index]

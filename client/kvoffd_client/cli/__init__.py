@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 PLAIN = dict(zip("µ…█▒░▁▂▃▄▅▆▇", "u~#+.,:-=+*%", strict=True))
-"""What stands for a character where the locale has no such."""
+"""ASCII replacements of characters that the locale may lack."""
 EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``kvoffd-cli`` with ``arguments`` (the process's own where None); return the exit status.
+    """Run ``kvoffd-cli`` with ``arguments``, by default the process's own; return the exit status.
 
-    See ``app.run``. Probes run ``health`` every few seconds: it imports nothing of the rest.
+    See ``app.run``. ``health`` imports none of the rest, because probes run it every few seconds.
     """
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
-    except KeyboardInterrupt:  # also while modules are imported
+    except KeyboardInterrupt:  # also during imports
         return EXIT_INTERRUPTED
 
 
@@ -29,13 +29,13 @@ def _run(given: list[str]) -> int:
     open_closed_streams()
     write_any_locale()
     if given[:1] == ["health"]:
-        gc.disable()  # while modules are imported it finds nothing, and takes a tenth of a probe's time
+        gc.disable()  # useless during imports, and a tenth of a probe's time
         try:
             from kvoffd_client.cli.health import quick_health
 
             status = quick_health(given[1:])
         except OSError:
-            status = None  # nobody reads what it prints: see app.run
+            status = None  # the output has no reader: see app.run
         finally:
             gc.enable()  # for a program that calls this
         if status is not None:
@@ -52,16 +52,16 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 
 
 def open_closed_streams() -> None:
-    """Give a process that was started without stdin, stdout or stderr one that reads and writes nothing."""
+    """Replace missing stdin, stdout and stderr by /dev/null."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - stays open to the process's end
 
 
 def write_any_locale() -> None:
-    """Let stdout and stderr write a plain character for each that the locale does not have.
+    """Make stdout and stderr replace characters that the locale lacks.
 
-    Python takes LC_ALL=C for UTF-8; who sets it wants ASCII.
+    LC_ALL=C means ASCII here, although Python treats it as UTF-8.
     """
     codecs.register_error("kvoffd", _plain)
     encoding = "ascii" if os.environ.get("LC_ALL") in ("C", "POSIX") else None

@@ -26,7 +26,7 @@ from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
 
 FIRST_SCRUB_PAUSE_S, SCRUB_PAUSE_S = 0.02, 0.5
-"""Between two questions for a scrub's progress: at first short, since a small pool is done at once."""
+"""Pauses between requests for a scrub's progress: short at first, for small pools."""
 HASH_DIGITS = 12
 
 
@@ -38,12 +38,11 @@ def clear(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Drop the blocks of one namespace or of all, on disks too.
+    """Drop the blocks of one namespace or of all, also on disks.
 
-    With --all-nodes the other nodes drop theirs within seconds, as is wanted where weights changed under one name; with
-    --all of what this daemon has.
+    With --all-nodes the other nodes follow within seconds: use it if weights changed under one name.
 
-    Exit status: 0 done, 1 no, 2 an error, or done and a kill may undo it.
+    Exit status: 0 done, 1 no, 2 an error, or done but a kill may undo it.
     """
     if (name is None) is not everything:
         raise CliError("Name one namespace, or --all; `kvoffd-cli namespaces` lists them.")
@@ -57,9 +56,9 @@ def clear(
         below = ", and those on disks," if any(one.blocks for one in admin.stats().disks) else ""
         if not yes:
             if not sys.stdin.isatty():
-                raise CliError("Nothing was cleared, since there is no terminal to confirm it on; add --yes.")
+                raise CliError("Nothing was cleared: there is no terminal to confirm it on; add --yes.")
             question = f"Drop {count_blocks(blocks)} ({format_size(nbytes)}){below} from {where}? [y/N] "
-            print(question, end="", file=sys.stderr, flush=True)  # stdout holds nothing but the result
+            print(question, end="", file=sys.stderr, flush=True)  # stdout is for the result
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
                 say("Nothing was cleared.")
                 return 1
@@ -80,8 +79,8 @@ def _those_here(count: int) -> str:
 def scrub(directory: Directory = None, json: Json = False) -> int:
     """Compare every block in the pool with its checksum.
 
-    The daemon reads in the background, with pauses, while it serves. A block that does not match is dropped, and its
-    slot is not used any more. Ctrl-C ends the waiting, not the scrub.
+    The daemon does this in the background, with pauses. A block that does not match is dropped, and its slot is no
+    longer used. Ctrl-C stops waiting, not the scrub.
 
     Exit status: 0 all blocks match, 1 some do not, 2 an error.
     """
@@ -101,10 +100,10 @@ def scrub(directory: Directory = None, json: Json = False) -> int:
         speed = f", {format_rate(reply.checked_bytes / reply.seconds)}" if reply.seconds > 0 else ""
         result = "all match."
         if reply.mismatches:
-            some = "1 does" if reply.mismatches == 1 else f"{format_count(reply.mismatches)} do"
+            failed = "1 does" if reply.mismatches == 1 else f"{format_count(reply.mismatches)} do"
             result = (
-                f"{some} not match: the blocks are dropped and the slots not used before a restart. The daemon's log "
-                "names them; check the machine's memory (dmesg, edac-util)."
+                f"{failed} not match: the blocks are dropped, and the slots unused until a restart. The daemon's log "
+                "lists them; check the machine's memory (dmesg, edac-util)."
             )
         say(
             f"{format_count(reply.checked_slots)} slots ({format_size(reply.checked_bytes)}) were compared with their "
@@ -120,27 +119,27 @@ def events(directory: Directory = None, json: Json = False) -> int:
     """Print KV cache events as they happen, until Ctrl-C.
 
     Blocks are stored in the pool and removed from it, written to a disk and dropped from it. With --json, one object
-    per line. Messages that did not arrive are reported on stderr, and a daemon that goes and comes back.
+    per line. Lost messages, and the end and return of the daemon, are reported on stderr.
     """
     labels: dict[bytes, str] = {}
     last: dict[bytes, int] = {}
     wide = make_console().width >= WIDE_CELLS
     with open_admin(directory) as admin:
-        admin.health()  # An absent daemon is an error here, not something to wait for.
+        admin.health()  # a missing daemon is an error
         if sys.stderr.isatty():
             print("Waiting for events; Ctrl-C ends.", file=sys.stderr)
 
         def say_change() -> None:
-            state = "is back; its events of the meantime did not arrive here." if admin.ready else "went away."
+            state = "is back; events since then were lost." if admin.ready else "has ended the connection."
             print(f"kvoffd-cli: The kvoffd daemon in {admin.directory} {state}", file=sys.stderr, flush=True)
 
         admin.on_change = say_change
         for topic, sequence, batch in admin.events():
             missing = sequence - last.get(topic, sequence - 1) - 1
             if missing:
-                gap = f"{missing} event message{plural(missing)} before number {sequence} did not arrive here."
+                gap = f"{missing} event message{plural(missing)} before number {sequence} did not arrive."
                 if missing < 0:
-                    gap = "The daemon was restarted, or the namespace opened anew: its events count from 1 again."
+                    gap = "The daemon was restarted, or the namespace opened again: its events are numbered from 1."
                 print(f"kvoffd-cli: {gap}", file=sys.stderr, flush=True)
             last[topic] = sequence
             fingerprint = bytes.fromhex(topic.removeprefix(KV_TOPIC_PREFIX).decode())
@@ -171,7 +170,7 @@ def _event_text(event: KvEvent, *, span: bool) -> str:
 
 
 def _event_object(event: KvEvent) -> dict[str, object]:
-    """For programs."""
+    """Return an event for --json."""
     if isinstance(event, AllBlocksCleared):
         return {"type": "cleared"}
     kind: dict[str, object] = {"type": "removed"}

@@ -1,4 +1,4 @@
-"""``kvoffd-cli``: its commands and the options before them, and how errors become sentences and exit statuses."""
+"""``kvoffd-cli``: its commands and global options, and the translation of errors into sentences and exit statuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvoffd_proto.paths import is_utf8
 
 EXIT_REFUSED = 2
 COMPLETION = "_KVOFFD_CLI_COMPLETE"
-"""The variable by which a shell asks for completions."""
+"""Variable by which a shell requests completions."""
 
 COMMANDS = {
     "top": ("top", "top", "top", "top --interval 5s", "top | tee stats.txt"),
@@ -48,11 +48,11 @@ COMMANDS = {
         "blocks ls --namespace m", "blocks export m.safetensors --namespace m", "blocks import m.safetensors",
     ),
 }  # fmt: skip
-"""Module, function or group, and examples of each command, in the order in which --help lists them."""
+"""Module, function or group, and examples of each command, in the order of --help."""
 
 
 def make_command(names: Iterable[str] = COMMANDS) -> TyperGroup:
-    """``kvoffd-cli`` with these commands: to import and build them all takes longer than most of them run."""
+    """Build ``kvoffd-cli`` with these commands. Building all of them takes longer than most commands run."""
     app = typer.Typer(
         name="kvoffd-cli",
         help="Shows and administers the kvoffd daemon of this node.",
@@ -78,14 +78,14 @@ def make_command(names: Iterable[str] = COMMANDS) -> TyperGroup:
 def run(given: list[str]) -> int:
     """Run ``kvoffd-cli`` with these arguments; return the exit status.
 
-    0 is success, 2 an error with one sentence on stderr, 130 Ctrl-C; each command's help names the others.
+    0 is success, 2 an error with one sentence on stderr, 130 Ctrl-C; each command's help lists others.
     """
     for word in given:
         if not is_utf8(word):
             return _refuse(f"{os.fsencode(word)!r} is not UTF-8; give it in UTF-8.")
     command = make_command(given[:1] if given and given[0] in COMMANDS else COMMANDS)
     try:
-        # Not Command.main(), which has its own way with Ctrl-C and with a reader that closes its pipe.
+        # Not Command.main(), which handles Ctrl-C and closed pipes differently.
         if COMPLETION in os.environ:
             command.main(given, "kvoffd-cli")
         with command.make_context("kvoffd-cli", [*given]) as context:
@@ -95,7 +95,7 @@ def run(given: list[str]) -> int:
     except typer.Exit as ended:
         return ended.exit_code
     except BrokenPipeError:
-        # The reader, such as head, has seen enough. Python would complain again when it closes stdout.
+        # The reader, such as head, has ended. Python would report that again when it closes stdout.
         _output_that_fails()
         return 0
     except (CliError, KvoffdClientError) as error:
@@ -104,21 +104,21 @@ def run(given: list[str]) -> int:
         where = error.filename or _output_that_fails()
         return _refuse(f"{f'{where}: ' if where else ''}{error.strerror or error}.")
     except Exception as error:
-        # Typer has its own copy of click or uses the installed one, depending on its release: known by what it can do.
+        # Not isinstance: depending on its release, typer has its own copy of click or uses the installed one.
         if (words := getattr(error, "format_message", None)) is None:
             raise
         option = getattr(error, "option_name", None)
         name = next((word for word in given if word in COMMANDS), None)
         if option in given and name is not None and given.index(option) < given.index(name):
             behind = " ".join(takewhile(lambda word: not word.startswith("-"), given[given.index(name) :]))
-            return _refuse(f"{option} is no option of all commands; write it behind one: kvoffd-cli {behind} {option}.")
+            return _refuse(f"{option} is not a global option; write it after a command: kvoffd-cli {behind} {option}.")
         said = str(words()).replace("Value error, ", "").rstrip(".")
-        hint = "`kvoffd-cli namespaces` lists them" if "'--namespace'" in said else "--help shows what can be given"
+        hint = "`kvoffd-cli namespaces` lists them" if "'--namespace'" in said else "see --help"
         return _refuse(f"{said}{'' if said.endswith('?') else ';'} {hint}.")
 
 
 def _output_that_fails() -> str:
-    """``standard output`` where nothing can be written to it. What waits there is dropped: Python writes it at exit."""
+    """Return ``standard output`` if writing to it fails, and drop its buffer, which Python would write at exit."""
     try:
         print(flush=True)
     except OSError:

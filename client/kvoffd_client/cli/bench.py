@@ -1,4 +1,4 @@
-"""``kvoffd-cli bench``: how long lookups and copies take here, each beside a floor that is measured in the same run."""
+"""``kvoffd-cli bench``: measures lookups and copies, each with a lower bound (floor) from the same run."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from kvoffd_proto.messages import BENCH_LABEL, GroupKeys
 from kvoffd_proto.units import format_count, format_size
 
 if TYPE_CHECKING:
-    # The engine's side of the client would make every other command start more slowly.
-    from kvoffd_client.testing import EngineResult, FakeEngine
+    # Slow to import.
+    from kvoffd_client.fake_engine import EngineResult, FakeEngine
 
 KIB, MIB = 1 << 10, 1 << 20
 KEY_BYTES = 32
 ROUNDS = 7
-"""Of each case and its floor."""
+"""Measurements of each case and its floor."""
 SAMPLES = 50
-"""Lookups of a round."""
+"""Lookups per round."""
 LOOKUP_KEYS = (64, 1_000, 8_000)
 LOOKUP_PAGE_BYTES = 4 * KIB
 PIECES = (16 * KIB, 64 * KIB, 256 * KIB, MIB)
 MAX_LAYERS, MAX_BLOCK_BYTES = 16, 4 * MIB
 COPIED_BYTES = 128 * MIB
-"""Of each direction in a round; less where the pool is small."""
+"""Bytes copied per direction and round; less if the pool is small."""
 COPY_JOBS = 4
 POOL_PART = 4
-"""A bench takes so small a part of the pool."""
+"""A bench uses at most one in this many bytes of the pool."""
 WAIT_S = 30.0
-EVICTED = "Blocks of the bench were not stored, or evicted; run it while engines rest, or with a larger pool."
+EVICTED = "Blocks of the bench were not stored, or were evicted; run it while engines are idle, or with a larger pool."
 
 ECHO = """
 import ctypes, signal, sys, zmq
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it ends with its parent
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the parent
 router = zmq.Context().socket(zmq.ROUTER)
 router.bind(sys.argv[1])
 while True:
@@ -59,11 +59,11 @@ while True:
 """
 
 bench_app = typer.Typer(
-    help="""Measure lookups and copies, each beside a floor of its run.
+    help="""Measure lookups and copies, each with its floor.
 
     Run it without other load: engines wait for it, and a full pool evicts blocks for those of the bench, which are
-    dropped at the end. The policy learns nothing of them. Their lookups are not counted; their copies are,
-    in the jobs and bytes of kvoffd_copy.
+    dropped at the end. The policy ignores them. Their lookups are not counted; their copies count as jobs and bytes
+    of kvoffd_copy.
     """,
     rich_markup_mode=None,
 )
@@ -71,7 +71,7 @@ bench_app = typer.Typer(
 
 @dataclass
 class Result:
-    """One case. ``value`` and ``floor`` are in ``unit``; ``ratio`` is of the two."""
+    """One case. ``value`` and ``floor`` are in ``unit``; ``ratio`` is value / floor."""
 
     case: str
     value: float
@@ -84,12 +84,12 @@ class Result:
 def lookup(directory: Directory = None, json: Json = False) -> None:
     """Measure lookups.
 
-    Of 64, 1,000 and 8,000 keys that are all found, or all missing: from the call to the answer, beside a ZeroMQ echo.
+    They have 64, 1,000 and 8,000 keys, all found or all missing. The floor is a ZeroMQ echo.
     """
     most_bytes = max(LOOKUP_KEYS) * LOOKUP_PAGE_BYTES
     where = local_directory(directory)
     with _bench(where, most_bytes):
-        floor = "a ZeroMQ echo of as many bytes, DEALER to ROUTER and back, in a process of its own"
+        floor = "a ZeroMQ echo of the same size, from DEALER to ROUTER in another process and back"
         _print("lookup", floor, list(_lookups(where)), as_json=json)
 
 
@@ -97,26 +97,26 @@ def lookup(directory: Directory = None, json: Json = False) -> None:
 def copy(directory: Directory = None, json: Json = False) -> None:
     """Measure stores and loads.
 
-    In pieces of 16 KiB to 1 MiB, beside memcpy. A piece is one layer's part of a block.
+    They copy pieces of 16 KiB to 1 MiB; a piece is one layer's part of a block. The floor is memcpy.
     """
     where = local_directory(directory)
     with _bench(where, COPY_JOBS * MAX_BLOCK_BYTES) as admin:
-        _print("copy", "memcpy of as many bytes by one thread", list(_copies(where, admin)), as_json=json)
+        _print("copy", "memcpy of the same bytes by one thread", list(_copies(where, admin)), as_json=json)
 
 
 @contextmanager
 def _bench(directory: Path, least_bytes: int) -> Iterator[AdminClient]:
-    """Drop what a bench that was killed has left, and say what this one evicts. Raises CliError."""
+    """Drop the blocks of a killed bench, and warn if this one will evict blocks. Raises CliError."""
     with AdminClient(directory) as admin:
         for one in admin.namespaces().namespaces:
-            if one.label.startswith(BENCH_LABEL) and not one.sessions and one.ready_blocks:  # forgotten else
+            if one.label.startswith(BENCH_LABEL) and not one.sessions and one.ready_blocks:
                 admin.clear(one.namespace)
         pool = admin.stats().pool
         if pool.usable_bytes < POOL_PART * least_bytes:
             needed = format_size(POOL_PART * least_bytes)
             raise CliError(f"The pool has {format_size(pool.usable_bytes)}; this bench needs a pool of {needed}.")
         if pool.of("free") < max(least_bytes, _copied_bytes(pool.usable_bytes)):
-            print("kvoffd-cli: The pool is full: blocks are evicted for those of the bench.", file=sys.stderr)
+            print("kvoffd-cli: The pool is full: the bench will evict blocks.", file=sys.stderr)
         yield admin
 
 
@@ -126,10 +126,10 @@ def _copied_bytes(usable_bytes: int) -> int:
 
 @contextmanager
 def _engine(directory: Path, bench: str, layers: int, blocks: int, page_bytes: int) -> Iterator[FakeEngine]:
-    """An engine in a namespace of this process's own, which is cleared at the end."""
+    """Yield an engine in a new namespace, which is cleared at the end."""
+    from kvoffd_client.fake_engine import FakeEngine
     from kvoffd_client.namespace import NamespaceSpec
     from kvoffd_client.session import ClientOptions
-    from kvoffd_client.testing import FakeEngine
 
     label = f"{BENCH_LABEL}{bench}"
     namespace = NamespaceSpec.named(label, layers=layers, page_bytes=page_bytes, process=os.getpid())
@@ -163,8 +163,8 @@ def _lookups(directory: Path) -> Iterator[Result]:
 
 
 def _look_up(engine: FakeEngine, keys: bytes, expected: int, *, hold: bool = False) -> float:
-    """The seconds of a lookup. ``hold``: its lease lives until the next reset, since a policy that expects no reuse of
-    what was stored evicts it first."""
+    """Return the seconds of a lookup. ``hold`` keeps the lease until the next reset, so that the policy does not evict
+    the blocks."""
     begin = time.perf_counter()
     answer = engine.scheduler.lookup([GroupKeys(0, keys)])
     answered = answer.wait(WAIT_S)
@@ -172,7 +172,7 @@ def _look_up(engine: FakeEngine, keys: bytes, expected: int, *, hold: bool = Fal
     if not hold:
         engine.scheduler.release(answer.lease_id)
     if not answered or answer.failed:
-        raise CliError("The daemon does not answer any more; see its log.")
+        raise CliError("The daemon stopped answering; see its log.")
     if answer.leading_ready() != expected:
         raise CliError(EVICTED)
     return seconds
@@ -180,7 +180,7 @@ def _look_up(engine: FakeEngine, keys: bytes, expected: int, *, hold: bool = Fal
 
 @contextmanager
 def echo_process() -> Iterator[Callable[[int, int], float]]:
-    """A process that answers; yields what sends so many bytes, waits for an answer of so many, and returns the time."""
+    """Run an echo server; yield a function that sends and receives these numbers of bytes, and returns the seconds."""
     import zmq
 
     with tempfile.TemporaryDirectory(prefix="kvoffd-echo-", dir="/tmp") as made, zmq.Context() as sockets:
@@ -218,7 +218,7 @@ def _copies(directory: Path, admin: AdminClient) -> Iterator[Result]:
         with _engine(directory, "copy", layers, count, piece_bytes) as engine, memcpy_of(nbytes) as memcpy:
             engine.fill(range(count), seed=1)
             blocks = list(range(count))
-            random.Random(1).shuffle(blocks)  # no two pieces can be copied as one
+            random.Random(1).shuffle(blocks)  # so that no pieces are adjacent
             jobs = [blocks[at : at + keys_per_job] for at in range(0, count, keys_per_job)]
             keys: list[list[bytes]] = []
             for what, operation in (("stores", _store), ("loads", _load)):
@@ -229,22 +229,22 @@ def _copies(directory: Path, admin: AdminClient) -> Iterator[Result]:
 
 
 def _store(engine: FakeEngine, jobs: list[list[int]], keys: list[list[bytes]]) -> float:
-    """Store the blocks of all jobs under new keys, in place of the last ones; returns the seconds."""
+    """Drop the last blocks and store those of all jobs under new keys; return the seconds."""
     engine.scheduler.reset(WAIT_S)
     keys[:] = [[os.urandom(KEY_BYTES) for _ in job] for job in jobs]
     seconds = 0.0
-    for names, job in zip(keys, jobs, strict=True):
-        seconds += _timed(engine, engine.store, names, job)
-        _look_up(engine, b"".join(names), len(names), hold=True)
+    for job_keys, job in zip(keys, jobs, strict=True):
+        seconds += _timed(engine, engine.store, job_keys, job)
+        _look_up(engine, b"".join(job_keys), len(job_keys), hold=True)
     return seconds
 
 
 def _load(engine: FakeEngine, jobs: list[list[int]], keys: list[list[bytes]]) -> float:
-    """Load the keys that were stored last; returns the seconds, without those of the lookups."""
+    """Load the keys that were stored last; return the seconds without the lookups."""
     seconds = 0.0
-    for names, job in zip(keys, jobs, strict=True):
-        engine.lookup(names, WAIT_S)
-        seconds += _timed(engine, engine.load, names, job)
+    for job_keys, job in zip(keys, jobs, strict=True):
+        engine.lookup(job_keys, WAIT_S)
+        seconds += _timed(engine, engine.load, job_keys, job)
     return seconds
 
 
@@ -259,7 +259,7 @@ def _timed(engine: FakeEngine, copy: Callable[..., EngineResult], keys: list[byt
 
 @contextmanager
 def memcpy_of(nbytes: int) -> Iterator[Callable[[], float]]:
-    """Yields what copies so many bytes between two memfds, and returns the seconds."""
+    """Yield a function that copies ``nbytes`` between two memfds and returns the seconds."""
     from kvoffd_client.memory import SharedMemory
 
     memmove = ctypes.CDLL(None).memmove
@@ -279,7 +279,7 @@ def memcpy_of(nbytes: int) -> Iterator[Callable[[], float]]:
 def _in_turns(
     operation: Callable[[], float], floor: Callable[[], float], samples: int
 ) -> tuple[list[float], list[float]]:
-    """The times of ROUNDS of an operation and its floor, by turns, after a round that is not counted."""
+    """Return the times of ROUNDS rounds of an operation and its floor, alternating, after a warm-up round."""
     pairs = [(operation(), floor()) for _ in range(samples * (ROUNDS + 1))][samples:]
     return [one for one, _ in pairs], [one for _, one in pairs]
 
@@ -295,5 +295,5 @@ def _print(bench: str, floor: str, results: Sequence[Result], *, as_json: bool) 
 
     rows = [(one.case, shown(one.value, one.unit), shown(one.floor, one.unit), f"{one.ratio:.2f}") for one in results]
     print_table((bench, ">value", ">floor", ">value/floor"), rows)
-    better = "more" if rows and results[0].unit == "GB/s" else "less"
-    print_line(f"\nfloor: {floor}; of value/floor {better} is better")
+    better = "higher" if rows and results[0].unit == "GB/s" else "lower"
+    print_line(f"\nfloor: {floor}; {better} value/floor is better")

@@ -24,14 +24,14 @@ from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, 
 from kvoffd_proto.units import format_count, format_size, plural, printable
 
 if TYPE_CHECKING:
-    # The commands that need them import them: they would make every other command start more slowly.
+    # Slow to import.
     from kvoffd_client import Block, BlockClient, BlockFile, Layer
 
 Namespace = Annotated[str, typer.Option("--namespace", metavar="NAME", help=NAMESPACE_HELP)]
 Group = Annotated[int, typer.Option("--group", metavar="N", min=0, max=65535, help="KV cache group.")]
 Prefixes = Annotated[
     list[str] | None,
-    typer.Option("--prefix", metavar="HEX", help="Only keys that begin so; may be given several times."),
+    typer.Option("--prefix", metavar="HEX", help="Only keys with this prefix; may be repeated."),
 ]
 
 blocks_app = typer.Typer(help="Show, export and import single blocks.", rich_markup_mode=None)
@@ -50,7 +50,7 @@ def ls(
 ) -> int:
     """List blocks, in no order.
 
-    Exit status: 0 done, 1 no key begins with a --prefix, 2 an error.
+    Exit status: 0 done, 1 no key has a --prefix, 2 an error.
     """
     with _open(directory) as client:
         fingerprint = client.find_namespace(namespace)
@@ -70,7 +70,7 @@ def ls(
         ]
         print_table(("key", "state", ">size", ">pins"), rows)
         if len(rows[0][0]) < len(found[0].key.hex()):
-            say("Keys are cut to fit here, not in a pipe; `blocks show` takes their first digits.")
+            say("Keys are cut to fit, not in a pipe; `blocks show` accepts their first digits.")
         if more:
             say(f"There are more blocks; --limit {10 * limit} shows more of them.")
     return int(bool(prefix) and not found)
@@ -84,9 +84,9 @@ def show(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Show the layers of a block.
+    """Show dtype, shape, layout and range of values of a block's layers.
 
-    That is dtype, shape, layout and the range of values. Bytes that do not match their checksum are an error.
+    Bytes that do not match their checksum are an error.
     """
     from kvoffd_client import checksum_of
 
@@ -123,7 +123,7 @@ def _print_block(block: Block) -> None:
     kind = printable(geometry.groups[block.group].kind)
     say(f"of {namespace_name(geometry.label, geometry.fingerprint)}, group {block.group} ({kind})")
     size, count = format_size(sum(shard.data.nbytes for shard in block.shards)), len(block.shards)
-    sound = "" if block.first_block else "; the bytes match their checksums"  # a hole's bytes are in the sums
+    sound = "" if block.first_block else "; the bytes match their checksums"  # which include the hole's bytes
     say(f"{size} in {count} shard{plural(count)}{sound}", "")
     rows = [
         (
@@ -141,7 +141,7 @@ def _print_block(block: Block) -> None:
 
 
 def _value_range(layer: Layer) -> tuple[str, str, str]:
-    """The least, mean and largest value; dashes for dtypes that only torch can read."""
+    """Return minimum, mean and maximum; dashes for dtypes that only torch can read."""
     import numpy as np
 
     values = layer.array
@@ -155,7 +155,7 @@ def _value_range(layer: Layer) -> tuple[str, str, str]:
 
 @blocks_app.command()
 def export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of safetensors to write; it must not exist.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Safetensors file to write; it must not exist.")],
     namespace: Namespace,
     prefix: Prefixes = None,
     directory: Directory = None,
@@ -163,7 +163,7 @@ def export(
 ) -> int:
     """Write the blocks of a namespace into a file.
 
-    The file is safetensors, with all that import needs. Each block is compared with its checksum.
+    The file is safetensors with all metadata for import. Each block is compared with its checksum.
     """
     from kvoffd_client import export_blocks
 
@@ -175,9 +175,9 @@ def export(
         return 0
     say(f"{count_blocks(done.blocks)} ({format_size(done.bytes)}) are in {file}.")
     if done.evicted:
-        say(f"{count_blocks(done.evicted)} left the pool before they were written.")
+        say(f"{count_blocks(done.evicted)} were evicted before they were read.")
     if done.damaged:
-        say(f"Left out, since they do not match their checksums: {count_blocks(len(done.damaged))}; run scrub.")
+        say(f"Left out for wrong checksums: {count_blocks(len(done.damaged))}; run scrub.")
     return 0
 
 
@@ -186,20 +186,20 @@ def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by export.")],
     beside: Annotated[
         bool,
-        typer.Option("--beside", help="Import although a namespace of that label and another fingerprint is open."),
+        typer.Option("--beside", help="Import even if a namespace with that label and another fingerprint is open."),
     ] = False,
     stale: Annotated[
-        bool, typer.Option("--stale", help="Import although the namespace was reset or cleared since the export.")
+        bool, typer.Option("--stale", help="Import even if the namespace was reset or cleared since the export.")
     ] = False,
-    show_list: Annotated[bool, typer.Option("--list", help="Show what is in the file, and import nothing.")] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="Show the file's contents without importing.")] = False,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
     """Put the blocks of a file into the pool.
 
-    Opens the blocks' namespace where no engine has done so yet. Blocks that are in the pool are skipped, so that the
-    command may be repeated. The eviction policy has no say: a full pool evicts others. A file that is damaged, from
-    before a reset, or of an engine whose bytes differ, is refused.
+    Opens the blocks' namespace if no engine has done so yet. Blocks that are in the pool are skipped, so the command
+    may be repeated. The eviction policy rejects none: a full pool evicts others. Damaged files, those from before a
+    reset, and those of engines whose bytes differ, are refused.
 
     Exit status: 0 done, 1 some blocks are not in the pool at the end, 2 an error.
     """
@@ -207,7 +207,7 @@ def import_(
 
     if show_list:
         if beside or stale:
-            raise CliError("--list imports nothing; leave --beside away, and --stale.")
+            raise CliError("--list imports nothing; leave out --beside and --stale.")
         with BlockFile(file) as source:
             _print_file(file, source, as_json=json)
         return 0
@@ -223,7 +223,7 @@ def import_(
         present = f", {format_count(done.present)} were in the pool already" if done.present else ""
         say(f"{count_blocks(done.blocks)} ({format_size(done.bytes)}) were put into the pool{present}.{opened}")
         if done.no_space:
-            say(f"{count_blocks(done.no_space)} found no space: the pool, or the quota, is in use.")
+            say(f"{count_blocks(done.no_space)} found no space in the pool or the quota.")
         if done.evicted:
             say(f"{count_blocks(done.evicted)} of the file were evicted: the pool is too small for all.")
     return int(done.no_space + done.evicted > 0)
@@ -256,6 +256,6 @@ def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:
 def _open(directory: Path | None) -> BlockClient:
     from kvoffd_client import BlockClient
 
-    # Its engine's sessions log what they survive; the command prints the error that is raised.
+    # The sessions log errors, which the command prints anyway.
     logging.getLogger("kvoffd_client").addHandler(logging.NullHandler())
     return BlockClient(local_directory(directory))

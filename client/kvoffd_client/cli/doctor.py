@@ -1,4 +1,4 @@
-"""``kvoffd-cli doctor``: is it healthy, does it pay off, and what would help most."""
+"""``kvoffd-cli doctor``: whether the daemon is healthy and pays off, and what would help most."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvoffd_client.admin_client import AdminClient, open_url, read_stats
 from kvoffd_client.cli.findings import FEWEST_LOOKUPS, EngineMetrics, Facts, Finding, Value, find, judge_value
 from kvoffd_client.cli.format import Line, percent, print_json, print_line, print_status, say
 from kvoffd_client.cli.stats import UNTIMED
-from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, local_directory, open_admin
+from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_one_daemon, local_directory, open_admin
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.messages import BENCH_LABEL
 from kvoffd_proto.stats import DaemonStats
@@ -38,7 +38,7 @@ NOUNS = {"error": "error", "warning": "warning", "info": "note"}
 
 
 class SelfTest(msgspec.Struct, frozen=True):
-    """Blocks that were stored and loaded again: ``problem`` is empty where all bytes were the same."""
+    """Result of storing and loading blocks; ``problem`` is empty if the bytes matched."""
 
     problem: str
     bytes: int = 0
@@ -47,7 +47,7 @@ class SelfTest(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What doctor prints. All findings are here, the heaviest first."""
+    """Output of doctor, with all findings, most important first."""
 
     healthy: bool
     paying_off: bool | None
@@ -64,26 +64,26 @@ class Report(msgspec.Struct, frozen=True):
 
 def doctor(
     engine: Annotated[
-        list[str] | None, typer.Option("--engine", metavar="URL", help="Read vLLM's /metrics too; may be given again.")
+        list[str] | None, typer.Option("--engine", metavar="URL", help="Read vLLM's /metrics too; may be repeated.")
     ] = None,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Store and load eight blocks, and compare them.")
     ] = False,
-    every: Annotated[bool, typer.Option("--all", help=f"All findings, not {MOST_SHOWN} at most.")] = False,
+    every: Annotated[bool, typer.Option("--all", help=f"Show all findings, not only {MOST_SHOWN}.")] = False,
     directory: Directory = None,
     url: Url = "",
     json: Json = False,
 ) -> int:
-    """Say whether it is healthy, and pays off.
+    """Check whether the daemon is healthy and pays off.
 
-    Then what would help most. It looks at the daemon, at the engines that you name, and without --url at its clients
-    and its machine.
+    It also says what would help most. It checks the daemon and the engines of --engine; without --url, also the
+    daemon's clients and machine.
 
-    Exit status: 0 no warning; 1 a warning: it works, and could work better; 2 an error, or no answer.
+    Exit status: 0 no warning; 1 a warning: it works, but could work better; 2 an error, or no answer.
     """
-    check_names_one(directory, url)
+    check_one_daemon(directory, url)
     if url and self_test:
-        raise CliError("--self-test stores blocks over the sockets of this node; leave --url away.")
+        raise CliError("--self-test needs the sockets of this node; leave out --url.")
     engines = {}
     for where in [metrics_url(one) for one in engine or ()]:
         print_status(f"Asking {where} ...")
@@ -93,7 +93,7 @@ def doctor(
         facts = Facts(read_stats(url), engines=engines)
     else:
         with open_admin(directory) as admin:
-            facts = look_at(admin, engines)
+            facts = gather_facts(admin, engines)
     report = report_of(facts, run_self_test(local_directory(directory)) if self_test else None)
     if json:
         print_json(msgspec.to_builtins(report))
@@ -102,8 +102,8 @@ def doctor(
     return report.status
 
 
-def look_at(admin: AdminClient, engines: Mapping[str, EngineMetrics]) -> Facts:
-    """The daemon, its clients and its machine. Raises KvoffdClientError."""
+def gather_facts(admin: AdminClient, engines: Mapping[str, EngineMetrics]) -> Facts:
+    """Gather facts on the daemon, its clients and its machine. Raises KvoffdClientError."""
     stats = admin.stats()
     sessions = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
     return Facts(
@@ -112,14 +112,14 @@ def look_at(admin: AdminClient, engines: Mapping[str, EngineMetrics]) -> Facts:
         sessions,
         engines,
         swapped_bytes(Path(f"/proc/{admin.pid}")) if admin.pid else 0,
-        # The word in brackets is chosen.
+        # The selected word is in brackets.
         _text(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")).partition("[")[2].partition("]")[0],
         {one.directory: free for one in stats.disks if (free := _free_bytes(one.directory)) is not None},
     )
 
 
 def swapped_bytes(process: Path) -> int:
-    """To count a pool's swapped pages the kernel walks all of it, so it is asked only where anything is swapped."""
+    """Return a process's swapped bytes. The kernel walks the whole pool for that, so skip it if no swap is used."""
     memory = dict(line.split(":") for line in _text(process.parent / "meminfo").splitlines())
     if memory.get("SwapTotal", "").split() == memory.get("SwapFree", "").split():
         return 0
@@ -142,15 +142,15 @@ def _free_bytes(directory: str) -> int | None:
 
 
 def metrics_url(given: str) -> str:
-    """Where an engine's metrics are: ``given`` is its address, or theirs. Raises CliError."""
+    """Return the URL of an engine's metrics; ``given`` is the engine's address, or that URL. Raises CliError."""
     where = (given if "://" in given else f"http://{given}").rstrip("/")
     if not where.startswith(("http://", "https://")):
-        raise CliError(f"--engine {given!r} is not an address, such as http://localhost:8000.")
+        raise CliError(f"--engine {given!r} is not an address like http://localhost:8000.")
     return where if where.endswith("/metrics") else f"{where}/metrics"
 
 
 def read_engine(where: str) -> EngineMetrics:
-    """vLLM's counters. What is wrong is in ``problem``."""
+    """Return vLLM's counters, or a ``problem``."""
     try:
         with open_url(where, ENGINE_TIMEOUT_S) as answer:
             text = answer.read(MOST_METRICS_BYTES).decode(errors="replace")
@@ -173,8 +173,8 @@ def read_engine(where: str) -> EngineMetrics:
 
 
 def run_self_test(place: Path) -> SelfTest:
-    """Store blocks of a namespace that no engine has, load them into other memory, and compare the bytes."""
-    from kvoffd_client.testing import FakeEngine
+    """Store blocks in a namespace of their own, load them into other memory, and compare the bytes."""
+    from kvoffd_client.fake_engine import FakeEngine
 
     name, keys = f"{BENCH_LABEL}self-test {os.getpid()}", [os.urandom(32) for _ in range(TEST_BLOCKS)]
     blocks, others = range(TEST_BLOCKS), range(TEST_BLOCKS, 2 * TEST_BLOCKS)
@@ -190,9 +190,9 @@ def run_self_test(place: Path) -> SelfTest:
                         lost = f"{len(result.failed_keys)} of {TEST_BLOCKS} blocks were not {what}"
                         return SelfTest(f"{lost}: {result.error.sentence}")
                 if found < TEST_BLOCKS:
-                    return SelfTest(f"{found} of the {TEST_BLOCKS} blocks that were stored were found.")
+                    return SelfTest(f"Only {found} of the {TEST_BLOCKS} stored blocks were found.")
                 if engine.checksums(blocks) != engine.checksums(others):
-                    return SelfTest("The bytes that were loaded are not those that were stored.")
+                    return SelfTest("The loaded bytes differ from those stored.")
             finally:
                 with AdminClient(place) as admin:
                     admin.clear(engine.namespace.fingerprint)
@@ -216,13 +216,13 @@ def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool
     first = f"{state}. kvoffd {printable(facts.stats.version)}, up for {up}{engines}."
     lines = [first, _payoff(facts.stats, value)]
     if count is None:
-        lines.append("Its clients and its machine were not looked at; for these run doctor there, without --url.")
+        lines.append("Its clients and machine were not checked; run doctor there without --url for that.")
     if test is not None:
         if test.problem:
             lines.append(f"Self-test failed: {printable(test.problem)}")
         else:
             stored, loaded = (format_rate(test.bytes / max(1e-9, s)) for s in (test.store_seconds, test.load_seconds))
-            done = f"{format_size(test.bytes)} were stored and loaded, and are the same"
+            done = f"{format_size(test.bytes)} were stored and loaded correctly"
             lines.append(f"Self-test: {done} (stored at {stored}, loaded at {loaded}).")
     return lines
 
@@ -230,20 +230,20 @@ def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool
 def _payoff(stats: DaemonStats, value: Value) -> str:
     if value.paying_off is None:
         lookups = f"{format_count(value.lookups)} lookup{plural(value.lookups)}" if value.lookups else "no lookup"
-        return f"Too early to say whether it pays off: {lookups} so far, and {FEWEST_LOOKUPS} are needed."
+        return f"Too early to say whether it pays off: {lookups} so far, {FEWEST_LOOKUPS} are needed."
     total, what = stats.since_start, f"{format_count(value.loaded_tokens)} tokens"
-    if total.loaded_bytes and not value.loaded_tokens:  # not every engine says how many tokens a block has
+    if total.loaded_bytes and not value.loaded_tokens:  # not every engine reports the tokens of a block
         what = format_size(total.loaded_bytes)
     text = f"{'Paying off' if value.paying_off else 'Not paying off'}: engines loaded {what}"
     if total.loaded_keys:
         loaded, own = (percent(keys, total.asked_keys) for keys in (total.loaded_keys, total.not_needed_keys))
-        text += f" and did not compute them. Of the keys asked for {loaded} were loaded"
+        text += f" instead of computing them. Of the keys asked for {loaded} were loaded"
         text += f", and {own} not needed" if total.not_needed_keys else ""
     text += "."
     if value.saved_seconds:
         text += f" That saved {format_duration(value.saved_seconds)} of prefill."
     elif value.loaded_tokens:
-        text += f" How much prefill that saved is not known: {UNTIMED}."
+        text += f" The prefill time saved is unknown: {UNTIMED}."
     life = stats.lifetime
     if life.loaded_tokens > value.loaded_tokens and life.since:
         since = datetime.fromtimestamp(life.since, UTC).date().isoformat()

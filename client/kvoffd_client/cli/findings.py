@@ -1,6 +1,6 @@
-"""What ``kvoffd-cli doctor`` can find: checks over facts that were gathered before, so that each can be tried.
+"""Checks of ``kvoffd-cli doctor``: functions of facts that were gathered before, so that each can be tested.
 
-KINDS has what each finding means and what mends it; a check adds its evidence.
+KINDS has the meaning and the fix of each finding; a check adds the evidence.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from kvoffd_client.namespace_differences import explain, fields_of_description
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import BENCH_LABEL, Role
 from kvoffd_proto.stats import (
+    LATE_SHARE,
+    LEAST_LATE,
     MISS_REASONS,
     NO_SPACE_CAUSES,
     CopyStats,
@@ -33,42 +35,44 @@ from kvoffd_proto.stats import (
 from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, printable
 
 FEWEST_LOOKUPS = 100
-"""With fewer the numbers are left to chance."""
+"""Least number of lookups for statistics to be meaningful."""
 FEWEST_ERRORS = 20
 POINTS, MANY_POINTS = 1.0, 10.0
-"""Percentage points of hits that make a finding, and a warning."""
+"""Percentage points of the hit ratio that justify a finding, and a warning."""
 LRU_POINTS = 2.0
-"""By so much more an estimate of lru's hits is more than the estimate's error."""
+"""Percentage points beyond the error of the estimate for lru."""
 PAYS_PERCENT = 1.0
-"""Of the keys that engines needed, the part from which on loading them pays off."""
+"""Least percentage of needed keys that must be loaded for the cache to pay off."""
 OWN_SHARE = 0.9
-"""Of what engines ask for, the part from which on their own caches suffice."""
-DEAR = 10.0
-"""Bytes written for a byte read that are too many."""
-LATE_SHARE, LATE_TIER_SHARE, ERROR_SHARE = 0.05, 0.1, 0.01
-"""Of lookups, of what tiers have, of requests and jobs."""
+"""Share of looked up keys in engines' own caches from which those caches suffice."""
+MOST_WRITTEN_PER_READ = 10.0
+"""More bytes written per byte read are too many."""
+LATE_TIER_SHARE, ERROR_SHARE = 0.1, 0.01
+"""Shares of late blocks in tiers, and of failed requests and jobs, that justify a warning."""
+LIMITED_SHARE = 0.1
+"""Share of the blocks for the disks that the daily write limit may exclude."""
 THRASH_SHARE = 0.2
-"""Of the keys that are asked for, the part that was evicted before."""
+"""Share of looked up keys that had been evicted."""
 LOOP_BLOCKED_S = 0.05
-"""What one of a hundred beats of the daemon's loop may be late."""
+"""Largest normal 99th percentile of the event loop's delay."""
 FULL_POOL, AT_QUOTA = 0.8, 0.9
 SHORT_LIFE_S = 3600.0
-"""A full disk that is written over in less is too small."""
-LONG_ENOUGH_S, ROOMY = 3600.0, 2.0
-"""From then on the pool should not be so many times what was asked for."""
+"""A full disk that is overwritten in less time is too small."""
+LONG_ENOUGH_S, OVERSIZED = 3600.0, 2.0
+"""Uptime after which a pool of this many times the bytes asked for is too large."""
 DAY_S = 86_400.0
 CONNECTING_S = 60.0
-"""What the workers of an engine may be later than its scheduler."""
+"""Largest normal delay between an engine's scheduler and its workers."""
 HUGE_PAGES_FROM_BYTES = 8 << 30
 REMOTE_SHARE = 0.1
 AGREE = 1.1
-"""Counters of engine and daemon may differ by so much, since they are read one after the other."""
+"""Tolerance between counters of engine and daemon, which are not read at the same time."""
 
 
 class Kind(NamedTuple):
-    """A kind of finding: its level, what it means, and the command or setting that mends it.
+    """A kind of finding: its level, its meaning, and the command or setting that fixes it.
 
-    ``error``: something does not work. ``warning``: the cache works worse than it could. ``info``: good to know.
+    ``error``: something does not work. ``warning``: the cache could work better. ``info``: worth knowing.
     """
 
     level: str
@@ -82,48 +86,49 @@ _CONNECTOR = """vllm serve MODEL --kv-transfer-config '{{"kv_connector": "Kvoffd
 _CPU = "a core of its own for the daemon (CPUAffinity= in its systemd unit, or taskset)" + _RESTART
 
 KINDS = {
-    # The daemon. What it says of its own health has sentences of its own.
+    # The daemon. Its own health reports have their own sentences.
     "errors": Kind("warning", "Requests of a client are refused.", _LOG),
-    "failed_stores": Kind("warning", "These blocks are computed again when they are asked for.", _LOG),
+    "failed_stores": Kind("warning", "These blocks will be recomputed when they are needed.", _LOG),
     "failed_loads": Kind("warning", "Engines computed these blocks.", _LOG),
-    "loop_blocked": Kind("warning", "Lookups take that long, and engines do not wait.", _LOG),
-    "lookups_late": Kind("warning", "Engines computed these: they or the daemon have too little CPU.", _CPU),
-    "no_engine": Kind("info", "Nobody uses this cache now.", _CONNECTOR),
-    "engine_refused": Kind("error", "This engine computes all prompts.", "the engine, started as this says"),
-    "workers_missing": Kind("warning", "No block becomes ready without all ranks.", "kvoffd-cli clients --all"),
-    "partial_blocks": Kind("warning", "A worker does not store, or they are on several machines.", _LOG),
+    "loop_blocked": Kind("warning", "Lookups are delayed, and engines do not wait for them.", _LOG),
+    "lookups_late": Kind("warning", "Engines computed instead: they or the daemon have too little CPU.", _CPU),
+    "no_engine": Kind("info", "The cache is not in use.", _CONNECTOR),
+    "engine_refused": Kind("error", "This engine computes all prompts.", "start the engine as this says"),
+    "workers_missing": Kind("warning", "Blocks become ready only with all ranks.", "kvoffd-cli clients --all"),
+    "partial_blocks": Kind("warning", "A worker does not store, or workers are on several machines.", _LOG),
     # The machine.
-    "swapped": Kind("warning", "Loads wait for the swap device, longer than computing takes.", "swapoff -a"),
+    "swapped": Kind("warning", "Loads from swap take longer than computing.", "swapoff -a"),
     "unpinnable": Kind("warning", "GPUs copy these slowly.", "LimitMEMLOCK=infinity or ulimit -l unlimited" + _RESTART),
-    "numa": Kind("info", "Copies of these are slower: one node's part of the pool is full.", "numactl --hardware"),
+    "numa": Kind("info", "They are copied more slowly: a node's part of the pool is full.", "numactl --hardware"),
     "huge_pages": Kind(
         "info",
-        "The daemon starts slower, and page tables are larger.",
+        "The daemon starts more slowly, and page tables are larger.",
         "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" + _RESTART,
     ),
     # Tiers.
     "disk_space": Kind("warning", "Writes will fail when the file system is full.", "df -h"),
-    "disk_too_small": Kind("info", "Blocks leave it before they come back.", "{}" + _RESTART),
-    "tier_late": Kind("warning", "Engines computed these: tiers are slow, or have too much to do.", "{}" + _RESTART),
-    "disk_writes": Kind("warning", "The drives wear out for little.", "{}" + _RESTART),
+    "disk_too_small": Kind("info", "Blocks are evicted before they are reused.", "{}" + _RESTART),
+    "tier_late": Kind("warning", "Engines computed instead: tiers are slow or overloaded.", "{}" + _RESTART),
+    "disk_writes": Kind("warning", "The drives wear out for little benefit.", "{}" + _RESTART),
+    "disk_write_limit": Kind("info", "What they held is recomputed.", "{}, if the SSDs are rated for it" + _RESTART),
     # Namespaces.
-    "not_shared": Kind("warning", "Each computes what the other has.", "kvoffd-cli namespaces diff {}"),
+    "not_shared": Kind("warning", "Each engine computes blocks that the other has.", "kvoffd-cli namespaces diff {}"),
     "left_behind": Kind(
         "warning",
-        "Engines do not find these blocks. If the change was meant, drop them; else undo it.",
+        "Engines do not find these blocks. Drop them if the change was intended, else undo it.",
         "kvoffd-cli clear {}",
     ),
     # Value.
     "pool_too_small": Kind("info", "More memory would save more prefill.", "{}" + _RESTART),
-    "lru_is_better": Kind("info", "What it learned does not fit this traffic.", 'eviction_policy = "lru"' + _RESTART),
-    "thrash": Kind("warning", "Blocks leave before they come back.", "{}"),
-    "pool_too_large": Kind("info", "The rest of the memory brings nothing now.", "a smaller pool_size" + _RESTART),
-    "starving": Kind("warning", "Others take the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
+    "lru_is_better": Kind("info", "Its statistics do not fit this traffic.", 'eviction_policy = "lru"' + _RESTART),
+    "thrash": Kind("warning", "Blocks are evicted before they are reused.", "{}"),
+    "pool_too_large": Kind("info", "The rest of the memory has no benefit now.", "a smaller pool_size" + _RESTART),
+    "starving": Kind("warning", "Others use the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
     # Engines.
-    "engine_unreachable": Kind("warning", "What it counts cannot be compared.", "curl {}"),
+    "engine_unreachable": Kind("warning", "Its counters cannot be compared.", "curl {}"),
     "engine_without": Kind(
         "warning",
-        "It runs without KvoffdConnector, or had no request yet.",
+        "It runs without KvoffdConnector, or has had no request yet.",
         _CONNECTOR,
     ),
     "engine_away": Kind("warning", "It computes all prompts. Its log says why.", "KVOFFD_DIRECTORY of the engine"),
@@ -134,9 +139,9 @@ LEVELS = ("error", "warning", "info")
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that an operator should know. ``check`` is its kind, a word for scripts.
+    """A finding for an operator. ``check`` is its kind, a word for scripts.
 
-    ``weight`` orders findings of one level: the part of lookups, tokens or bytes that it costs, 0 to 1.
+    ``weight`` orders findings of one level: the share of lookups, tokens or bytes concerned, 0 to 1.
     """
 
     level: str
@@ -148,18 +153,18 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def finding(check: str, evidence: str, weight: float = 0.1, fix: str = "", level: str = "") -> Finding:
-    """A finding of a kind, with its evidence; ``fix`` stands in that of the kind."""
+    """Return a finding with its evidence; ``fix`` is inserted into the fix of its kind."""
     kind = KINDS[check]
     return Finding(level or kind.level, check, evidence, kind.meaning, kind.fix.format(fix), min(1.0, weight))
 
 
 class EngineMetrics(NamedTuple):
-    """What an engine's /metrics say, summed over its data-parallel ranks; ``problem``: why they cannot be read."""
+    """An engine's /metrics, summed over its data-parallel ranks; ``problem``: why they cannot be read."""
 
     metrics: Mapping[str, float] = MappingProxyType({})
     problem: str = ""
     age_seconds: float | None = None
-    """Since its process began; None where it does not say."""
+    """Age of its process; None if unknown."""
 
     def of(self, name: str) -> float:
         return self.metrics.get(f"vllm:{name}", 0.0)
@@ -167,34 +172,34 @@ class EngineMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """All that checks know. Over HTTP nothing is known of sessions and the machine."""
+    """Input of the checks. Sessions and the machine are unknown over HTTP."""
 
     stats: DaemonStats
     namespaces: Sequence[NamespaceInfo] = ()
     sessions: Sequence[SessionInfo] | None = None
     engines: Mapping[str, EngineMetrics] = field(default_factory=dict)
     swapped_bytes: int = 0
-    """Of the daemon's memory, the pool included."""
+    """Swapped memory of the daemon, including the pool."""
     huge_pages: str = ""
-    """What ``shmem_enabled`` says: ``never``, ``advise``, ..."""
+    """Value of ``shmem_enabled``: ``never``, ``advise``, ..."""
     disks_free_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By directory; those that can be seen."""
+    """Free bytes of the visible disks by directory."""
 
     def setting(self, name: str) -> str:
         return next((one.value for one in self.stats.settings if one.name == name), "")
 
     def has(self, reason: str) -> bool:
-        """Whether the daemon's own health says it already."""
+        """Return whether the daemon's own health reports it already."""
         return any(one.reason == reason for one in self.stats.health_problems)
 
     @property
     def engine_count(self) -> int | None:
-        """Engines that are connected; None where nothing is known of sessions."""
+        """Number of connected engines; None if unknown."""
         return None if self.sessions is None else len(engines_of(self.sessions))
 
     @property
     def counted(self) -> list[NamespaceStats]:
-        """Namespaces of engines: those of benches, and the row of all others, have no advice."""
+        """Namespaces of engines, without benches and the row of all others."""
         return [one for one in self.stats.namespaces if not one.of_bench and one.fingerprint]
 
     @property
@@ -217,7 +222,7 @@ def daemon_health(facts: Facts) -> Iterator[Finding]:
 
 def late_lookups(facts: Facts) -> Iterator[Finding]:
     late, lookups = facts.stats.since_start.late_lookups, facts.stats.since_start.lookups
-    if late >= FEWEST_ERRORS and late > LATE_SHARE * lookups and not facts.has("lookups_late"):
+    if late >= LEAST_LATE and late > LATE_SHARE * lookups and not facts.has("lookups_late"):
         evidence = f"Since the start engines did not wait for {format_count(late)} of {format_count(lookups)} lookups."
         yield finding("lookups_late", evidence, _share(late, lookups))
 
@@ -238,7 +243,7 @@ def failures(facts: Facts) -> Iterator[Finding]:
 
 
 def failing_copies(stats: DaemonStats) -> Iterator[tuple[str, CopyStats]]:
-    """Stores and loads of which many failed; no stores where quotas refused most: health says that."""
+    """Yield stores and loads if many failed, but not stores refused mostly by quotas, which health reports."""
     causes = stats.since_start.no_space_causes
     for name, copies in (("store", stats.store), ("load", stats.load)):
         refused = name == "store" and causes and max(causes, key=causes.__getitem__) == "quota"
@@ -250,7 +255,7 @@ def blocked_loop(facts: Facts) -> Iterator[Finding]:
     beats = facts.stats.loop_blocked_seconds
     late, longest = beats.quantile(0.99), format_duration(facts.stats.loop_blocked_max_seconds)
     if beats.count >= FEWEST_LOOKUPS and late >= LOOP_BLOCKED_S:
-        evidence = f"1 % of the time the daemon's event loop was blocked for {format_duration(late)} or more, at most"
+        evidence = f"1 % of the delays of the daemon's event loop were {format_duration(late)} or more, the longest"
         yield finding("loop_blocked", f"{evidence} {longest}.", 0.3)
 
 
@@ -262,12 +267,12 @@ def connected_clients(facts: Facts) -> Iterator[Finding]:
         yield finding("no_engine", "No engine is connected.", 0.9)
     for one in engines:
         if one.problem:
-            yield finding("engine_refused", f"{printable(one.name)} has no memory here: {printable(one.problem)}", 1.0)
+            yield finding("engine_refused", f"{printable(one.name)} is not registered: {printable(one.problem)}", 1.0)
     for info in facts.known:
         own = [one for one in engines if info.namespace in one.namespaces]
         workers = sum(one.role == Role.WORKER for one in own)
-        is_said = any(one.problem for one in own)
-        if not is_said and len(own) > workers < info.world_size and min(one.age_seconds for one in own) > CONNECTING_S:
+        reported = any(one.problem for one in own)
+        if not reported and len(own) > workers < info.world_size and min(one.age_seconds for one in own) > CONNECTING_S:
             name = namespace_name(info.label, info.namespace)
             yield finding("workers_missing", f"{name}: {workers} of {info.world_size} workers are connected.", 1.0)
 
@@ -305,10 +310,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _disk_life_s(facts: Facts, disk: DiskStats) -> float:
-    """Seconds in which as much as a full disk holds is written to it; infinite where it evicts nothing.
-
-    It evicts once no slot is free: how much of it blocks fill then depends on their sizes. What is used stays.
-    """
+    """Return the seconds in which a full disk's contents are written once; infinity if it evicts nothing."""
     return facts.stats.uptime_seconds * _share(disk.used_bytes, disk.written_bytes) if disk.evicted_blocks else inf
 
 
@@ -317,10 +319,10 @@ def disks(facts: Facts) -> Iterator[Finding]:
         free, name = facts.disks_free_bytes.get(disk.directory), printable(disk.directory)
         missing = disk.size_bytes - disk.physical_bytes
         if disk.up and free is not None and free < missing:
-            evidence = f"{name} may take {format_size(missing)} more, and {format_size(free)} are free."
+            evidence = f"{name} may use {format_size(missing)} more, but only {format_size(free)} are free."
             yield finding("disk_space", evidence, _share(missing, disk.size_bytes))
         if (life_s := _disk_life_s(facts, disk)) < SHORT_LIFE_S:
-            evidence = f"{name} is full, and as much as it holds is written to it every {format_duration(life_s)}."
+            evidence = f"{name} is full, and its whole contents are replaced every {format_duration(life_s)}."
             yield finding("disk_too_small", evidence, 0.3, f'disk = ["{name}={exact_size(2 * disk.size_bytes)}"]')
 
 
@@ -331,15 +333,15 @@ def late_tiers(facts: Facts) -> Iterator[Finding]:
     if late >= FEWEST_ERRORS and late >= LATE_TIER_SHARE * had:
         what = [*["disks"] * has_disks, *["shared stores"] * bool(facts.stats.shared)]
         settings = [*["disk_deadline"] * has_disks, *["shared_deadline"] * bool(facts.stats.shared)]
-        evidence = f"{percent(late, had)} of the blocks that {' and '.join(what) or 'tiers'} had came too late."
+        evidence = f"{percent(late, had)} of the blocks found in {' and '.join(what) or 'tiers'} came too late."
         yield finding("tier_late", evidence, _share(late, had), f"a longer {' or '.join(settings)}")
 
 
 def disk_writes(facts: Facts) -> Iterator[Finding]:
     stats = facts.stats
     written, read = (sum(getattr(one, f"{verb}_bytes") for one in stats.disks) for verb in ("written", "read"))
-    size = sum(one.size_bytes for one in stats.disks)  # to fill them once is no waste
-    if written and written >= max(size, DEAR * read) and stats.since_start.lookups >= FEWEST_LOOKUPS:
+    size = sum(one.size_bytes for one in stats.disks)  # filling them once is no waste
+    if written and written >= max(size, MOST_WRITTEN_PER_READ * read) and stats.since_start.lookups >= FEWEST_LOOKUPS:
         times = f"{written / read:.1f} bytes for each byte" if read else f"{format_size(written)}, and no byte"
         always = stats.tiers is not None and stats.tiers.write_mode == "always"
         day_bytes = written * DAY_S / max(1.0, stats.uptime_seconds)
@@ -347,23 +349,39 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
         fix = 'disk_write = "auto"' if always else less
         evidence = f"The disks wrote {times} that was read from them. That is {format_size(day_bytes)} a day."
         if any(_disk_life_s(facts, one) < SHORT_LIFE_S for one in stats.disks):
-            evidence += " First give it more space (see disk_too_small): then more of it is read."
+            evidence += " First give it more space (see disk_too_small), so that more of it is read."
         yield finding("disk_writes", evidence, 0.3, fix)
+
+
+def disk_write_limit(facts: Facts) -> Iterator[Finding]:
+    stats, tiers = facts.stats, facts.stats.tiers
+    written, read = (sum(getattr(one, f"{verb}_bytes") for one in stats.disks) for verb in ("written", "read"))
+    if tiers is None or not written or written >= MOST_WRITTEN_PER_READ * read:
+        return
+    skipped = tiers.not_written.get("budget", 0)
+    left = sum(tiers.not_written.values()) + tiers.written_blocks
+    if skipped >= FEWEST_ERRORS and skipped >= LIMITED_SHARE * left:
+        day_bytes = written * DAY_S / max(1.0, stats.uptime_seconds) * (tiers.written_blocks + skipped)
+        wanted = exact_size(round(day_bytes / max(1, tiers.written_blocks)) >> 20 << 20)
+        evidence = (
+            f"{percent(skipped, left)} of the blocks for the disks were skipped: the daily write limit was reached."
+        )
+        yield finding("disk_write_limit", evidence, _share(skipped, left), f'disk_write_per_day = "{wanted}"')
 
 
 # --- namespaces -------------------------------------------------------------------------------------
 
 
 def namespaces_apart(facts: Facts) -> Iterator[Finding]:
-    """Namespaces of one model that do not share: of engines side by side, and after a rollout."""
-    for _, alike in groupby(sorted(facts.known, key=_model), key=_model):
-        every = list(alike)
-        used = [one for one in every if one.sessions]
-        left = [one for one in every if not one.sessions and one.ready_bytes]
+    """Find namespaces of one model that do not share: of concurrent engines, or after a rollout."""
+    for _, of_model in groupby(sorted(facts.known, key=_model), key=_model):
+        found = list(of_model)
+        used = [one for one in found if one.sessions]
+        unused = [one for one in found if not one.sessions and one.ready_bytes]
         if len(used) > 1:
             yield from _apart(used)
-        if used and left:
-            yield _left_behind(left, used[-1], facts.stats.pool.size_bytes)
+        if used and unused:
+            yield _left_behind(unused, used[-1], facts.stats.pool.size_bytes)
 
 
 def _model(info: NamespaceInfo) -> str:
@@ -374,20 +392,20 @@ def _apart(used: Sequence[NamespaceInfo]) -> Iterator[Finding]:
     one, other = used[:2]
     differences = explain(one.description, other.description)
     if [each.field for each in differences] == ["salt"]:
-        return  # that is what a salt is for
-    words = "; ".join(map(str, differences)) or "their descriptions do not say in what"
+        return  # the purpose of a salt
+    words = "; ".join(map(str, differences)) or "their descriptions do not say how"
     ids = [namespace_id(each.namespace) for each in (one, other)]
     more = f" {len(used) - 2} more are in use." if len(used) > 2 else ""
     evidence = f"Engines of {printable(one.label)} do not share blocks. {' and '.join(ids)} differ: {words}.{more}"
     yield finding("not_shared", evidence, 0.5, " ".join(ids))
 
 
-def _left_behind(left: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: int) -> Finding:
-    old = max(left, key=lambda one: one.ready_bytes)
+def _left_behind(unused: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: int) -> Finding:
+    old = max(unused, key=lambda one: one.ready_bytes)
     words = "; ".join(each.sentence(", was") for each in explain(new.description, old.description))
-    more = f" {len(left) - 1} more are like it." if len(left) > 1 else ""
+    more = f" {len(unused) - 1} more are like it." if len(unused) > 1 else ""
     evidence = (
-        f"{namespace_name(old.label, old.namespace)} has {format_size(old.ready_bytes)}, and no engine uses it.{more} "
+        f"{namespace_name(old.label, old.namespace)} has {format_size(old.ready_bytes)}, but no engine uses it.{more} "
         f"Engines use {namespace_id(new.namespace)} now, with "
         f"{words or 'a description that does not say what differs'}."
     )
@@ -398,9 +416,9 @@ def _left_behind(left: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: 
 
 
 class Value(msgspec.Struct, frozen=True):
-    """What the cache brought since the daemon's start. ``paying_off`` is None while there were too few lookups to tell.
+    """Benefit of the cache since the daemon's start. ``paying_off`` is None if there were too few lookups.
 
-    Of the tokens that engines asked for they needed those that they did not have themselves. ``why_not``: a sentence.
+    ``needed_tokens``: tokens asked for that engines did not have themselves. ``why_not``: a sentence.
     """
 
     paying_off: bool | None
@@ -416,7 +434,7 @@ def judge_value(facts: Facts) -> Value:
     needed = round(traffic.asked_tokens * (1 - _share(traffic.not_needed_keys, traffic.asked_keys)))
     needed = max(needed, traffic.loaded_tokens)
     pays = None
-    if traffic.lookups >= FEWEST_LOOKUPS:  # by keys: not every engine says how many tokens a block has
+    if traffic.lookups >= FEWEST_LOOKUPS:  # by keys: not every engine reports the tokens of a block
         pays = 100 * _share(traffic.loaded_keys, traffic.asked_keys - traffic.not_needed_keys) >= PAYS_PERCENT
     why = _why_not(facts) if pays is False else ""
     return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, why)
@@ -426,7 +444,7 @@ def _why_not(facts: Facts) -> str:
     traffic, curve = facts.stats.since_start, facts.stats.curve
     if own_suffices(traffic):
         own = percent(traffic.not_needed_keys, traffic.asked_keys)
-        return f"The engines' own caches had {own} of what they asked for."
+        return f"The engines' own caches had {own} of the keys asked for."
     if not traffic.stored_blocks:
         return "Engines stored nothing: their prompts are shorter than a block, or kv_role is kv_consumer."
     if not repeats(curve):
@@ -443,7 +461,7 @@ def own_suffices(traffic: Window) -> bool:
 
 
 def repeats(curve: HitCurve | None) -> bool:
-    """Whether anything that is asked for comes back, as far as ten times the memory would find it."""
+    """Return whether prompts repeat, as far as ten times the memory would find them."""
     return curve is None or not curve.asked_tokens or most_of(curve) >= POINTS
 
 
@@ -452,16 +470,16 @@ def most_of(curve: HitCurve | None) -> float:
 
 
 def pool_size(facts: Facts) -> Iterator[Finding]:
-    """One finding at most: the pool is too small, or too large, or blocks leave it too soon for another reason."""
+    """Find at most one of: the pool is too small, too large, or evicts too early for another reason."""
     stats, curve, pool_bytes = facts.stats, facts.stats.curve, facts.stats.pool.size_bytes
     if stats.since_start.lookups < FEWEST_LOOKUPS or curve is None or not curve.asked_tokens:
         return
     if not repeats(curve) or own_suffices(stats.since_start):
-        return  # no size brings anything, as the verdict says
+        return  # no size would help, as the verdict says
     if stats.pool.of("ready") < FULL_POOL * pool_bytes and any(map(at_quota, facts.counted)):
-        return  # nor does it to those that a quota limits, of whom ``starving`` tells
+        return  # a quota is the limit: see ``starving``
     found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
-    # The smallest larger pool that finds nearly what the largest does.
+    # The smallest larger pool that finds nearly as much as the largest.
     larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
     size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < POINTS), default=1.0)
     best = larger.get(size, 0.0)
@@ -478,7 +496,7 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         below = sum(keys for source, keys in total.found_keys.items() if source != "pool")
         evidence += f" {gone}." * (evicted >= POINTS / 100)
         if stats.disks or stats.shared:
-            evidence += f" Tiers below it had {percent(below, total.asked_keys)} of the keys asked for."
+            evidence += f" Tiers had {percent(below, total.asked_keys)} of the keys asked for."
         fix = f'pool_size = "{exact_size(round(size * pool_bytes))}"'
         fix += "" if stats.disks else f', or disk = ["/mnt/nvme={more}"]'
         gain -= 100 * _share(below, total.asked_keys)
@@ -488,14 +506,14 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         if stats.policy == "learned":
             fix = "kvoffd-cli trace record FILE; kvoffd-cli trace replay FILE"
         yield finding("thrash", f"{gone}, and more memory would find little more.", evicted, fix)
-    elif stats.uptime_seconds >= LONG_ENOUGH_S and ROOMY * stats.curve_seen_bytes <= pool_bytes:
+    elif stats.uptime_seconds >= LONG_ENOUGH_S and OVERSIZED * stats.curve_seen_bytes <= pool_bytes:
         up, seen = format_duration(stats.uptime_seconds), format_size(stats.curve_seen_bytes)
-        evidence = f"In {up} engines asked for {seen} of different blocks; the pool has {format_size(pool_bytes)}."
+        evidence = f"In {up} engines asked for {seen} of distinct blocks; the pool has {format_size(pool_bytes)}."
         yield finding("pool_too_large", evidence)
 
 
 def lru_is_better(facts: Facts) -> Iterator[Finding]:
-    """Where the same pool would find more with the policy lru, for long, and not for want of something else."""
+    """Find that lru would have more hits with the same pool, measured for long and caused by the policy."""
     stats, curve, hour = facts.stats, facts.stats.curve, facts.stats.last_hour
     limited = any(one.quota_bytes for one in stats.namespaces)
     if stats.policy == "lru" or curve is None or not curve.asked_tokens or limited:
@@ -503,7 +521,7 @@ def lru_is_better(facts: Facts) -> Iterator[Finding]:
     if stats.uptime_seconds < LONG_ENOUGH_S or stats.since_start.lookups < FEWEST_LOOKUPS:
         return
     found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
-    # What was never stored, or was lost for another reason, is not the policy's doing: lru is credited with all of it.
+    # Count only misses caused by the policy: the estimate for lru has no other misses.
     by_policy = sum(hour.misses.get(reason, 0) for reason in ("evicted", "rejected"))
     lost = min(lru - found, 100 * _share(by_policy, hour.asked_keys))
     if lost >= LRU_POINTS:
@@ -519,18 +537,18 @@ def at_quota(one: NamespaceStats) -> bool:
 
 
 def starving(facts: Facts) -> Iterator[Finding]:
-    every, held = facts.stats.curve, sum(one.ready_bytes for one in facts.counted)
+    every, ready_bytes = facts.stats.curve, sum(one.ready_bytes for one in facts.counted)
     for one in facts.counted:
         curve = one.curve
         if every is None or curve is None or not curve.asked_tokens or one.lookups < FEWEST_LOOKUPS:
             continue
         own, could = 100 * curve.found_tokens / curve.asked_tokens, most_of(curve)
-        asks, has = _share(curve.asked_tokens, every.asked_tokens), _share(one.ready_bytes, held)
+        asks, has = _share(curve.asked_tokens, every.asked_tokens), _share(one.ready_bytes, ready_bytes)
         if could - own < MANY_POINTS or (has >= asks / 2 and not at_quota(one)):
             continue
         evidence = (
-            f"{namespace_name(one.model, one.id)} asks for {percent(asks, 1)} of all tokens and has {percent(has, 1)} "
-            f"of the blocks. It finds {own:.1f} %, and could find {could:.1f} %."
+            f"{namespace_name(one.model, one.id)} looks up {percent(asks, 1)} of all tokens but has {percent(has, 1)} "
+            f"of the blocks. It finds {own:.1f} % and could find {could:.1f} %."
         )
         limited, most_bytes = one, 2 * (one.quota_bytes or 0)
         if at_quota(one):
@@ -545,7 +563,7 @@ def starving(facts: Facts) -> Iterator[Finding]:
 
 
 def engines(facts: Facts) -> Iterator[Finding]:
-    """What vLLM's own counters say. Theirs begin with the engine, the daemon's with the daemon."""
+    """Check vLLM's own counters, which count since the engine's start."""
     for url, engine in facts.engines.items():
         at = f"The engine at {printable(url)}"
         if engine.problem:
@@ -553,7 +571,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
         elif "vllm:kvoffd_connected" not in engine.metrics:
             yield finding("engine_without", f"{at} has no metrics of kvoffd.", 0.9)
         elif not engine.of("kvoffd_connected"):
-            # Before its first prompt vLLM asks its connector for no metrics.
+            # vLLM reads its connector's metrics only after the first prompt.
             if engine.of("prompt_tokens_total") or not facts.engine_count:
                 yield finding("engine_away", f"{at} is not connected to a daemon.", 1.0)
         else:
@@ -562,11 +580,11 @@ def engines(facts: Facts) -> Iterator[Finding]:
 
 def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Finding]:
     late, lookups = engine.of("kvoffd_late_lookups_total"), engine.of("kvoffd_lookups_total")
-    if late >= FEWEST_ERRORS and late > LATE_SHARE * lookups:
+    if late >= LEAST_LATE and late > LATE_SHARE * lookups:
         evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
         yield finding("engine_late", evidence, _share(late, lookups))
-    # Tokens that vLLM counts as external hits, and those that the daemon loaded for all engines. What an engine that is
-    # older than the daemon has counted may be of the one before.
+    # vLLM's external hits, and tokens that the daemon loaded for all engines. An engine that is older than the daemon
+    # may have counted hits of the previous daemon.
     hits, asked = (engine.of(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
     loaded = facts.stats.since_start.loaded_tokens
     alone = facts.engine_count == 1
@@ -574,17 +592,17 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Fin
     more_there = not is_older and hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
     none_there = alone and loaded >= FEWEST_LOOKUPS and asked and not hits
     if more_there or none_there:
-        evidence = f"{at} counts {format_count(round(hits))} tokens as loaded, and this daemon {format_count(loaded)}."
+        evidence = f"{at} counts {format_count(round(hits))} loaded tokens, this daemon {format_count(loaded)}."
         yield finding("hits_disagree", evidence, 0.3)
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     daemon_health, late_lookups, failures, blocked_loop, connected_clients, partial_blocks, memory,
-    disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, starving, engines,
+    disks, late_tiers, disk_writes, disk_write_limit, namespaces_apart, pool_size, lru_is_better, starving, engines,
 )  # fmt: skip
 
 
 def find(facts: Facts) -> list[Finding]:
-    """All findings, the heaviest first."""
+    """Return all findings, most important first."""
     found = [one for check in CHECKS for one in check(facts)]
     return sorted(found, key=lambda one: (LEVELS.index(one.level), -one.weight))

@@ -1,4 +1,4 @@
-"""How pages are printed, to a terminal in colour or into a pipe as plain text, and the pieces of text they share."""
+"""Prints pages, to a terminal in colour or to a pipe as plain text, and formats text that pages share."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_count, format_size, plural, printable
 
 WIDE_CELLS = 120
-"""From so many columns on there is room for labels beside ids."""
+"""Columns of a terminal that is wide enough for labels next to ids."""
 PIPE_CELLS = 1000
-"""In a pipe sentences and tables are whole: who filters them wants whole names."""
+"""Width of output to a pipe, so that filters see whole names."""
 
 NO_NAMESPACE = "There is no namespace; an engine opens its own when it connects."
 Line = str | tuple[str, str]
-"""Text, or text with its style."""
+"""Text, or text with a style."""
 
 
 def make_console() -> Console:
-    """Make a console on stdout. Colours obey NO_COLOR; a pipe gets no control codes, whatever FORCE_COLOR says."""
+    """Return a console on stdout. Colours obey NO_COLOR; a pipe never gets control codes, even with FORCE_COLOR."""
     plain = partial(Console, highlight=False, markup=False, emoji=False)
     return plain() if sys.stdout.isatty() else plain(width=PIPE_CELLS, color_system=None, force_terminal=False)
 
 
 def print_page(page: RenderableType, console: Console | None = None) -> None:
-    """Print ``page``; in a pipe without the spaces that pad its lines."""
+    """Print ``page``; to a pipe without trailing spaces."""
     console = console or make_console()
     if console.is_terminal:
         console.print(page)
@@ -45,14 +45,14 @@ def print_page(page: RenderableType, console: Console | None = None) -> None:
 
 
 def say(*lines: Line) -> None:
-    """Print sentences and other lines: on a terminal in lines that fit."""
+    """Print lines; on a terminal wrapped to its width."""
     console = make_console()
     for line, style in wrapped(lines, console.width):
         print_page(Text(line, style=style), console)
 
 
 def wrapped(lines: Iterable[Line], width: int) -> Iterator[tuple[str, str]]:
-    """Lines with their styles; one that is too long goes on in the next, indented."""
+    """Yield lines with their styles. Long ones continue on the next line, indented."""
     for line in lines:
         text, style = (line, "") if isinstance(line, str) else line
         indent = " " * (2 + len(text) - len(text.lstrip()))
@@ -61,14 +61,14 @@ def wrapped(lines: Iterable[Line], width: int) -> Iterator[tuple[str, str]]:
 
 
 def print_line(text: str) -> None:
-    """Print ``text`` and flush: the reader of a pipe waits for it."""
+    """Print ``text`` and flush, for the reader of a pipe."""
     print(text, flush=True)
 
 
 def table_of(titles: Sequence[str], rows: Iterable[Sequence[str]], gap: int = 2) -> Table:
-    """A table; a title that begins with ``>`` is one of numbers, aligned right, with ``<`` one of short words.
+    """Return a table. Columns whose title begins with ``>`` are numbers, aligned right, with ``<`` short words.
 
-    Nothing is left out: on a narrow screen other texts go on in a second line. ``gap``: cells between columns.
+    Nothing is cut: on a narrow screen the text of other columns wraps. ``gap``: cells between columns.
     """
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     for title in titles:
@@ -80,12 +80,12 @@ def table_of(titles: Sequence[str], rows: Iterable[Sequence[str]], gap: int = 2)
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print ``table_of`` these."""
+    """Print the ``table_of`` these titles and rows."""
     print_page(table_of(titles, rows))
 
 
 def print_status(text: str = "") -> None:
-    """Show how far something is, on a terminal's stderr, in place of what was shown before."""
+    """Show progress on stderr if it is a terminal, replacing the previous status."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -114,22 +114,22 @@ def to_plain(value: object) -> object:
 
 
 def namespace_name(label: str, fingerprint: bytes | str) -> str:
-    """A namespace for people: ``llama-70b (106ed1a3c0de)``; its id alone where it has no label."""
+    """Return a namespace's name for people: ``llama-70b (106ed1a3c0de)``; only the id if it has no label."""
     return f"{printable(label)} ({namespace_id(fingerprint)})" if label else namespace_id(fingerprint)
 
 
 def reason_name(reason: str) -> str:
-    """A reason of misses, for people: statistics and metrics say ``unknown``."""
+    """Return a reason of misses for people; in statistics and metrics "never stored" is ``unknown``."""
     return "never stored" if reason == "unknown" else printable(reason).replace("_", " ")
 
 
 def count_blocks(count: int) -> str:
-    """``count`` with the noun, such as ``1 block`` or ``1,234 blocks``."""
+    """Return such as ``1 block`` or ``1,234 blocks``."""
     return f"{format_count(count)} block{plural(count)}"
 
 
 def percent(part: float, whole: float) -> str:
-    """``part`` of ``whole`` as a percentage that is 0 or 100 only when it is exactly that; a dash of nothing."""
+    """Return ``part`` of ``whole`` as a percentage, 0 or 100 only if exact; a dash if ``whole`` is 0."""
     if whole <= 0:
         return "-"
     share = 100 * part / whole
@@ -143,6 +143,6 @@ def percent(part: float, whole: float) -> str:
 
 
 def print_progress(done_bytes: int, total_bytes: int) -> None:
-    """Show how much of all is copied."""
+    """Show the progress of a copy."""
     finished = done_bytes >= total_bytes
     print_status("" if finished else f"{percent(done_bytes, total_bytes)} of {format_size(total_bytes)}")

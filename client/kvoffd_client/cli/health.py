@@ -1,4 +1,4 @@
-"""``kvoffd-cli health``: what it says, and a short way to it for probes, which run it every few seconds."""
+"""``kvoffd-cli health``, and a fast path for probes, which run it every few seconds."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvoffd_client.health_request import ask_health
 from kvoffd_proto.paths import default_directory
 
 STATUS = {"ok": 0, "degraded": 1, "down": 2}
-"""Exit status without an option; 2 also where no daemon answers."""
+"""Exit status without an option; 2 also if no daemon answers."""
 WORDS = {
-    "ok": "ok: the daemon takes sessions and jobs",
-    "degraded": "degraded: the daemon takes sessions and jobs, and needs attention",
-    "down": "down: the daemon takes no sessions and jobs",
+    "ok": "ok: the daemon accepts sessions and jobs",
+    "degraded": "degraded: the daemon accepts sessions and jobs, but needs attention",
+    "down": "down: the daemon accepts no sessions and jobs",
 }
 ANSWER_S = 9.0
-"""Beside the second in which the daemon is asked without a session."""
+"""Time limit of the second attempt, with a session, after the one second of the first."""
 
 
 def ask(directory: Path | None, url: str) -> tuple[str, list[tuple[str, str]]] | str:
-    """A daemon's level, and reason and sentence of each cause; or why there is no answer, a sentence."""
+    """Return a daemon's level, and reason and sentence of each cause; or a sentence that says why it did not answer."""
     directory = directory or default_directory()
     if not url and (found := ask_health(directory)) is not None:
         return found.level, found.causes
@@ -44,9 +44,9 @@ def ask(directory: Path | None, url: str) -> tuple[str, list[tuple[str, str]]] |
 
 
 def tell_health(directory: Path | None, url: str, *, live: bool, ready: bool, as_json: bool) -> int:
-    """Ask a daemon for its health and print it; return the exit status.
+    """Print a daemon's health; return the exit status.
 
-    ``live``: that is 0 where a daemon answers; ``ready``: 0 while it serves.
+    ``live``: 0 if the daemon answers; ``ready``: 0 if it accepts sessions and jobs.
     """
     found = ask(directory, url)
     if isinstance(found, str):
@@ -69,7 +69,7 @@ def tell_health(directory: Path | None, url: str, *, live: bool, ready: bool, as
 
 
 def fitted(text: str, stream: TextIO, indent: str = "") -> str:
-    """A sentence in lines that fit, where it goes to a terminal that tells its width."""
+    """Return a sentence wrapped to the width of the terminal; unchanged for other streams."""
     width = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     if not width:
         return text
@@ -79,9 +79,9 @@ def fitted(text: str, stream: TextIO, indent: str = "") -> str:
 
 
 def quick_health(arguments: Sequence[str]) -> int | None:
-    """Do ``health`` with these options and return its exit status; None, with nothing done, for other arguments.
+    """Run ``health`` with these options and return its exit status; do nothing and return None for other arguments.
 
-    The whole command line, with --help and its sentences about options, takes four times as long to import.
+    The full command line, with --help and errors about options, takes four times as long to import.
     """
     try:
         options, rest = getopt(list(arguments), "", ["live", "ready", "json", "directory=", "url="])

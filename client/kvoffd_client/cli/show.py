@@ -1,4 +1,4 @@
-"""``kvoffd-cli health``, ``clients`` and ``namespaces``: what there is, and how it does."""
+"""``kvoffd-cli health``, ``clients`` and ``namespaces``."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ from kvoffd_client.cli.target import (
     Directory,
     Json,
     Url,
-    check_names_one,
+    check_one_daemon,
     open_admin,
     parse_option,
 )
 from kvoffd_client.namespace_differences import differences, explain
-from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo, SetQuota
-from kvoffd_proto.messages import Outcome, RequestReport, Role
+from kvoffd_proto.admin import ListPrompts, NamespaceInfo, SessionInfo, SetQuota
+from kvoffd_proto.messages import Outcome, PromptReport, Role
 from kvoffd_proto.stats import MISS_REASONS, namespace_id
 from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, parse_size, printable
 
 
 def health(
-    live: Annotated[bool, typer.Option("--live", help="Exit status 0 when the daemon answers at all.")] = False,
-    ready: Annotated[bool, typer.Option("--ready", help="Exit status 0 when it takes sessions and jobs.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Exit status 0 if the daemon answers at all.")] = False,
+    ready: Annotated[bool, typer.Option("--ready", help="Exit status 0 if it accepts sessions and jobs.")] = False,
     directory: Directory = None,
     url: Url = "",
     json: Json = False,
 ) -> int:
-    """Ask whether the daemon works: ok, degraded or down, and why.
+    """Show the daemon's health: ok, degraded or down, and why.
 
-    --live and --ready are for probes: a restart does not mend a daemon that is degraded.
+    --live and --ready are for probes: a restart does not fix a degraded daemon.
 
     Exit status: 0 ok, 1 degraded, 2 down or not reachable.
     """
     if live and ready:
-        raise CliError("--live and --ready ask for two things; give one of them.")
-    check_names_one(directory, url)
+        raise CliError("--live and --ready exclude each other; give one of them.")
+    check_one_daemon(directory, url)
     return tell_health(directory, url, live=live, ready=ready, as_json=json)
 
 
@@ -67,7 +67,7 @@ def health(
 
 @dataclass
 class Engine:
-    """The sessions of one engine: those of one namespace whose names differ in the role alone."""
+    """The sessions of one engine: those of one namespace whose names differ only in the role."""
 
     name: str
     namespaces: list[bytes]
@@ -90,18 +90,18 @@ def clients(
     request: Annotated[str, typer.Argument(metavar="ID", help="With --requests: part of a request's id.")] = "",
     every: Annotated[bool, typer.Option("--all", help="One row for each session.")] = False,
     requests: Annotated[
-        bool, typer.Option("--requests", help="What became of the engines' last requests: why each hit or missed.")
+        bool, typer.Option("--requests", help="Show the engines' last requests, and why each hit or missed.")
     ] = False,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """List the engines that are connected, oldest first.
+    """List the connected engines, oldest first.
 
-    stored, loaded: copied since it connected. pinned: pool memory that its leases keep from being evicted.
-    registered: the engine's own memory, to and from which the daemon copies.
+    stored, loaded: bytes since it connected. pinned: pool memory that its leases protect from eviction.
+    registered: the engine's own memory for copies.
     """
     if request and not requests:
-        raise CliError(f"{request!r} is taken for the id of a request; add --requests.")
+        raise CliError(f"{request!r} looks like a request's id; add --requests.")
     if requests:
         return _show_requests(directory, request, as_json=json)
     with open_admin(directory) as admin:
@@ -114,28 +114,27 @@ def clients(
     elif rows:
         print_page(engine_table(rows, make_console().width))
         if without := sum(not row.workers for row in rows):
-            say(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
+            say(f"{format_count(without)} without workers: the engine is starting, or its workers cannot connect.")
     else:
         say("No engine is connected.")
     return 0
 
 
 def labels_of(admin: AdminClient) -> dict[bytes, str]:
-    """Of the open namespaces, by fingerprint."""
+    """Return the labels of the open namespaces by fingerprint."""
     return {one.namespace: one.label for one in admin.namespaces().namespaces}
 
 
 def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = MappingProxyType({})) -> list[Engine]:
-    """The engines among the sessions: each scheduler is one. Its workers have its name and its process, or are the
-    next ones of that name."""
+    """Return the engines among the sessions: each scheduler, with workers of its name, if possible its process."""
     rows: list[Engine] = []
     for one in sorted(found, key=lambda one: one.role != Role.SCHEDULER):
         if one.role not in (Role.SCHEDULER, Role.WORKER):
             continue
         row = Engine(_engine_name(one), one.namespaces, [labels.get(each, "") for each in one.namespaces])
-        alike = [each for each in rows if (each.name, each.namespaces) == (row.name, row.namespaces)]
-        if one.role == Role.WORKER and alike:
-            row = min(alike, key=lambda each: (one.pid not in each.pids, each.workers))
+        same_name = [each for each in rows if (each.name, each.namespaces) == (row.name, row.namespaces)]
+        if one.role == Role.WORKER and same_name:
+            row = min(same_name, key=lambda each: (one.pid not in each.pids, each.workers))
         else:
             rows.append(row)
         row.schedulers += one.role == Role.SCHEDULER
@@ -152,7 +151,7 @@ def _engine_name(session: SessionInfo) -> str:
 
 
 def engine_table(rows: Sequence[Engine], width: int) -> Table:
-    """A row for each engine; on a wide screen with the labels of its namespaces."""
+    """Return a table of engines, on a wide screen with the labels of their namespaces."""
     wide = width >= WIDE_CELLS
     return table_of(
         ("engine", "<namespace", ">workers", "pids", ">stored", ">loaded", ">pinned", ">registered"),
@@ -195,24 +194,24 @@ def _ids(namespaces: Sequence[bytes]) -> str:
     return ", ".join(map(namespace_id, namespaces)) or "-"
 
 
-# --- why a miss ------------------------------------------------------------------------------------
+# --- requests --------------------------------------------------------------------------------------
 
 OUTCOMES = {
     Outcome.LOADED: "loaded {loaded} of {tokens} tokens",
     Outcome.MISSED: "loaded nothing of {tokens} tokens",
-    Outcome.HELD: "loaded nothing of {tokens} tokens: the engine had already what was found",
-    Outcome.SHORT: "asked for nothing: its {tokens} tokens are less than a block",
+    Outcome.NOT_NEEDED: "loaded nothing of {tokens} tokens: the engine had the found blocks itself",
+    Outcome.TOO_SHORT: "looked up nothing: its {tokens} tokens are less than a block",
     Outcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
     Outcome.NO_SPACE: "loaded nothing of {tokens} tokens: the engine's KV cache had no space for them",
-    Outcome.LATE: "loaded nothing of {tokens} tokens: no answer of the daemon came in time, or it was gone",
+    Outcome.LATE: "loaded nothing of {tokens} tokens: the daemon did not answer in time, or had ended",
     Outcome.FAILED: "computed {tokens} tokens: a load failed, see the engine's log",
-    Outcome.UNUSED: "asked for nothing: the engine was not connected, or its request may not use the cache",
+    Outcome.UNUSED: "looked up nothing: the engine was not connected, or the request may not use the cache",
 }
 
 
 def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
     with open_admin(directory) as admin:
-        found = admin.ask(Requests, name).requests
+        found = admin.ask(ListPrompts, name).prompts
         names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
         labels = labels_of(admin)
     if as_json:
@@ -228,13 +227,13 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
         say(
             f"No engine has reported a request {printable(name)!r}."
             if name
-            else "No connected engine has reported a request. Reports come once a second; an engine's end with it."
+            else "No connected engine has reported a request. Reports come once a second, and end with the engine."
         )
     return int(bool(name) and not found)
 
 
-def request_sentence(report: RequestReport) -> str:
-    """What became of a request, and why: ``14:05:22 cmpl-7 loaded 64 of 128 tokens. Of 8 keys ...``."""
+def request_sentence(report: PromptReport) -> str:
+    """Return the outcome of a request and why: ``14:05:22 cmpl-7 loaded 64 of 128 tokens. Of 8 keys ...``."""
     known = report.outcome in set(Outcome)
     what = OUTCOMES[Outcome(report.outcome)] if known else f"{printable(report.outcome)}: {{tokens}} tokens"
     clock = time.strftime("%H:%M:%S", time.localtime(report.decided_at))
@@ -244,11 +243,11 @@ def request_sentence(report: RequestReport) -> str:
         return sentence
     places = {"in the pool": report.found_pool, "on a disk": report.found_disk, "in a store": report.found_shared}
     there = ", ".join(f"{format_count(count)} {place}" for place, count in places.items() if count)
-    sentence += f" Of {format_count(report.keys)} keys {there or 'none was there'}."
+    sentence += f" Of {format_count(report.keys)} keys {there or 'none was found'}."
     if report.missing_key:
         meaning = MISS_REASONS.get(report.reason, printable(report.reason))
         number = f" number {format_count(report.missing_number)}," * bool(report.missing_number)
-        sentence += f" The first that was missing,{number} {report.missing_key.hex()[:12]}: {meaning}."
+        sentence += f" The first missing key,{number} {report.missing_key.hex()[:12]}: {meaning}."
     return sentence
 
 
@@ -261,7 +260,7 @@ namespaces_app = typer.Typer(rich_markup_mode=None)
 def namespaces(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
     """List, compare and limit namespaces.
 
-    Engines share blocks within a namespace: same model, same settings that matter.
+    Engines share blocks within a namespace: same model, same relevant settings.
     """
     if context.invoked_subcommand is not None:
         return 0
@@ -294,7 +293,7 @@ def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
             for one in found
         ],
     )
-    say("tokens: in a block. ranks: parts of a block, one for each worker of an engine.")
+    say("tokens: per block. ranks: parts of a block, one for each worker of an engine.")
 
 
 def _block_tokens(info: NamespaceInfo) -> str:
@@ -305,15 +304,15 @@ def _block_tokens(info: NamespaceInfo) -> str:
 @namespaces_app.command()
 def diff(
     one: Annotated[str, typer.Argument(metavar="A", help=NAMESPACE_HELP)],
-    other: Annotated[str, typer.Argument(metavar="B", help="Another one's.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="The same for the other namespace.")],
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Say why two namespaces do not share blocks.
+    """Show why two namespaces do not share blocks.
 
-    One line for each difference that causes it, with the option that sets it.
+    One line for each cause, with the option that sets it.
 
-    Exit status: 0 they are one namespace, 1 they differ, 2 an error.
+    Exit status: 0 same namespace, 1 they differ, 2 an error.
     """
     with open_admin(directory) as admin:
         first, second = admin.namespace(one), admin.namespace(other)
@@ -324,9 +323,9 @@ def diff(
         found_in = [{"field": name, "a": here, "b": there} for name, here, there in fields]
         print_json({"causes": list(map(str, causes)), "differences": found_in})
     elif first.namespace == second.namespace:
-        say(f"{names[0]} is one namespace.")
+        say(f"Both are the namespace {names[0]}.")
     elif not causes:
-        say(f"{names[0]} and {names[1]} differ, and their descriptions do not say in what.")
+        say(f"{names[0]} and {names[1]} differ, but their descriptions do not say how.")
     else:
         say(f"{names[0]} and {names[1]} share no blocks:")
         for cause in causes:
@@ -341,9 +340,9 @@ def quota(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Limit how much of the pool a namespace may have.
+    """Limit how much of the pool a namespace may use.
 
-    A namespace that has its quota evicts its own blocks. The quota outlives the daemon.
+    A namespace at its quota evicts its own blocks. The quota survives restarts.
 
     Exit status: 0 done, 2 an error, 3 done, but a kill may undo it.
     """
@@ -351,8 +350,8 @@ def quota(
     with open_admin(directory) as admin:
         known = admin.namespace(name)
         block_bytes = max(map(sum, known.shard_bytes), default=0)
-        if quota_bytes is not None and quota_bytes < block_bytes:  # it would evict all that the namespace has
-            why = f"{most} is less than a block of {format_size(block_bytes)}; a number alone is bytes"
+        if quota_bytes is not None and quota_bytes < block_bytes:  # it would evict all blocks
+            why = f"{most} is less than a block of {format_size(block_bytes)}; plain numbers are bytes"
             raise CliError(f"--max: {why}: write {exact_size(2 * known.ready_bytes or block_bytes)}, for example.")
         admin.ask(SetQuota, known.namespace, quota_bytes)
         now = admin.namespace(name)
@@ -363,8 +362,8 @@ def quota(
     words = "no quota" if now.quota_bytes is None else f"at most {format_size(now.quota_bytes)}"
     hint = ""
     if now.quota_bytes is not None and now.quota_bytes >= pool_bytes:
-        hint = f" That limits nothing: the whole pool has {format_size(pool_bytes)}."
+        hint = f" That limits nothing: the pool has {format_size(pool_bytes)}."
     elif now.quota_bytes is not None and now.ready_bytes > now.quota_bytes:
-        hint = f" It has {format_size(now.ready_bytes)} now; its next stores evict that down to the quota."
+        hint = f" It has {format_size(now.ready_bytes)} now; its next stores evict down to the quota."
     say(f"Namespace {namespace_name(now.label, now.namespace)}: {words}.{hint}")
     return 0

@@ -1,4 +1,4 @@
-"""``kvoffd-cli stats``: what was brought, what was not needed, what was missed and why; then what that is made of."""
+"""``kvoffd-cli stats``: keys loaded, not needed and missed, and why; then the pool, namespaces and tiers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvoffd_client.cli.format import (
     reason_name,
     say,
 )
-from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, open_admin
+from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_one_daemon, open_admin
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import fields_of
 from kvoffd_proto.stats import (
@@ -45,14 +45,14 @@ from kvoffd_proto.units import format_count, format_duration, format_rate, forma
 
 BAR_CELLS = 80
 MOST_NAMESPACES = 5
-"""On the page; ``stats namespaces`` has all."""
+"""Namespaces on the page; ``stats namespaces`` shows all."""
 RARE_CLASS = 0.03
-"""Of what is asked for; classes of less have no line."""
+"""Share of lookups below which a class is not shown."""
 FEW_REQUESTS, FEW_LIFETIMES = 1000, 10.0
-"""Of fewer requests, and in fewer pool lifetimes, a policy has learned little."""
+"""With fewer prompts or pool lifetimes a policy has learned little."""
 
-UNTIMED = "an engine knows how fast it computes after 512 prompt tokens in a row, twice"
-"""Why it is not known what loads have saved; see LEAST_TOKENS of ``vllm/do_no_harm.py``."""
+UNTIMED = "an engine knows its prefill rate after two runs of 512 prompt tokens"
+"""Reason of an unknown time saved; see LEAST_TOKENS in ``vllm/do_no_harm.py``."""
 
 RARE = {
     "blocks evicted": "evicted_blocks",
@@ -62,11 +62,11 @@ RARE = {
     "loads skipped": "skipped_loads",
     "stores paused": "paused_stores",
 }
-"""Rows of counts that are shown where they are not 0."""
+"""Rows of counts that are shown only if they are not 0."""
 
 
 class Section(StrEnum):
-    """Parts of the statistics that have a page of their own."""
+    """Parts of the statistics with a page of their own."""
 
     POOL = "pool"
     NAMESPACES = "namespaces"
@@ -76,22 +76,22 @@ class Section(StrEnum):
 
 
 def stats(
-    section: Annotated[Section | None, typer.Argument(metavar="SECTION", help="A part of it.")] = None,
-    misses: Annotated[bool, typer.Option("--misses", help="Why keys were not brought, by reason.")] = False,
+    section: Annotated[Section | None, typer.Argument(metavar="SECTION", help="Show only this part.")] = None,
+    misses: Annotated[bool, typer.Option("--misses", help="Show misses by reason.")] = False,
     directory: Directory = None,
     url: Url = "",
     json: Json = False,
 ) -> int:
     """Show what the daemon saved, and what it does.
 
-    A key is the hash of one block. Percentages are of the keys that engines asked for; they ask also for what they have
-    themselves, which is not needed.
+    A key is the hash of one block. Percentages are of the keys that engines asked for, including those that they have
+    themselves, which are not needed.
 
-    Exit status: 0; 1 if `stats tiers` shows what fails; 2 an error.
+    Exit status: 0; 1 if `stats tiers` shows a failure; 2 an error.
     """
     if misses and section:
-        raise CliError("--misses is a page of its own; leave the section away.")
-    check_names_one(directory, url)
+        raise CliError("--misses and a section exclude each other; give one of them.")
+    check_one_daemon(directory, url)
     if url:
         now = read_stats(url)
     else:
@@ -123,7 +123,7 @@ def _windows(now: DaemonStats) -> dict[str, Window]:
 
 
 def _reasons(windows: Iterable[Window]) -> list[str]:
-    """Of misses, the most frequent first."""
+    """Return the reasons of misses, most frequent first."""
     return [reason for reason, _ in sum((Counter(one.misses) for one in windows), Counter[str]()).most_common()]
 
 
@@ -149,7 +149,7 @@ def print_stats(now: DaemonStats) -> None:
 def _head(now: DaemonStats) -> Iterator[Line]:
     yield (
         f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy {printable(now.policy)}, "
-        f"{format_count(now.sessions)} session{plural(now.sessions)}, {format_size(now.resident_bytes)} beside the pool"
+        f"{format_count(now.sessions)} session{plural(now.sessions)}, {format_size(now.resident_bytes)} of memory"
     )
     if now.health_problems:
         reasons = ", ".join(printable(one.reason) for one in now.health_problems)
@@ -157,7 +157,7 @@ def _head(now: DaemonStats) -> Iterator[Line]:
     ever = now.lifetime
     if ever.loaded_tokens > now.since_start.loaded_tokens:
         saved = format_duration(ever.saved_seconds)
-        yield f"earlier runs included: {format_count(ever.loaded_tokens)} tokens, {saved} of prefill saved"
+        yield f"including earlier runs: {format_count(ever.loaded_tokens)} tokens, {saved} of prefill saved"
 
 
 def _traffic(now: DaemonStats) -> None:
@@ -192,24 +192,24 @@ def _traffic(now: DaemonStats) -> None:
 
 
 def token_count(count: int, keys: int) -> str:
-    """Tokens of so many keys; a dash where the engine does not say how many a key has."""
+    """Return the tokens of ``keys`` keys; a dash if the engine does not report them."""
     return "-" if keys and not count else format_count(count)
 
 
 def saved_time(one: Traffic) -> str:
-    """Seconds of prefill, where they are known."""
+    """Return the prefill time saved, if known."""
     if one.loaded_keys and not one.loaded_tokens:
         return "-"
     return "unknown" if is_untimed(one) else format_duration(one.saved_seconds)
 
 
 def size_of(one: NamespaceStats) -> str:
-    """What a namespace has of the pool, and its quota if it has one."""
+    """Return a namespace's bytes in the pool, and its quota if it has one."""
     return format_size(one.ready_bytes) + (f" of {format_size(one.quota_bytes)}" if one.quota_bytes is not None else "")
 
 
 def is_untimed(one: Traffic) -> bool:
-    """Whether the engine has not reported how fast it computes."""
+    """Return whether the engine's prefill rate is unknown."""
     return one.loaded_tokens > 0 and not one.saved_seconds
 
 
@@ -217,7 +217,7 @@ def _misses(now: DaemonStats) -> None:
     windows = list(_windows(now).values())
     totals = [sum(one.misses.values()) for one in windows]
     print_table(
-        ("why", ">minute", ">hour", ">start", "what that means"),
+        ("why", ">minute", ">hour", ">start", "meaning"),
         [
             *(
                 (
@@ -228,7 +228,7 @@ def _misses(now: DaemonStats) -> None:
                 for reason in _reasons(windows)
             ),
             ("all misses", *map(format_count, totals), "of keys that engines asked for"),
-            ("keys asked", *(format_count(one.asked_keys) for one in windows), ""),
+            ("keys asked for", *(format_count(one.asked_keys) for one in windows), ""),
         ],
     )
 
@@ -241,8 +241,8 @@ def _pool_bar(pool: PoolStats) -> None:
 
 
 def pool_bar(pool: PoolStats, width: int) -> list[Text]:
-    """What the pool is full of, as a bar, and its states in words."""
-    parts = [("ready", "█", "green"), ("filling", "▒", "cyan"), ("evicting", "▒", "yellow")]
+    """Return the states of the pool's bytes as a bar and in words."""
+    parts = [("ready", "█", "green"), ("writing", "▒", "cyan"), ("dropped", "▒", "yellow")]
     parts += [("quarantined", "▒", "red"), ("free", "░", "dim")]
     used = pool.size_bytes - pool.of("free")
     tail = f"] {percent(used, pool.size_bytes)}, {format_size(used)} of {format_size(pool.size_bytes)}"
@@ -261,7 +261,7 @@ def pool_bar(pool: PoolStats, width: int) -> list[Text]:
 
 def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
     if pool.numa_remote_slots:
-        yield f"{format_count(pool.numa_remote_slots)} slots so far are on another NUMA node than their GPU", "yellow"
+        yield f"{format_count(pool.numa_remote_slots)} slots are on another NUMA node than their GPU", "yellow"
     if 0 < pool.pinned_for_gpu_bytes < pool.size_bytes:
         yield f"{format_size(pool.pinned_for_gpu_bytes)} are page-locked for GPUs; the rest is copied slowly", "yellow"
     if pool.of("quarantined"):
@@ -276,7 +276,7 @@ def _pool(pool: PoolStats) -> None:
         if item.name.endswith("_bytes")
     ]
     say("")
-    print_table(("", ">bytes", "what that means"), rows)
+    print_table(("", ">bytes", "meaning"), rows)
 
 
 def _namespaces(now: DaemonStats, most: int) -> None:
@@ -303,16 +303,16 @@ def _namespaces(now: DaemonStats, most: int) -> None:
     if others:
         say((f"and {format_count(others)} more; `kvoffd-cli stats namespaces` has the 100 largest", "dim"))
     if gone := now.gone_namespaces:
-        which = f"{format_count(gone)} namespace{plural(gone)}, now empty and without an engine"
-        say((f"The sums above have {which}, as well.", "dim"))
+        which = f"{format_count(gone)} removed namespace{plural(gone)}"
+        say((f"The sums above include {which}.", "dim"))
 
 
 def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:
-    """Failures, most frequent first, each with what it means."""
+    """Yield failures, most frequent first, with their meanings."""
     meanings = {name.lower(): code.sentence for name, code in ErrorCode.__members__.items()}
-    meanings["unread_replies"] = "Replies were dropped, since a client has left too many unread."
+    meanings["unread_replies"] = "Replies were dropped because a client left too many unread."
     meanings["refused_batches"] = (
-        "A CUDA driver refused batches or rows of copies: their pieces are copied one by one, slowly."
+        "A CUDA driver refused batches or rows of copies, which are copied slowly, piece by piece."
     )
     found = Counter(now.errors)
     found["unread_replies"] += now.replies_dropped.get("unread", 0)
@@ -325,7 +325,7 @@ def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:
 
 
 def tier_details(now: DaemonStats) -> Iterator[Line]:
-    """All that is known of disks and stores: lines, some of them with their style."""
+    """Yield lines with details of disks and stores."""
     if not now.disks and not now.shared:
         yield "There is no disk and no shared store; see --disk and --shared of `kvoffd serve`."
     for disk in now.disks:
@@ -351,25 +351,25 @@ def _disk(disk: DiskStats) -> Iterator[Line]:
     )
     yield (
         f"  read {format_size(disk.read_bytes)}, written {format_size(disk.written_bytes)} since the start, "
-        f"{format_size(disk.lifetime_written_bytes)} since its file was made"
+        f"{format_size(disk.lifetime_written_bytes)} since its file was created"
     )
     yield from _faults(disk.errors, {str(one): one.meaning for one in DiskFault})
     if disk.up and not disk.direct:
-        yield "  goes through the page cache, since the file system refuses O_DIRECT", "dim"
+        yield "  uses the page cache: the file system does not support O_DIRECT", "dim"
 
 
 def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
     left = tiers.write_budget_left_bytes
     limit = "no daily limit" if left is None else f"{format_size(left)} may be written now"
-    speed = f", lately {format_rate(tiers.promotion_bytes_per_second)}" if tiers.promotion_bytes_per_second else ""
+    speed = f", recently {format_rate(tiers.promotion_bytes_per_second)}" if tiers.promotion_bytes_per_second else ""
     yield (
         f"promoted {count_blocks(tiers.promoted_blocks)} ({format_size(tiers.promoted_bytes)}){speed}, "
         f"{format_count(tiers.promotions_waiting)} waiting{_unused(tiers.promotions_unused)}, "
         f"failed: {_failed(tiers.promotions_failed)}"
     )
     yield (
-        f"demoted {count_blocks(tiers.demoted_blocks)} ({format_size(tiers.demoted_bytes)}), "
-        f"{format_count(tiers.demotions_waiting)} waiting, disk_write {tiers.write_mode}, {limit}"
+        f"written {count_blocks(tiers.written_blocks)} ({format_size(tiers.written_bytes)}), "
+        f"{format_count(tiers.writes_waiting)} waiting, disk_write {tiers.write_mode}, {limit}"
     )
     yield from _not_written(tiers.not_written)
 
@@ -387,7 +387,7 @@ def _unused(blocks: int) -> str:
 def _shared(one: SharedStats) -> Iterator[Line]:
     yield f"{one.url}: {'up' if one.up else 'down'}", "bold" if one.up else "bold yellow"
     yield (
-        f"  asked for {format_count(one.asked_keys)} keys, found {format_count(one.found_keys)}, no answer in time for "
+        f"  looked up {format_count(one.asked_keys)} keys, found {format_count(one.found_keys)}, no answer in time for "
         f"{format_count(one.unanswered_keys)}; answers take {format_duration(one.ask_seconds)}, paused "
         f"{format_count(one.breaker_trips)} time{plural(one.breaker_trips)} after failures"
     )
@@ -396,7 +396,7 @@ def _shared(one: SharedStats) -> Iterator[Line]:
         f"{format_count(one.queued_reads)} waiting{_unused(one.promotions_unused)}, "
         f"failed: {_failed(one.promotions_failed)}"
     )
-    yield _filling(one)
+    yield _usage(one)
     yield (
         f"  written {count_blocks(one.written_blocks)} ({format_size(one.written_bytes)}), "
         f"{format_count(one.already_stored)} more were there already, {format_count(one.queued_writes)} waiting, "
@@ -405,25 +405,25 @@ def _shared(one: SharedStats) -> Iterator[Line]:
     yield from _not_written(one.not_written)
     if one.dropped_removals:
         yield (
-            f"  {format_count(one.dropped_removals)} damaged or shorter copies of blocks could not be removed: "
-            "lookups that find them miss, or a load fails and is computed"
+            f"  {format_count(one.dropped_removals)} damaged or shorter copies of blocks could not be removed: lookups "
+            "that find them miss, or a load fails and is recomputed"
         )
     for server in one.servers:
         problem = f"cannot be used: {server.problem or 'not tried yet'}"
         yield f"  server {server.name}: {'answers' if server.up else problem}", "" if server.up else "yellow"
     if one.unshared_namespaces:
         yield (
-            f"  {format_count(one.unshared_namespaces)} namespaces are not shared since an engine reset them: "
-            "`kvoffd-cli clear NAME --all-nodes` has one shared again",
+            f"  {format_count(one.unshared_namespaces)} namespaces are no longer shared because an engine reset them: "
+            "`kvoffd-cli clear NAME --all-nodes` shares one again",
             "yellow",
         )
     yield from _faults(one.errors, SHARED_ERRORS)
 
 
-def _filling(one: SharedStats) -> str:
-    size = f" of {format_size(one.size_bytes)}" if one.size_bytes else ", without a bound"
-    uses = f"uses {format_size(one.used_bytes)}{size}" if one.used_bytes else "does not say how much it uses"
-    chosen = ", and gets what is likely to come back" if one.write_mode == "auto" else ""
+def _usage(one: SharedStats) -> str:
+    size = f" of {format_size(one.size_bytes)}" if one.size_bytes else ", without a limit"
+    uses = f"uses {format_size(one.used_bytes)}{size}" if one.used_bytes else "does not report its usage"
+    chosen = ", and gets only blocks that are likely to be reused" if one.write_mode == "auto" else ""
     return f"  {uses}: it is full{chosen}" if one.full else f"  {uses}"
 
 
@@ -440,36 +440,36 @@ def _failed(counts: Mapping[str, int]) -> str:
 
 
 def policy_lines(now: DaemonStats) -> Iterator[Line]:
-    """What the policy has learned, and of how much."""
+    """Yield lines with what the policy has learned."""
     found = now.learned
     yield (
         f"Policy {printable(now.policy)}: {format_count(found.known_keys)} keys known, "
         f"{format_count(now.ghost_entries)} of them without a block, in {format_size(now.policy_bytes)}."
     )
     if not found.classes:
-        yield "It has seen too little to have learned anything." if now.policy == "learned" else "It does not learn."
+        yield "It has not seen enough to learn." if now.policy == "learned" else "It does not learn."
         return
     total, requests = now.since_start, found.requests
     block_bytes = total.stored_bytes / max(1, total.stored_blocks)
     lifetimes = requests * total.asked_keys / max(1, total.lookups) * block_bytes / max(1, now.pool.size_bytes)
     yield (
-        f"It rests on {format_count(requests)} request{plural(requests)}, about {_few(lifetimes)} lifetimes. In a "
-        "lifetime as much is asked for as the pool holds."
+        f"It is based on {format_count(requests)} prompt{plural(requests)}, about {_few(lifetimes)} lifetimes. In one "
+        "lifetime as many bytes are looked up as the pool holds."
     )
     if requests < FEW_REQUESTS or lifetimes < FEW_LIFETIMES:
-        yield "That is little: what follows are first estimates, and will change.", "yellow"
+        yield "That is little: the following are first estimates.", "yellow"
     if found.as_lru:
-        yield "Blocks are evicted as with lru for now, since that would have had more hits.", "yellow"
+        yield "Blocks are evicted as with lru for now, which would have had more hits.", "yellow"
     yield "Of the keys asked for:"
     for one in found.classes:
         if one.accessed_share >= RARE_CLASS:
             age, share = _few(one.return_age), percent(one.return_chance, 1.0)
             if one.return_age <= lifetimes:
-                back = f"about {share} come back, half within {age} lifetime{'s' * (age != '1')}"
+                reuse = f"about {share} are reused, half within {age} lifetime{'s' * (age != '1')}"
             else:
-                back = f"{share} come back by a guess, most later than was seen so far"
+                reuse = f"an estimated {share} are reused, most after more than {_few(lifetimes)} lifetimes"
             yield f"{percent(one.accessed_share, 1.0):>6} {printable(one.name)}"
-            yield f"       {back}; {format_size(one.pool_bytes)} in the pool"
+            yield f"       {reuse}; {format_size(one.pool_bytes)} in the pool"
 
 
 def _few(number: float) -> str:

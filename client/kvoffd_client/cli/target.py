@@ -1,4 +1,4 @@
-"""Which daemon and which namespace a command is for, and the options that say so."""
+"""Options of commands that select the daemon and the namespace."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvoffd_proto.units import UnitError
 T = TypeVar("T")
 
 OPERATOR_WAIT_S = 10.0
-"""The machine may be busy, and an operator would rather wait than ask again."""
+"""Time limit of commands: on a busy machine operators prefer to wait."""
 Directory = Annotated[
     Path | None,
     typer.Option(
         "--directory",
         metavar="DIRECTORY",
-        readable=False,  # what is not for this user is said in a sentence of ours
+        readable=False,  # errors of access get a sentence of ours
         help="Directory of the daemon's sockets. [KVOFFD_DIRECTORY]",
     ),
 ]
@@ -32,11 +32,11 @@ NAMESPACE_HELP = f"A label, or the first digits ({MIN_PREFIX_DIGITS} or more) of
 
 
 class CliError(Exception):
-    """The command cannot be done. The message is a sentence that says what to do next."""
+    """A command failed. The message says what to do next."""
 
 
 def parse_option(option: str, text: str, parse: Callable[[str], T]) -> T:
-    """What an option was given, such as ``20GiB`` or ``1h``. Raises CliError."""
+    """Return the parsed value of an option, such as ``20GiB`` or ``1h``. Raises CliError."""
     try:
         return parse(text)
     except UnitError as error:
@@ -49,14 +49,14 @@ def local_directory(directory: Path | None) -> Path:
 
 
 def open_admin(directory: Path | None) -> AdminClient:
-    """Return a client of the daemon that the command line names. On a terminal it says when it waits."""
+    """Return a client of the selected daemon. On a terminal it reports waiting."""
     admin = AdminClient(local_directory(directory), OPERATOR_WAIT_S)
     if sys.stderr.isatty():
         admin.on_silence = lambda: print(f"Waiting for the kvoffd daemon in {admin.directory} ...", file=sys.stderr)
     return admin
 
 
-def check_names_one(directory: Path | None, url: str) -> None:
-    """Raise CliError where the command line names two daemons."""
+def check_one_daemon(directory: Path | None, url: str) -> None:
+    """Raise CliError if the command line selects two daemons."""
     if url and directory is not None:
-        raise CliError("--url and --directory name two daemons; give one of them.")
+        raise CliError("--url and --directory exclude each other; give one of them.")

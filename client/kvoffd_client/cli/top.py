@@ -1,4 +1,4 @@
-"""``kvoffd-cli top``: what the daemon does now, on one screen that is drawn again every second."""
+"""``kvoffd-cli top``: the daemon's activity on one screen, redrawn every second."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvoffd_client.cli.findings import failing_copies
 from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, table_of, wrapped
 from kvoffd_client.cli.show import Engine, engine_table, engines_of, labels_of
 from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_details, token_count
-from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin, parse_option
+from kvoffd_client.cli.target import CliError, Directory, Url, check_one_daemon, open_admin, parse_option
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window
@@ -45,14 +45,14 @@ from kvoffd_proto.units import (
 
 MIN_INTERVAL_S = 0.1
 MOST_SAMPLES = 900
-"""A quarter of an hour of the usual interval."""
+"""Fifteen minutes at the default interval."""
 NOW_S = 3.0
-"""What ``now`` is an average over: one second alone jumps."""
+"""Period of the averages in ``now``."""
 ANSWER_S = 2.0
 LATER_ANSWER_S = 10.0
-"""For an answer after one that did not come."""
+"""Time limit after a missing answer."""
 LOOK_S = 0.25
-"""How soon another size of the terminal is seen."""
+"""Interval at which the terminal's size is checked."""
 SHOWN_SIZES = ("0.5", "1", "2", "10")
 VIEWS = ("all", "clients", "tiers", "policy")
 HELP = (
@@ -60,13 +60,13 @@ HELP = (
     "s  sort the namespaces by another column; p  pause; q  quit",
     "",
     "key         the hash of one block; percentages are of the keys asked for",
-    "loaded      what an engine got from kvoffd and did not compute",
-    "not needed  what was found and the engine had already",
-    "missed      what it did not get; `kvoffd-cli stats --misses` has the reasons",
+    "loaded      loaded by an engine instead of computed",
+    "not needed  found, but the engine had it already",
+    "missed      not found or not loaded; `kvoffd-cli stats --misses` has the reasons",
     "tokens/s    tokens loaded",
     "now         the last 3 seconds",
-    "In pool     each prompt's tokens up to the first that the pool lacked, disks and",
-    "            stores left out; lru: in pools of other sizes, empty at the start",
+    "In pool     each prompt's tokens before the first that the pool lacked, without",
+    "            disks and stores; lru: in pools of other sizes, empty at the start",
     "pinned      under a lease or a copy: it cannot be evicted",
 )
 SORTS: dict[str, Callable[[Window], float]] = {
@@ -74,35 +74,35 @@ SORTS: dict[str, Callable[[Window], float]] = {
     "SIZE": lambda now: 0,
     "MISSED": lambda now: sum(now.misses.values()),
 }
-"""By what comes before the size."""
+"""Sort keys of the namespaces, before their size."""
 SPARKS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one look at the daemon brought; ``engines`` for the view that shows them."""
+    """Statistics of the daemon at one time, with ``engines`` for the view that shows them."""
 
     stats: DaemonStats
     engines: Sequence[Engine] | None = None
-    far: bool = False
-    """It came over HTTP, which has statistics alone."""
+    over_http: bool = False
+    """Whether it came over HTTP, which has statistics only."""
 
 
 Read = Callable[[str, float], Reading]
-"""Asks the daemon for a view, within so many seconds. Raises KvoffdClientError."""
+"""Function that reads the daemon for a view, within a time limit in seconds. Raises KvoffdClientError."""
 
 
 class History:
-    """Samples of the last seconds, and rates of the last minutes. A restart of the daemon empties it."""
+    """Samples of the last seconds and rates of the last minutes. A restart of the daemon clears it."""
 
     def __init__(self) -> None:
         self._latest: deque[DaemonStats] = deque()
-        """From the youngest that is older than ``NOW_S`` on, if there is one."""
+        """Samples, the first of which is the latest that is older than ``NOW_S``, if any."""
         self.rates: deque[tuple[float, float]] = deque(maxlen=MOST_SAMPLES)
-        """Tokens loaded and bytes stored in each second, between two samples."""
+        """Tokens loaded and bytes stored per second, between consecutive samples."""
 
     def add(self, stats: DaemonStats) -> None:
-        """Times are the daemon's: an answer that comes late changes no rate, nor one that HTTP gives twice."""
+        """Add a sample. Times are the daemon's, so late answers do not change rates, nor repeated ones over HTTP."""
         if self._latest and stats.uptime_seconds < self._latest[-1].uptime_seconds:
             self._latest.clear()
             self.rates.clear()
@@ -119,23 +119,23 @@ class History:
         self._before = {one.id: one for one in self._latest[0].namespaces}
 
     def now(self) -> Window:
-        """What was counted in the last seconds."""
+        """Return the traffic of the last seconds."""
         return self._gained(self._latest[-1].since_start, self._latest[0].since_start)
 
     def now_of(self, namespace: NamespaceStats) -> Window:
-        # Of one that was not there nothing had been counted, unless others pushed it off the list.
+        # A namespace missing from the first sample had no traffic, unless the list was full.
         absent = NamespaceStats() if len(self._before) < MAX_NAMESPACE_ROWS else namespace
         return self._gained(namespace, self._before.get(namespace.id, absent))
 
     def _gained(self, later: Traffic, earlier: Traffic) -> Window:
-        """What was counted in the last seconds; ``earlier``: what had been before."""
+        """Return the traffic between two samples."""
         counts: dict[str, Any] = {}
         for name in Traffic.__struct_fields__:
             now, before = getattr(later, name), getattr(earlier, name)
             counts[name] = (
                 {key: n - before.get(key, 0) for key, n in now.items()} if isinstance(now, dict) else now - before
             )
-        # A lookup is counted before its load: what the loads of earlier lookups took away is no negative count.
+        # A lookup is counted before its load, so that loads of earlier lookups could make this negative.
         counts["not_needed_keys"] = max(0, counts["not_needed_keys"])
         counts["asked_keys"] = counts["loaded_keys"] + counts["not_needed_keys"] + sum(counts["misses"].values())
         return Window(seconds=self._latest[-1].uptime_seconds - self._latest[0].uptime_seconds, **counts)
@@ -146,7 +146,7 @@ class History:
 
 @dataclass
 class Screen:
-    """What is shown: the latest reading and its history, and what the keys have chosen."""
+    """State of the screen: the latest reading, its history, and what keys have selected."""
 
     interval_s: float
     reading: Reading | None = None
@@ -154,17 +154,17 @@ class Screen:
     view: str = VIEWS[0]
     sort: str = "TOK/S"
     paused: bool = False
-    away: str = ""
-    """Since when the daemon does not answer, and why; empty while it does."""
+    no_answer: str = ""
+    """Sentence that says since when and why the daemon does not answer; empty while it does."""
     clock: str = ""
 
     def page(self, console: Console) -> Layout:
-        """The whole screen. What matters most comes first: a low screen ends earlier."""
+        """Return the whole screen, most important lines first, because low terminals cut the end."""
         assert self.reading is not None
         stats, width = self.reading.stats, console.width
         body: list[RenderableType]
-        if self.reading.far and self.view == "clients":
-            body = [Text(), line("This is shown on the daemon's own machine: HTTP has statistics alone.", "dim")]
+        if self.reading.over_http and self.view == "clients":
+            body = [Text(), line("Shown only on the daemon's own machine: HTTP has statistics only.", "dim")]
         elif self.view == "clients":
             body = _clients(self.reading.engines, width)
         elif self.view == "tiers":
@@ -175,7 +175,7 @@ class Screen:
             body = _lines(HELP, width)
         else:
             body = self._all(stats, width)
-        away = [Text(printable(self.away), "bold red")] if self.away else []
+        away = [Text(printable(self.no_answer), "bold red")] if self.no_answer else []
         page = Layout()
         page.split_column(
             Layout(self._header(stats), size=1), Layout(Group(*away, *body)), Layout(self._keys(), size=1)
@@ -186,7 +186,7 @@ class Screen:
         level, problems = stats.health, len(stats.health_problems)
         words = level.value.upper() + (f": {problems} problem{plural(problems)}" if problems else "")
         style = {HealthLevel.OK: "bold green", HealthLevel.DEGRADED: "bold yellow"}.get(level, "bold red")
-        words, style = ("NO ANSWER", "bold red") if self.away else (words, style)
+        words, style = ("NO ANSWER", "bold red") if self.no_answer else (words, style)
         up = format_duration(stats.uptime_seconds)
         left = line(f"kvoffd {stats.version}  {gethostname()}  up {up}  {stats.policy}   ", "bold")
         return _ends(left.append(words, style), Text(f"{'PAUSED ' * self.paused}{self.clock}", "reverse" * self.paused))
@@ -221,9 +221,9 @@ class Screen:
         ]
 
     def _namespaces(self, stats: DaemonStats) -> list[RenderableType]:
-        """In the order that was chosen; those of the same rank by size."""
+        """Return the namespaces in the selected order, then by size."""
         if not stats.namespaces:
-            return [Text(), line("No namespace: no engine has connected so far.", "dim")]
+            return [Text(), line("No namespace: no engine has connected yet.", "dim")]
         now_of = {one.id: self.history.now_of(one) for one in stats.namespaces}
         rank = SORTS[self.sort]
         rows = [
@@ -238,7 +238,7 @@ class Screen:
 
 
 COLUMNS = "NAMESPACE", "<ID          ", ">     SIZE", ">   TOK/S", "> KEYS/S", ">LOADED", ">MISSED", "<MOST MISSED "
-"""As wide as their titles, or wider; the name has what is left, its id is whole."""
+"""Columns at least as wide as their titles. The name gets the remaining width; its id is never cut."""
 
 
 def _namespace_row(one: NamespaceStats, now: Window) -> tuple[str, ...]:
@@ -256,12 +256,12 @@ def _namespace_row(one: NamespaceStats, now: Window) -> tuple[str, ...]:
 
 
 def line(words: str, style: str = "") -> Text:
-    """``words`` on one line, cut where it ends; names in them cannot move the cursor."""
+    """Return ``words`` on one line, cut at its end and without control characters."""
     return Text(printable(words), style, no_wrap=True, overflow="ellipsis")
 
 
 def _ends(left: Text, right: Text, style: str = "") -> Table:
-    """A line with words at both ends."""
+    """Return a line with words at both ends."""
     grid = Table.grid(expand=True)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     grid.add_column(justify="right", no_wrap=True)
@@ -270,7 +270,7 @@ def _ends(left: Text, right: Text, style: str = "") -> Table:
 
 
 def spark(values: Sequence[float]) -> str:
-    """Values, one character each, from nothing to the largest of them."""
+    """Return a sparkline: one character per value, from 0 to the largest."""
     most = max(values, default=0.0)
     return "".join(SPARKS[max(1, round(value / most * (len(SPARKS) - 1)))] if value > 0 else " " for value in values)
 
@@ -284,7 +284,7 @@ def _saved(stats: DaemonStats) -> Text:
 
 
 def _rates(stats: DaemonStats, now: Window) -> Table:
-    """Of tokens and keys that engines asked for, what became of them."""
+    """Return a table of rates and hit ratios by period."""
     windows = {"now": now, "1 min": stats.last_minute, "1 hour": stats.last_hour, "since start": stats.since_start}
     titles = "<", ">tokens/s", "> keys/s", "> loaded", ">not needed", "> missed", ">  loaded/s", ">  stored/s"
     rows = [
@@ -327,7 +327,7 @@ def _lookups(stats: DaemonStats, now: Window) -> list[Text]:
 
 
 def _misses(stats: DaemonStats) -> Text:
-    """Of the keys asked for in the last hour; of all where none was missed then."""
+    """Return the reasons of misses in the last hour, or since the start if it had none."""
     window = stats.last_hour if stats.last_hour.misses else stats.since_start
     largest = sorted(window.misses.items(), key=lambda item: -item[1])
     words = "  ".join(f"{reason_name(reason)} {percent(keys, window.asked_keys)}" for reason, keys in largest if keys)
@@ -367,8 +367,8 @@ def _tier_summary(stats: DaemonStats) -> list[Text]:
 
 def _clients(engines: Sequence[Engine] | None, width: int) -> list[RenderableType]:
     if not engines:
-        return [Text(), Text("No answer so far." if engines is None else "No engine is connected.")]
-    note = line("pinned: pool memory under its leases. registered: memory of its own, for copies.", "dim")
+        return [Text(), Text("No answer yet." if engines is None else "No engine is connected.")]
+    note = line("pinned: pool memory under its leases. registered: its own memory for copies.", "dim")
     return [Text(), engine_table(engines, width), Text(), note]
 
 
@@ -380,26 +380,26 @@ def _lines(lines: Iterable[Line], width: int) -> list[RenderableType]:
 
 
 def top(
-    interval: Annotated[str, typer.Option("--interval", metavar="DURATION", help="Time between two looks.")] = "1s",
+    interval: Annotated[str, typer.Option("--interval", metavar="DURATION", help="Time between updates.")] = "1s",
     directory: Directory = None,
     url: Url = "",
-    json: Annotated[bool, typer.Option("--json", help="One line of JSON for each look.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per update.")] = False,
 ) -> int:
     """Show what the daemon does, live.
 
-    1 to 4 choose what is shown, h shows the keys and what the words mean, q ends. Into a pipe it writes the page of
-    stats every interval.
+    1 to 4 select the view, h shows keys and explanations, q quits. To a pipe it prints the page of stats at every
+    update.
     """
     interval_s = parse_option("--interval", interval, parse_duration)
     if interval_s < MIN_INTERVAL_S:
-        raise CliError(f"--interval {interval!r} is too short; the least is {format_duration(MIN_INTERVAL_S)}.")
-    check_names_one(directory, url)
+        raise CliError(f"--interval {interval!r} is too short; the minimum is {format_duration(MIN_INTERVAL_S)}.")
+    check_one_daemon(directory, url)
     with open_admin(directory) as admin:
-        admin.on_silence = lambda: None  # the screen says it
+        admin.on_silence = lambda: None  # the screen shows it
 
         def read(view: str, timeout_s: float) -> Reading:
             if url:
-                return Reading(read_stats(url), far=True)
+                return Reading(read_stats(url), over_http=True)
             admin.timeout_s = timeout_s
             if view != "clients":
                 return Reading(admin.stats())
@@ -413,7 +413,7 @@ def top(
 
 
 def _print_pages(read: Read, interval_s: float, *, as_json: bool) -> NoReturn:
-    """A page, or a line, every interval. Only the first answer must come; where a later one does not, that is said."""
+    """Print a page, or a line, every interval. Raises if the first answer is missing; later ones are only reported."""
     answered = False
     while True:
         began = time.monotonic()
@@ -434,9 +434,9 @@ def _print_pages(read: Read, interval_s: float, *, as_json: bool) -> NoReturn:
 
 
 def run(read: Read, interval_s: float, console: Console) -> int:
-    """Draw until ``q``. Raises KvoffdClientError where the daemon does not answer the first time."""
+    """Draw until ``q``. Raises KvoffdClientError if the daemon does not answer the first time."""
     screen = Screen(interval_s)
-    _look(screen, read, ANSWER_S)
+    _refresh(screen, read, ANSWER_S)
     next_at = time.monotonic() + min(interval_s, 0.5)  # rates need two samples
     with Live(console=console, screen=True, auto_refresh=False) as live, keyboard(live) as pressed:
         while True:
@@ -447,24 +447,24 @@ def run(read: Read, interval_s: float, console: Console) -> int:
             for key in keys:
                 if key in ("q", "\x04"):
                     return 0
-                _obey(screen, key)
+                _handle_key(screen, key)
             wants_engines = bool(keys) and screen.view == "clients"
             if not screen.paused and (wants_engines or next_at <= time.monotonic()):
                 next_at = time.monotonic() + interval_s
                 try:
-                    _look(screen, read, LATER_ANSWER_S if screen.away else ANSWER_S)
+                    _refresh(screen, read, LATER_ANSWER_S if screen.no_answer else ANSWER_S)
                 except KvoffdClientError as error:
-                    since = screen.away.split(": ")[0] or f"No answer since {time.strftime('%H:%M:%S')}"
-                    screen.away = f"{since}: {error}"
+                    since = screen.no_answer.split(": ")[0] or f"No answer since {time.strftime('%H:%M:%S')}"
+                    screen.no_answer = f"{since}: {error}"
 
 
-def _look(screen: Screen, read: Read, timeout_s: float) -> None:
+def _refresh(screen: Screen, read: Read, timeout_s: float) -> None:
     screen.reading = read(screen.view, timeout_s)
     screen.history.add(screen.reading.stats)
-    screen.away, screen.clock = "", time.strftime("%H:%M:%S")
+    screen.no_answer, screen.clock = "", time.strftime("%H:%M:%S")
 
 
-def _obey(screen: Screen, key: str) -> None:
+def _handle_key(screen: Screen, key: str) -> None:
     if key in "1234":
         screen.view = VIEWS[int(key) - 1]
     elif key in "h?":
@@ -478,9 +478,9 @@ def _obey(screen: Screen, key: str) -> None:
 
 @contextmanager
 def keyboard(live: Live) -> Iterator[Callable[[float], str]]:
-    """Yields what waits so many seconds for keys and returns them: ``q`` where the terminal is gone.
+    """Yield a function that waits up to ``seconds`` for keys and returns them; ``q`` if the terminal is gone.
 
-    Signals that end or stop the process leave the terminal as it was before.
+    Signals that end or stop the process restore the terminal.
     """
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal) if sys.stdin.isatty() else None
@@ -505,7 +505,7 @@ def keyboard(live: Live) -> Iterator[Callable[[float], str]]:
         live.stop()
         restore()
         signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)  # returns when it goes on
+        signal.raise_signal(number)  # returns when the process continues
         signal.signal(number, stop)
         begin()
         live.start(refresh=True)

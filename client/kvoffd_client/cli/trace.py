@@ -1,6 +1,6 @@
-"""``kvoffd-cli trace``: what engines ask for, anonymised, in a file; and what other policies and pools make of that.
+"""``kvoffd-cli trace``: records engines' lookups, anonymised, and replays them with other policies and pools.
 
-The daemon opens no file: this process fetches what was asked for, and writes it with its own user's rights.
+The daemon opens no file: this process fetches the lookups and writes them with its own user's rights.
 """
 
 from __future__ import annotations
@@ -31,38 +31,40 @@ from kvoffd_proto.admin import TraceChain
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
 
 FETCH_S = 0.5
-"""Between two questions for what was asked for."""
+"""Pause between two fetches."""
 MUCH_BYTES = 256 << 10
-"""After an answer with so many bytes of keys the next one is asked for at once: the daemon keeps 8 MiB."""
+"""Bytes of keys in an answer after which the next fetch is at once: the daemon keeps at most 8 MiB."""
 POOL_ANSWER_S = 1.0
-"""For the size of a daemon's pool, without which a trace can be replayed too."""
+"""Time limit of the request for the pool's size, which is optional for a replay."""
 ID_BITS = 53
-"""Of a key's number: JSON's numbers are exact so far in every language."""
+"""Bits of a key's number, within which JSON's numbers are exact in every language."""
 
-trace_app = typer.Typer(help="Record what engines ask for, and replay it.", rich_markup_mode=None)
+trace_app = typer.Typer(help="Record engines' lookups, and replay them.", rich_markup_mode=None)
 
 
 @trace_app.command()
 def record(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, such as trace.jsonl.gz.")],
     duration: Annotated[
-        str, typer.Option("--duration", metavar="TIME", help="End after so long, as in 90s or 2h. [default: at Ctrl-C]")
+        str, typer.Option("--duration", metavar="TIME", help="End after this time, as 90s or 2h. [default: at Ctrl-C]")
     ] = "",
-    max_size: Annotated[str, typer.Option("--max-size", metavar="SIZE", help="End when FILE is so large.")] = "1GiB",
+    max_size: Annotated[str, typer.Option("--max-size", metavar="SIZE", help="End at this size of FILE.")] = "1GiB",
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Record what engines ask for, until Ctrl-C or for --duration.
+    """Record engines' lookups, until Ctrl-C or for --duration.
 
-    The file has a line for each request: its keys as numbers, hashed with a random salt that is not saved. No text, no
-    token and no name is in it. client/README.md describes the lines.
+    The file has a line for each prompt: its keys as numbers, hashed with a random salt that is not saved. It contains
+    no text, tokens or names. client/README.md describes the format.
 
-    Exit status: 0 done, 1 the daemon went away and the file has what came before, 2 an error.
+    Exit status: 0 done, 1 the daemon ended and the file has the part before, 2 an error.
     """
     seconds = parse_option("--duration", duration, parse_duration) if duration else float("inf")
     most_bytes = parse_option("--max-size", max_size, parse_size)
     if not seconds:
-        raise CliError(f"--duration {duration} records nothing; give a longer one, or none and end with Ctrl-C.")
+        raise CliError(
+            f"--duration {duration} records nothing; give a longer one, or leave it out and end with Ctrl-C."
+        )
     with AdminClient(local_directory(directory), OPERATOR_WAIT_S) as admin:
         admin.trace()
         try:
@@ -75,16 +77,16 @@ def record(
             nbytes = file.stat().st_size
         except OSError as error:
             recorded = file.exists() and file.stat().st_size
-            left = "What is in it can be replayed." if recorded else _removed(file)
-            raise CliError(f"{file} cannot be written to its end: {error.strerror}. {left}") from error
+            left = "Its contents can be replayed." if recorded else _removed(file)
+            raise CliError(f"{file} cannot be written: {error.strerror}. {left}") from error
     if ended == "daemon" and not writer.chains:
         raise CliError(_removed(file))
     if json:
         counts = {name: getattr(writer, name) for name in ("chains", "keys", "dropped")}
         print_json({"file": str(file), "seconds": took_s, **counts, "bytes": nbytes, "ended": ended})
     else:
-        lost = f" {format_count(writer.dropped)} more came too fast and are missing." if writer.dropped else ""
-        full = f" It ended since {file} is large enough (--max-size)." if ended == "size" else ""
+        lost = f" {format_count(writer.dropped)} more came too fast and were lost." if writer.dropped else ""
+        full = f" It ended because {file} reached --max-size." if ended == "size" else ""
         say(
             f"{format_count(writer.chains)} request{plural(writer.chains)} for {count_blocks(writer.keys)} in "
             f"{format_duration(took_s)}, in {format_size(nbytes)} of {file}.{lost}{full}"
@@ -94,11 +96,11 @@ def record(
 
 def _removed(file: Path) -> str:
     file.unlink(missing_ok=True)
-    return f"Nothing was recorded, and {file} is removed."
+    return f"Nothing was recorded, and {file} was removed."
 
 
 def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: int) -> tuple[float, str]:
-    """Returns how long it took, and why it ended: duration, size, interrupt, or daemon, which went away."""
+    """Return the duration and the reason of the end: duration, size, interrupt, or daemon (it ended)."""
     began, session = time.monotonic(), admin.session_id
     until, ended, more = began + seconds, "", False
     with _ended_by_signal() as signalled:
@@ -130,7 +132,7 @@ def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: 
 
 @contextmanager
 def _ended_by_signal() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set: the file gets its end."""
+    """Yield an event that Ctrl-C and SIGTERM set, so that the file is completed."""
     end = threading.Event()
     before = {number: signal.signal(number, lambda *_: end.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -141,7 +143,7 @@ def _ended_by_signal() -> Iterator[threading.Event]:
 
 
 class TraceWriter:
-    """Writes lines to a compressed file: each has a request's keys of one KV cache group, a chain."""
+    """Writes a compressed file with a line for each chain: a prompt's keys of one KV cache group."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -151,13 +153,13 @@ class TraceWriter:
         self._namespaces: dict[bytes, int] = {}
 
     def write(self, chains: list[TraceChain], dropped: int) -> None:
-        """Add a line for each to the file. ``dropped``: so many are missing behind them."""
+        """Write a line for each chain. ``dropped``: number of chains lost after them."""
         for number, chain in enumerate(chains, 1):
             self._packed.write(self._line(chain, dropped if number == len(chains) else 0))
             self.chains += 1
             self.keys += len(chain.keys) // chain.key_bytes
         self.dropped += dropped
-        self._packed.flush()  # who ends this process loses nothing
+        self._packed.flush()  # nothing is lost if this process is killed
         self.file.flush()
 
     def close(self) -> None:
@@ -167,7 +169,7 @@ class TraceWriter:
         os.fsync(self.file.fileno())
 
     def _line(self, chain: TraceChain, dropped: int) -> bytes:
-        """A request in Mooncake's format, with what that does not have."""
+        """Return a chain in Mooncake's format, with further fields."""
         # Equal keys of two groups or namespaces are different blocks.
         namespace = self._namespaces.setdefault(chain.namespace, len(self._namespaces))
         whose = namespace.to_bytes(8, "big") + chain.group.to_bytes(8, "big")
@@ -210,13 +212,13 @@ def replay(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Replay a trace with several policies and sizes of the pool, and of a disk below it.
+    """Replay a trace with several policies and sizes of the pool, and of a disk.
 
-    Prints hits and writes, the most hits that were possible, and what follows. Needs no daemon; the size of its pool is
-    one of the sizes.
+    Prints hits and writes, the largest possible number of hits, and conclusions. Needs no daemon; if there is one, the
+    size of its pool is one of the sizes.
     """
     if find_spec("kvoffd") is None:
-        raise CliError("A trace is replayed through the daemon's cache, and the package kvoffd is not installed here.")
+        raise CliError("Replay needs the package kvoffd, which is not installed here.")
     words = [sys.executable, "-m", "kvoffd.simulate.command", f"--policy={policy}"]
     named = {"--size": size, "--blocks": blocks, "--block-size": block_size, "--disk": disk}
     named |= {"--disk-write": disk_write, "--disk-write-per-day": disk_write_per_day} if disk else {}

@@ -1,4 +1,4 @@
-"""The vLLM connector: the only place that imports vLLM. This module itself does not, until vLLM calls register()."""
+"""The vLLM connector: the only package that imports vLLM. This module imports it only in register()."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make ``{"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}`` known to vLLM.
+    """Register the connector, so that ``{"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}`` works in vLLM.
 
-    vLLM calls this in each of its processes (entry point group ``vllm.general_plugins``). It may be called again,
-    imports no connector code, and never raises: an engine that does not use kvoffd must not notice it.
+    vLLM calls this in each of its processes (entry point group ``vllm.general_plugins``). It is repeatable, imports no
+    connector code and never raises: engines that do not use kvoffd must not be affected.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -22,14 +22,12 @@ def register() -> None:
         try:
             KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
         except ValueError:
-            pass  # it is registered already
+            pass  # already registered
     except Exception as error:
-        _log.warning(
-            "kvoffd could not make %s known to this vLLM, which will not find it by its name: %r", CONNECTOR_NAME, error
-        )
+        _log.warning("kvoffd could not register %s, which this vLLM will not find by name: %r", CONNECTOR_NAME, error)
     try:
         from kvoffd_client.vllm.math_kernels import choose_math_kernels
 
         choose_math_kernels()  # vLLM calls this before it builds a model
     except Exception as error:
-        _log.warning("kvoffd cannot choose the CPU's math kernels (%r): equal engines may share no blocks.", error)
+        _log.warning("kvoffd could not choose the CPU's math kernels (%r): equal engines may not share blocks.", error)

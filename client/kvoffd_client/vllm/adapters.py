@@ -1,8 +1,8 @@
-"""LoRA adapters: vLLM's block hashes have an adapter's name and path, so its content is named here.
+"""LoRA adapters: identifies their contents, because vLLM's block hashes include only their names and paths.
 
-Files at a path may be replaced, and vLLM reads them when it likes: for a load that a user asks for, in place too, or
-for a request whose adapter was dropped for others. So workers take a digest of each adapter when vLLM has read it, and
-the scheduler half believes nothing else.
+Files at a path may be replaced, and vLLM may read them at any time: when a user loads an adapter, also in place, or for
+a request whose adapter had been dropped. So workers take a digest of each adapter when vLLM has read it, and the
+scheduler half relies on these digests only.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ if TYPE_CHECKING:
     from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
 
 UNREADABLE = b""
-"""In place of a digest: vLLM could not read the adapter."""
+"""Replaces the digest of an adapter that could not be read."""
 MAX_REMEMBERED = 10_000
-"""Adapters whose digests a worker remembers."""
+"""Most adapters whose digests a worker remembers."""
 MAX_CACHED = 100_000
-"""Most names and paths of adapters that are noted between two resets; requests of further ones use no kvoffd."""
+"""Most adapters, by name and path, between two resets; requests of further ones do not use kvoffd."""
 ANSWER_PATIENCE_S = 10.0
-"""How long a request waits for its workers to have read its adapter."""
+"""Time that a request waits for its workers to read its adapter."""
 AHEAD_S = 10.0
-"""How long vLLM gets an adapter that was read ahead of it, and not its files."""
+"""Time for which vLLM gets an adapter that was read ahead instead of its files."""
 
 
 class LiveAdapters:
     """The adapters of one worker.
 
     Args:
-        manager: vLLM's WorkerLoRAManager; None, or anything else, where there is none.
+        manager: vLLM's WorkerLoRAManager; None, or any other object, if there is none.
         config: the engine's LoRAConfig: an engine may apply only a part of every adapter.
-        changed: called when the content of an adapter's number is not what it was before.
+        changed: called when the content of an adapter with a known number has changed.
     """
 
     def __init__(self, manager: Any, config: LoRAConfig | None, changed: Callable[[], None]) -> None:
         self._manager, self._changed = manager, changed
         self._read = getattr(manager, "_load_adapter", None)
         self._contents: dict[int, tuple[str, bytes]] = {}
-        """By number, path and digest of what was read last."""
+        """Path and digest of the adapters read last, by number."""
         self._unreadable = set[int]()
-        """Numbers of which nobody knows what vLLM has, or would have."""
+        """Numbers of adapters whose contents are unknown."""
         self._ahead: dict[int, tuple[float, Any]] = {}
-        """Adapters that were read before vLLM asked for them, and when; at most as many as the GPU has slots."""
+        """Adapters read ahead, with the time; at most as many as the GPU has slots."""
         self._reported: Mapping[int, tuple[str, bytes]] | None = None
-        self._reported_held = set[int]()
+        self._reported_numbers = set[int]()
         self._is_new = False
         if self._read is None or config is None:
             return
@@ -66,78 +66,78 @@ class LiveAdapters:
         manager._load_adapter = self._load
 
     def contents(self) -> Mapping[int, tuple[str, bytes]] | None:
-        """Return, by number, path and digest of those that vLLM computes with or will; None where it cannot be seen.
+        """Return path and digest by number of the adapters that vLLM uses or will use; None if unknown.
 
-        What fell out of vLLM's cache is not among them: vLLM will read its files anew.
+        Adapters dropped from vLLM's cache are not included: vLLM will read their files again.
         """
         if self._reported is None:
             return None
-        held = self._held()
-        if self._is_new or held != self._reported_held:
-            self._is_new, self._reported_held = False, held
-            known = {each: of for each, of in self._contents.items() if each in held}
+        loaded = self._loaded_numbers()
+        if self._is_new or loaded != self._reported_numbers:
+            self._is_new, self._reported_numbers = False, loaded
+            known = {each: of for each, of in self._contents.items() if each in loaded}
             self._reported = known | dict.fromkeys(self._unreadable, ("", UNREADABLE))
         return self._reported
 
     def read_ahead(self, wanted: Iterable[LoRARequest]) -> None:
-        """Read adapters that vLLM does not hold. It gets just these, in place of their files, when it wants them."""
+        """Read adapters that vLLM has not loaded. When it loads them, it gets these instead of their files."""
         for lora in wanted:
             number = lora.lora_int_id
             if self._reported is None:
                 return
-            if number in self._held():
+            if number in self._loaded_numbers():
                 if number in self._contents:
-                    # Whatever its path was: vLLM computes with what it has under the number.
+                    # Its path does not matter: vLLM uses the adapter with this number.
                     self._contents[number] = lora.lora_path, self._contents[number][1]
                     self._is_new = True
-                else:  # it was loaded in a way that is not known here
-                    self._note_unreadable(number)
+                else:  # it was loaded in an unknown way
+                    self._mark_unreadable(number)
                 continue
             try:
                 adapter = self._read(lora)  # type: ignore[misc]
-            except Exception as error:  # any of the file system's, the checkpoint's or vLLM's own
+            except Exception as error:  # of the file system, the checkpoint or vLLM
                 logger.warning("kvoffd: the LoRA adapter %s could not be read: %s", lora.lora_name, error)
-                self._note_unreadable(number)
+                self._mark_unreadable(number)
                 continue
-            self._note(lora, adapter)
+            self._record(lora, adapter)
             while len(self._ahead) >= self._most_ahead:
                 del self._ahead[next(iter(self._ahead))]
             self._ahead[number] = time.monotonic(), adapter
 
     def forget_absent(self) -> None:
-        """Nothing of before is used any more: what vLLM does not hold may have another content when it is read."""
+        """Forget adapters that vLLM has not loaded: their contents may have changed when they are read again."""
         if self._reported is not None:
             self._ahead.clear()
             self._unreadable.clear()
-            held = self._held()
-            self._contents = {each: of for each, of in self._contents.items() if each in held}
+            loaded = self._loaded_numbers()
+            self._contents = {each: of for each, of in self._contents.items() if each in loaded}
             self._is_new = True
 
     def _load(self, request: LoRARequest) -> Any:
-        """In place of vLLM's ``_load_adapter``."""
+        """Replacement of vLLM's ``_load_adapter``."""
         read_at, adapter = self._ahead.pop(request.lora_int_id, (0.0, None))
         if adapter is None or request.load_inplace or time.monotonic() - read_at > AHEAD_S:
             adapter = self._read(request)  # type: ignore[misc]
-            self._note(request, adapter)
+            self._record(request, adapter)
         return adapter
 
-    def _held(self) -> set[int]:
-        """The adapters that vLLM has in memory, or will have as they were read ahead."""
+    def _loaded_numbers(self) -> set[int]:
+        """Return the numbers of adapters in vLLM's memory, or read ahead for it."""
         return {*self._manager.list_adapters(), *self._ahead}
 
-    def _note(self, request: LoRARequest, adapter: Any) -> None:
-        """Note what was read; that must cost an engine shared blocks at most."""
+    def _record(self, request: LoRARequest, adapter: Any) -> None:
+        """Record an adapter that was read. A failure must cost an engine no more than its shared blocks."""
         number = request.lora_int_id
         if len(self._contents) >= MAX_REMEMBERED and number not in self._contents:
             self.forget_absent()
-            self._changed()  # a change of what was forgotten would not be noticed
+            self._changed()  # changes of forgotten adapters would go unnoticed
         _, before = self._contents.pop(number, ("", UNREADABLE))
         try:
             content = self._digest(adapter)
         except Exception:
             logger.exception("kvoffd: a LoRA adapter in memory could not be read.")
             content = UNREADABLE
-            self._note_unreadable(number)
+            self._mark_unreadable(number)
         else:
             self._contents[number] = request.lora_path, content
             self._unreadable.discard(number)
@@ -145,14 +145,14 @@ class LiveAdapters:
         if before not in (UNREADABLE, content):
             self._changed()
 
-    def _note_unreadable(self, number: int) -> None:
+    def _mark_unreadable(self, number: int) -> None:
         if len(self._unreadable) >= MAX_REMEMBERED:
             self._unreadable.clear()
         self._unreadable.add(number)
         self._is_new = True
 
     def _digest(self, adapter: Any) -> bytes:
-        """Return a digest of an adapter as vLLM has read it: of all its numbers, and of samples of its tensors."""
+        """Return a digest of an adapter as vLLM has read it: its values, and samples of its tensors."""
         total, samples = hashlib.sha256(self._settings.encode()), list[torch.Tensor]()
         for name, value in _parts("", {key: value for key, value in vars(adapter).items() if key != "id"}):
             if isinstance(value, torch.Tensor):
@@ -166,7 +166,7 @@ class LiveAdapters:
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, object]]:
-    """Return the tensors, numbers and strings of which an object of vLLM's is made, each by its way."""
+    """Yield the tensors, numbers and strings in an object of vLLM, each with its path."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield from _parts(f"{name}.{key}", value[key])
@@ -180,35 +180,35 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, object]]:
 
 
 class AdapterContents:
-    """What the scheduler half knows of adapters. vLLM's own cache tells them apart by name and path.
+    """The scheduler half's knowledge of adapters. vLLM's own cache distinguishes them by name and path.
 
-    While it may have blocks of two contents under one of them, the requests of that one use no kvoffd.
+    While it may have blocks of two contents for one of them, requests of that one do not use kvoffd.
     """
 
     def __init__(self, namespace: EngineNamespace) -> None:
         self._namespace = namespace
         self._wanted: dict[int, LoRARequest] = {}
-        """By number, those that workers are to read in the next step, unless they hold them."""
+        """Adapters that workers must read in the next step, unless they are loaded, by number."""
         self._has_asked = False
-        """Whether one of them is not known yet: one in each step, which waits while it is read."""
+        """Whether one of them is unknown: at most one per step, which waits while it is read."""
         self._cached: dict[tuple[str, str], set[bytes]] = {}
-        """By name and path, the contents of which vLLM's own cache may have blocks."""
+        """Contents of which vLLM's own cache may have blocks, by name and path."""
         self._digests: dict[tuple[int, int], bytes] = {}
-        """By rank and number, what the worker reported last since a reset."""
+        """Digests that workers reported last since a reset, by rank and number."""
 
     def content_of(self, adapter: LoRARequest) -> bytes | None:
-        """Return the digest of what vLLM computes with; None where it is not known yet, UNREADABLE where it must not
-        be used."""
+        """Return the digest of an adapter's content; None if it is not known yet, UNREADABLE if kvoffd must not be
+        used."""
         content = self._namespace.adapter(adapter.lora_int_id, adapter.lora_path)
         if content is None:
             return None
-        cached = self._note(adapter, content)
+        cached = self._record(adapter, content)
         if content == UNREADABLE:
             problem = "cannot be read in the workers' memory"
         elif not cached:
-            problem = f"is one of more than {MAX_CACHED}"
+            problem = f"exceeds the limit of {MAX_CACHED} adapters"
         elif cached != {content}:
-            problem = "was loaded anew with another content"
+            problem = "was loaded again with another content"
         else:
             return content
         logger.warning_once(  # type: ignore[attr-defined]
@@ -220,26 +220,26 @@ class AdapterContents:
         return UNREADABLE
 
     def ask(self, adapter: LoRARequest) -> None:
-        """Have the workers read an adapter that is not known, when it is its turn."""
+        """Request the workers to read an unknown adapter, one per step."""
         if not self._has_asked:
             self._has_asked = True
             self._wanted[adapter.lora_int_id] = adapter
 
     def will_load(self, adapter: LoRARequest) -> None:
-        """Have the workers see that an adapter is what it was, before blocks of it are loaded."""
+        """Request the workers to check an adapter before blocks of it are loaded."""
         self._wanted[adapter.lora_int_id] = adapter
 
     def take_wanted(self) -> list[LoRARequest]:
-        """Return what the workers are to have read in this step."""
+        """Return the adapters that the workers must read in this step."""
         wanted, self._wanted, self._has_asked = list(self._wanted.values()), {}, False
         return wanted
 
     def compute_unknown(self, adapter: LoRARequest) -> None:
-        """vLLM computes with an adapter whose content nobody knows."""
-        self._note(adapter, UNREADABLE)
+        """Record that vLLM computes with an adapter of unknown content."""
+        self._record(adapter, UNREADABLE)
 
-    def note_reports(self, reports: Mapping[int, MemoryReport], begun: Iterable[LoRARequest]) -> None:
-        """Note with what requests that have begun are computed from now on, whatever they began with."""
+    def record_reports(self, reports: Mapping[int, MemoryReport], begun: Iterable[LoRARequest]) -> None:
+        """Record the contents with which requests that have begun continue to compute."""
         if len(self._digests) > MAX_CACHED:
             self._digests.clear()
         changed = set[int]()
@@ -253,10 +253,10 @@ class AdapterContents:
             if adapter.lora_int_id in changed:
                 content = UNREADABLE
             if content is not None:
-                self._note(adapter, content)
+                self._record(adapter, content)
 
-    def _note(self, adapter: LoRARequest, content: bytes) -> set[bytes]:
-        """Note that vLLM computes with this, and return all that it may have in its cache; none where they are many."""
+    def _record(self, adapter: LoRARequest, content: bytes) -> set[bytes]:
+        """Record a content and return all that vLLM may have in its cache; empty beyond MAX_CACHED."""
         name = adapter.lora_name, adapter.lora_path
         if name not in self._cached and len(self._cached) >= MAX_CACHED:
             return set()
@@ -265,6 +265,6 @@ class AdapterContents:
         return cached
 
     def engine_cache_reset(self) -> None:
-        """vLLM's own cache has no block of before any more."""
+        """Record that vLLM's own cache is empty."""
         self._cached.clear()
         self._digests.clear()

@@ -1,4 +1,4 @@
-"""The token ids of blocks: stores tell them, KV events bring them to all engines, and routers find prompts by them."""
+"""Token ids of blocks: stores send them, KV events carry them to all engines, and routers match prompts by them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from kvoffd_proto.events import BlockStored as DaemonStored
 from kvoffd_proto.messages import TOKEN_ID_BYTES
 
 MAX_KNOWN = 131_072
-"""Blocks of which the tokens are kept, some 40 MiB: a block on a disk is published with those that its store sent."""
+"""Most blocks whose tokens are kept, about 40 MiB; a block on disk is published with the tokens of its store."""
 MAX_BLOCKS_PER_STEP = 1024
-"""The engine's blocks in the daemon's events that one step publishes; the rest waits, so that the scheduler is not held
-up."""
+"""Most blocks of the engine's size published in one step, so that the scheduler is not delayed."""
 
 
 class BlockTokens(NamedTuple):
-    """The key before a block, of zeros before the first one, and the block's token ids, uint32."""
+    """The parent key of a block, zeros for the first one, and the block's token ids, uint32."""
 
     parent: bytes
     token_ids: bytes
@@ -38,39 +37,39 @@ class BlockTokens(NamedTuple):
 
 
 def tokens_of(request: Any, chain: Sequence[bytes], place: int, tokens_per_chunk: int) -> BlockTokens:
-    """The block at a place of a request's ``chain`` of keys."""
+    """Return parent and tokens of a block at an index of a request's ``chain`` of keys."""
     parent = chain[place - 1] if place else bytes(len(chain[0]))
     token_ids = request.all_token_ids[place * tokens_per_chunk : (place + 1) * tokens_per_chunk]
     return BlockTokens(parent, array("I", token_ids).tobytes())
 
 
 def hashed_by_tokens(request: Any) -> bool:
-    """Whether a request's block hashes follow from its tokens alone: no adapter, image, salt or embeddings.
+    """Return whether a request's block hashes depend on its tokens only: no adapter, image, salt or embeddings.
 
-    Who knows the tokens only would take another prompt's blocks for those of such a request.
+    By tokens alone, routers would confuse the blocks of other requests.
     """
     special = request.lora_request is not None or request.mm_features or request.cache_salt
     return not special and request.prompt_embeds is None
 
 
 class HostBlockEvents:
-    """The blocks of the daemon as events of vLLM, for the engine's own stream.
+    """The daemon's blocks as vLLM events for the engine's own stream.
 
-    A block is published once its tokens are known and its parent was published, or is the beginning of a prompt: some
-    routers take no other. The tokens come with the event of its store. Of what was there before, the engine's own
-    requests tell them, when a lookup has found it.
+    A block is published once its tokens are known and its parent was published, or if it begins a prompt: some routers
+    require that. The tokens come with the event of its store; for older blocks, from the engine's own requests whose
+    lookups find them.
 
-    Routers count in the engine's blocks. Where a key covers several, the hashes of those before its last one are made
-    of its tokens, as vLLM makes them.
+    Routers count in the engine's blocks. If a key covers several, the hashes before the last one are computed from the
+    tokens as vLLM does.
 
-    vLLM's ``AllBlocksCleared`` means the engine's own cache as well, so what goes at once is removed by name.
+    vLLM's ``AllBlocksCleared`` would include the engine's own cache, so cleared blocks are removed one by one.
 
     Args:
-        groups: those of full attention, by index on the wire: a prefix of a prompt is of use there. Of windows and
-            states only the end is, which no router looks for, so nothing is published of their groups.
-        kinds: vLLM's word for what each of them caches.
-        blocks_per_chunk: the engine's blocks under one key.
-        hash_function: what vLLM hashes blocks with.
+        groups: groups of full attention, by index on the wire. Of windows and states only the end of a prompt is
+            usable, which routers do not look for, so their groups are not published.
+        kinds: vLLM's kind of each group's cache.
+        blocks_per_chunk: the engine's blocks per key.
+        hash_function: vLLM's hash of blocks.
     """
 
     def __init__(
@@ -84,16 +83,16 @@ class HostBlockEvents:
         self._kinds = kinds
         self._blocks_per_chunk, self._hash_function = blocks_per_chunk, hash_function
         self._published: dict[str, dict[bytes, list[bytes]]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
-        """By medium, the keys that routers know of, with the hashes of the engine's blocks before the last one."""
+        """Published keys by medium, with the hashes of the engine's blocks before the last one."""
         self._known: OrderedDict[bytes, BlockTokens] = OrderedDict()
         self._waiting: deque[KvEvent] = deque()
         self._made: list[KVCacheEvent] = []
         self._cleared: KVCacheEvent | None = None
         self._withdrawn: dict[str, dict[bytes, tuple[int, list[bytes]]]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
-        """By medium, keys that went all at once and that routers still know of, with their group and these hashes."""
+        """Cleared keys by medium whose removal is not published yet, with their group and these hashes."""
 
     def take(self, namespace: EngineNamespace) -> list[KVCacheEvent]:
-        """What has happened since the last call; of very much, a part."""
+        """Return the events since the last call, at most about MAX_BLOCKS_PER_STEP blocks."""
         if not self._waiting:
             self._waiting.extend(namespace.client.take_events())
         blocks = 0
@@ -108,18 +107,18 @@ class HostBlockEvents:
         return made
 
     def found(self, request: Any, index: int, chain: Sequence[bytes], count: int) -> None:
-        """A lookup has found the first ``count`` blocks of a request, of one group, in the pool."""
+        """Publish a request's first ``count`` blocks of one group, which a lookup found in the pool."""
         published, size = self._published[MEDIUM_CPU], self.groups[index].tokens_per_chunk
-        places = [place for place, key in enumerate(chain[:count]) if key not in published]
-        if places and hashed_by_tokens(request):
-            for place in places:
-                self._know(chain[place], tokens_of(request, chain, place, size))
-            self._store(MEDIUM_CPU, index, [chain[place] for place in places])
+        unpublished = [at for at, key in enumerate(chain[:count]) if key not in published]
+        if unpublished and hashed_by_tokens(request):
+            for at in unpublished:
+                self._remember(chain[at], tokens_of(request, chain, at, size))
+            self._store(MEDIUM_CPU, index, [chain[at] for at in unpublished])
 
     def origins_of(self, request: Any, ends: Mapping[bytes, int]) -> dict[int, tuple[bytes, bytes]]:
-        """Return by group the parents and token ids of a request's blocks, as ``GroupBlocks`` has them.
+        """Return the parents and token ids of a request's blocks by group, as in ``GroupBlocks``.
 
-        ``ends`` are their keys, with the tokens from the request's first one to the block's last.
+        ``ends`` has for each key the number of tokens up to the block's end.
         """
         origins = {}
         for index, group in self.groups.items() if hashed_by_tokens(request) else ():
@@ -130,9 +129,10 @@ class HostBlockEvents:
             origins[index] = parents, b"".join([one.token_ids for one in blocks])
         return origins
 
-    def note_engine_events(self, events: Iterable[KVCacheEvent]) -> None:
-        """Take note of what vLLM publishes of its own cache, before ours: after its AllBlocksCleared routers know of no
-        block any more. What is there is published anew when a request finds it.
+    def handle_engine_events(self, events: Iterable[KVCacheEvent]) -> None:
+        """Handle vLLM's own events, which are published before ours: after its AllBlocksCleared routers know no blocks.
+
+        Existing blocks are published again when a request finds them.
         """
         cleared = [event for event in events if isinstance(event, AllEngineBlocksCleared)]
         if cleared and cleared[-1] is not self._cleared:
@@ -143,17 +143,17 @@ class HostBlockEvents:
                 self._withdrawn[medium].clear()
 
     def _withdraw(self, most: int) -> int:
-        """Remove some of what went all at once by name. Returns how many blocks that are."""
+        """Publish the removal of at most ``most`` cleared keys; return the number of blocks."""
         medium, withdrawn = next((medium, keys) for medium, keys in self._withdrawn.items() if keys)
-        some = list(islice(withdrawn.items(), most))
+        batch = list(islice(withdrawn.items(), most))
         for index in self.groups:
-            self._publish_removed(medium, index, {key: inner for key, (its, inner) in some if its == index})
-        for key, _ in some:
+            self._publish_removed(medium, index, {key: inner for key, (group, inner) in batch if group == index})
+        for key, _ in batch:
             del withdrawn[key]
-        return len(some) * self._blocks_per_chunk
+        return len(batch) * self._blocks_per_chunk
 
     def _apply(self, event: KvEvent) -> int:
-        """Publish what an event of the daemon says. Returns how many blocks it is about."""
+        """Publish an event of the daemon; return the number of its blocks."""
         if isinstance(event, AllBlocksCleared):
             for medium, published in self._published.items():
                 for index, group in self.groups.items():
@@ -171,17 +171,17 @@ class HostBlockEvents:
             return len(keys)
         if len(event.parents) == len(keys) and len(event.token_ids) == size * len(keys):
             for at, (key, parent) in enumerate(zip(keys, event.parents, strict=True)):
-                self._know(key, BlockTokens(parent + suffix, event.token_ids[at * size : (at + 1) * size]))
+                self._remember(key, BlockTokens(parent + suffix, event.token_ids[at * size : (at + 1) * size]))
         self._store(medium, index, keys)
         return len(keys)
 
-    def _know(self, key: bytes, tokens: BlockTokens) -> None:
+    def _remember(self, key: bytes, tokens: BlockTokens) -> None:
         self._known[key] = tokens
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
     def _store(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
-        """Publish blocks that came to a medium, as far as they can be; each chain in one event."""
+        """Publish those blocks added to a medium that can be published, each chain in one event."""
         published, group = self._published[medium], self.groups[index]
         last, event = b"", None
         for key in keys:
@@ -190,7 +190,7 @@ class HostBlockEvents:
                 continue
             if not known.is_first and not any(known.parent in one for one in self._published.values()):
                 continue
-            if (withdrawn := self._withdrawn[medium].pop(key, None)) is not None:  # it is back before that was said
+            if (withdrawn := self._withdrawn[medium].pop(key, None)) is not None:  # stored again before its removal
                 published[key], event = withdrawn[1], None
                 continue
             if (inner := self._inner_hashes(group, key, known)) is None:
@@ -207,20 +207,20 @@ class HostBlockEvents:
             last = key
 
     def _remove(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
-        """Withdraw those of a group's keys that were published."""
+        """Publish the removal of a group's published keys."""
         published = self._published[medium]
         self._publish_removed(medium, index, {key: published.pop(key) for key in keys if key in published})
 
     def _publish_removed(self, medium: str, index: int, gone: Mapping[bytes, list[bytes]]) -> None:
-        """``gone``: keys, with the hashes of the engine's blocks before the last one."""
+        """Publish a removal. ``gone``: keys with the hashes of the engine's blocks before the last one."""
         if gone:
             hashes = chain.from_iterable(_blocks_of(key, inner) for key, inner in gone.items())
             self._made.append(BlockRemoved([*hashes], medium, self.groups[index].group_id))
 
     def _inner_hashes(self, group: ChunkGroup, key: bytes, known: BlockTokens) -> list[bytes] | None:
-        """Return the hashes of the engine's blocks in a chunk, without the last one, which its key has.
+        """Return the hashes of the engine's blocks in a chunk, except the last one, which is in its key.
 
-        None where the tokens do not give the key, as those of prompts with more than tokens in their hashes.
+        None if the tokens do not produce the key, because its hash covers more than tokens.
         """
         if self._blocks_per_chunk == 1:
             return []
@@ -236,10 +236,10 @@ class HostBlockEvents:
 
 
 def _blocks_of(key: bytes, inner: Iterable[bytes]) -> list[Any]:
-    """The hashes of the engine's blocks under a key, as vLLM's events have them."""
+    """Return the hashes of the engine's blocks under a key, in the form of vLLM's events."""
     return [maybe_convert_block_hash(BlockHash(one)) for one in inner] + [_external(key)]
 
 
 def _external(key: bytes) -> Any:
-    """A key's hash as vLLM's events have it."""
+    """Return a key's hash in the form of vLLM's events."""
     return maybe_convert_block_hash(BlockHash(key[:-GROUP_ID_BYTES]))

@@ -1,4 +1,4 @@
-"""Which vLLM this connector runs with: what it uses of vLLM is checked piece by piece, whatever the version."""
+"""Checks that this vLLM has all that the connector uses, whatever its version; workarounds for its defects."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import vllm
 
 MINIMUM = (0, 32)
 TESTED = ((0, 32), (0, 33))
-"""Releases that the engine tests ran with: major and minor number."""
+"""Tested releases: major and minor number."""
 _RELEASE = re.compile(r"\d+\.\d+(\.\d+)?(\+(cpu|cu\d+))?")
-"""A release as vLLM publishes it, for some platform. Every other local part is of somebody's own build."""
+"""Version of a published release, for any platform. Other local parts indicate own builds."""
 _TESTED = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
 
 
 def release_of(version: str) -> tuple[int, int] | None:
-    """Return major and minor number of a version string, None when it has none."""
+    """Return major and minor number of a version string; None if it has none."""
     parts = version.split(".")
     if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
         return None
@@ -102,24 +102,24 @@ USED = {
         num_computed_tokens num_preemptions num_prompt_tokens num_tokens pooling_params prompt_embeds request_id
         shared_prefix_boundary skip_reading_prefix_cache""",
 }
-"""By class of vLLM, what the connector reads of what vLLM gives it. A test finds what is missing here."""
+"""Attributes that the connector reads, by class of vLLM. A test finds missing ones."""
 
 HAS_DEFECTS_OF_0_32 = release_of(vllm.__version__) == (0, 32)
-"""Whether this vLLM has the two that ``forget_session_blocks`` and ``note_given_blocks`` go around."""
+"""Whether this vLLM needs ``forget_session_blocks`` and ``record_given_blocks``."""
 
 
 def require_vllm() -> None:
-    """Raise ImportError where this vLLM is too old, or lacks something that the connector uses; it says what."""
+    """Raise ImportError if this vLLM is too old, or lacks something that the connector uses."""
     version = vllm.__version__
     if version == "dev":
         raise ImportError(
-            "kvoffd cannot tell which vLLM this is, and so not with whose blocks its own agree: vLLM does not know its "
-            f"version, as where it runs from sources that were not built. kvoffd was tested with vLLM {_TESTED}: "
-            "install one of those, or build vLLM with its version."
+            "kvoffd cannot tell which engines may share blocks, because vLLM does not know its version, as when it is "
+            f"run from sources that were not built. kvoffd was tested with vLLM {_TESTED}: install one of those, or "
+            "build vLLM with its version."
         )
     if (release_of(version) or (0, 0)) < MINIMUM:
         raise ImportError(
-            f"kvoffd's vLLM connector needs vLLM {'.'.join(map(str, MINIMUM))} or newer, and this is vLLM {version}. "
+            f"kvoffd's vLLM connector needs vLLM {'.'.join(map(str, MINIMUM))} or newer, but this is vLLM {version}. "
             f"It was tested with vLLM {_TESTED}."
         )
     try:
@@ -131,7 +131,7 @@ def require_vllm() -> None:
 
 
 def _lacking() -> list[str]:
-    """What USED names and this vLLM does not have. Raises ImportError where a module has moved."""
+    """Return what is in USED but not in this vLLM. Raises ImportError if a module has moved."""
     lacking = []
     for place, names in USED.items():
         module, _, name = place.partition(":")
@@ -142,7 +142,7 @@ def _lacking() -> list[str]:
 
 
 def _names_of(cls: type) -> set[str]:
-    """Attributes of a class's objects, also those that only their constructor sets."""
+    """Return the attributes of a class's objects, including those set by constructors."""
     names = set(dir(cls))
     for base in cls.__mro__:
         names |= vars(base).get("__annotations__", {}).keys()
@@ -152,7 +152,7 @@ def _names_of(cls: type) -> set[str]:
 
 
 def require_methods(*classes: type) -> None:
-    """Raise ImportError where vLLM asks for methods that these classes of the connector do not have."""
+    """Raise ImportError if these classes of the connector lack methods that vLLM requires."""
     _refuse([f"{cls.__mro__[1].__name__}'s methods" for cls in classes if inspect.isabstract(cls)])
 
 
@@ -167,33 +167,33 @@ def _refuse(changed: list[str]) -> None:
 def _is_true(holds: Callable[[], bool]) -> bool:
     try:
         return holds()
-    except Exception:  # whatever another release does in place of it
+    except Exception:  # of any kind, in another release
         return False
 
 
 def untested() -> str:
-    """Return a sentence where this vLLM is no tested release; an empty string where it is one."""
+    """Return a sentence if this vLLM is not a tested release, else an empty string."""
     if _RELEASE.fullmatch(vllm.__version__) and release_of(vllm.__version__) in TESTED:
         return ""
     return (
-        f"This kvoffd was tested with the releases {_TESTED} of vLLM, and this is vLLM {vllm.__version__}, whose "
-        "interfaces fit. It shares blocks with engines of exactly this version only."
+        f"This kvoffd was tested with the releases {_TESTED} of vLLM, but this is vLLM {vllm.__version__}. Its "
+        "interfaces fit. It shares blocks only with engines of exactly this version."
     )
 
 
 def version_factor() -> str:
-    """Return what engines that share blocks have in common of vLLM's version: all of it, if it is no tested release."""
+    """Return the part of vLLM's version in the fingerprint: all of it if it is not a tested release."""
     return vllm.__version__ if untested() else ".".join(map(str, release_of(vllm.__version__) or ()))
 
 
 def check_version(*, strict: bool) -> None:
-    """Raise ValueError where ``strict`` asks for a tested release and this vLLM is none."""
+    """Raise ValueError if ``strict`` requires a tested release and this vLLM is not one."""
     if strict and (sentence := untested()):
-        raise ValueError(f"kvoffd cannot serve this engine, since strict_version is set. {sentence}")
+        raise ValueError(f"kvoffd cannot serve this engine because strict_version is set. {sentence}")
 
 
 def _checks() -> dict[str, Callable[[], bool]]:
-    """What the connector needs of vLLM, by what an error calls it. Raises ImportError where a module has moved."""
+    """Return checks of what the connector needs, by name. Raises ImportError if a module has moved."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
@@ -253,11 +253,11 @@ def _checks() -> dict[str, Callable[[], bool]]:
 
 
 def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
-    """Have 0.32's offloading scheduler forget the blocks of requests that are scheduled as new.
+    """Make 0.32's offloading scheduler forget the blocks of requests that are scheduled as new.
 
-    0.32 puts the blocks of a new request behind those that it knows of it. A session's next part comes as a new request
-    with all blocks of the session. So does, under the second model runner, a request that resumes after a pre-emption;
-    of that one vLLM forgets the old blocks too, when it asks whether it can be loaded.
+    0.32 appends the blocks of a new request to those already recorded for it. But a session's next part is scheduled as
+    a new request with all blocks of the session, and so is, with the second model runner, a request that resumes after
+    a preemption. (For the latter vLLM also forgets the old blocks when it asks whether it can be loaded.)
     """
     for request_id in request_ids:
         if (status := scheduler._req_status.get(request_id)) is not None:
@@ -265,17 +265,17 @@ def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
                 group.block_ids.clear()
 
 
-def note_given_blocks(scheduler: Any, block_ids: Iterable[int]) -> None:
-    """Have stores that read these blocks end before this step.
+def record_given_blocks(scheduler: Any, block_ids: Iterable[int]) -> None:
+    """Make stores that read these blocks end before this step.
 
-    0.32 notes blocks only where it loads them itself, or computes: below MultiConnector another connector may load into
-    them, and a store of who had them before would take its bytes.
+    0.32 records only blocks that it loads itself or computes. With MultiConnector another connector may load into them,
+    and a store of their previous contents would copy its bytes.
     """
     scheduler._current_batch_allocated_block_ids.update(block_ids)
 
 
-def note_new_blocks(pool: Any, new: set[int]) -> None:
-    """Add to ``new`` the ids of the blocks that vLLM's pool gives out to be written: all but the hits of its cache."""
+def record_new_blocks(pool: Any, new: set[int]) -> None:
+    """Add to ``new`` the ids of blocks that vLLM's pool allocates for writing: all but cache hits."""
     give = pool.get_new_blocks
 
     @wraps(give)
@@ -288,9 +288,9 @@ def note_new_blocks(pool: Any, new: set[int]) -> None:
 
 
 def fence_no_readers(scheduler: Any, only_read: Callable[[], set[int]]) -> None:
-    """Have no store end before a step that does no more with its blocks than read them.
+    """Do not wait for stores before a step that only reads their blocks.
 
-    vLLM takes all blocks of a request that it begins for blocks that are written, its own cache's hits too.
+    vLLM treats all blocks of a request that begins as written, including its own cache's hits.
     """
     update = scheduler._update_req_states
 
@@ -303,13 +303,13 @@ def fence_no_readers(scheduler: Any, only_read: Callable[[], set[int]]) -> None:
 
 
 def patch_v2_runner_fence(runner: Any, fence: Callable[[Any], None]) -> bool:
-    """Have ``fence``, a handle_preemptions(), called before vLLM's second model runner writes into blocks.
+    """Call ``fence``, a handle_preemptions(), before vLLM's second model runner writes to blocks.
 
-    The first runner calls it before anything else. The second one calls it just before the model's forward pass, when
-    it has zeroed new blocks and copied others (those of mamba layers, and of caches of mixed precision), which stores
-    may still have to read. It is called again later, as ever. False where this is no such runner.
+    The first runner calls it before anything else. The second one calls it just before the forward pass, after it has
+    zeroed new blocks and copied others (of mamba layers and mixed-precision caches), which stores may still read. That
+    later call remains. False if this is not such a runner.
     """
-    write = getattr(runner, "update_requests", None)  # which the first runner has not
+    write = getattr(runner, "update_requests", None)  # not in the first runner
     if not callable(write):
         return False
 
@@ -325,7 +325,7 @@ def patch_v2_runner_fence(runner: Any, fence: Callable[[Any], None]) -> bool:
 
 
 def _offloading_metadata(metadata: object) -> Iterator[Any]:
-    """The connector's own metadata, below MultiConnector's too; no other of its children has any of this class."""
+    """Yield the connector's own metadata, also inside MultiConnector's; no other connector there has this class."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 
     if isinstance(metadata, OffloadingConnectorMetadata):

@@ -1,4 +1,4 @@
-"""What a user may write into ``kv_connector_extra_config``, and what is refused at the engine's start."""
+"""Options of ``kv_connector_extra_config``, and checks of the engine's configuration at its start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# Keys of vLLM's own that reach the offloading connector (0.32 and 0.33); they pass through.
+# vLLM's own keys for its offloading connector (0.32 and 0.33), which pass through.
 VLLM_KEYS = frozenset(
     {
         "block_size",
@@ -35,7 +35,7 @@ VLLM_KEYS = frozenset(
     }
 )
 
-# Options of vLLM's own offloading that cannot be followed, and why.
+# Unsupported options of vLLM's offloading, with the reason.
 REFUSED = {
     "canonical_layout": "it keeps each tensor parallel rank's shards as they are (engines of one size share them)",
     "sync_load_budget_bytes": "a load that fails inside a step cannot be recomputed",
@@ -48,22 +48,20 @@ class ConnectorOptions(Struct, frozen=True):
     """The connector's own options, checked.
 
     Attributes:
-        directory: where the daemon's sockets are; empty means $KVOFFD_DIRECTORY, else /run/kvoffd.
-        salt: goes into the namespace's fingerprint; engines with different salts share nothing.
-        lookup_deadline_ms: a lookup that has no answer by then is a miss. With ``do_no_harm`` it is one earlier: as
-            soon as computing the prompt would have been done, and earlier still after late answers; and of a very
-            long prompt later, see ``KvoffdManager``.
-        disk_wait_ms: a bound on the time that a request waits for blocks which come up from disk or from a shared
-            store; 0: it takes what is ready. With ``do_no_harm`` it waits only while they are expected sooner than the
-            engine would compute them, and no longer than that.
-        store_fence_timeout_s: how long vLLM may wait for a running store before its blocks are reused; then the
-            store is abandoned, in a way that the daemon never commits it.
-        do_no_harm: skip loads that take longer than computing would, and pause stores that vLLM waits for; wait for a
-            lookup no longer than computing would take.
-        kv_layout: of the engine's KV cache: "vllm" as vLLM's own offloading asks for it; or "block_outermost", where
-            all layers of a block lie together and are copied as one piece. On a CPU it is vLLM's either way.
-        strict_version: refuse a vLLM release that this kvoffd was not tested with; else such an engine starts with a
-            warning.
+        directory: directory of the daemon's sockets; empty for $KVOFFD_DIRECTORY, else /run/kvoffd.
+        salt: part of the namespace's fingerprint; engines with different salts share nothing.
+        lookup_deadline_ms: a lookup without an answer by then is a miss. With ``do_no_harm`` it is a miss earlier if
+            computing the prompt is faster, or after late answers; and later for a very long prompt, see
+            ``KvoffdManager``.
+        disk_wait_ms: longest wait of a request for blocks from disk or a shared store; 0: use only ready blocks. With
+            ``do_no_harm`` it waits only while loading is expected to be faster than computing.
+        store_fence_timeout_s: longest wait of vLLM for a running store before its blocks are reused; then the store is
+            abandoned, and the daemon never commits it.
+        do_no_harm: skip loads that take longer than computing, pause stores that vLLM waits for, and wait for a lookup
+            no longer than computing takes.
+        kv_layout: layout of the engine's KV cache: "vllm" as for vLLM's own offloading, or "block_outermost", with all
+            layers of a block contiguous and copied as one piece. On a CPU it is always vLLM's.
+        strict_version: refuse untested vLLM releases; by default they get a warning.
     """
 
     directory: str = ""
@@ -77,7 +75,7 @@ class ConnectorOptions(Struct, frozen=True):
 
     @property
     def client_options(self) -> ClientOptions:
-        """Options of the scheduler's client, which must not give up a lookup before the lookup's deadline."""
+        """Options of the scheduler's client, whose timeouts must not be shorter than the lookup's deadline."""
         deadline_s = self.lookup_deadline_ms / 1000
         return ClientOptions(
             request_timeout_s=max(deadline_s, ClientOptions.request_timeout_s),
@@ -93,23 +91,23 @@ OWN_KEYS = ConnectorOptions.__struct_fields__
 
 
 def parse_options(extra_config: Mapping[str, object]) -> tuple[ConnectorOptions, list[str]]:
-    """Return the options and the keys that neither kvoffd nor vLLM's offloading connector knows.
+    """Return the options, and the keys that neither kvoffd nor vLLM's offloading connector knows.
 
     Raises:
-        ValueError: a key that is nearly one of ours, a value of the wrong type or range, or a vLLM option that
-            cannot work with a daemon. The sentence names the key.
+        ValueError: a misspelt key, a value of a wrong type or range, or an unsupported option of vLLM. The message
+            names the key.
     """
     unknown = []
     for key in extra_config.keys() - VLLM_KEYS - {*OWN_KEYS}:
         near = difflib.get_close_matches(key, OWN_KEYS, n=1, cutoff=0.75)
         if key in REFUSED:
-            problem = f"{key} cannot be used with KvoffdConnector, since {REFUSED[key]}; leave it out."
+            problem = f"KvoffdConnector does not support {key}: {REFUSED[key]}. Leave it out."
             if not extra_config[key]:
                 continue
         elif near:
-            problem = f"{key!r} is no option of KvoffdConnector; did you mean {near[0]!r}?"
+            problem = f"{key!r} is not an option of KvoffdConnector; did you mean {near[0]!r}?"
         elif key.startswith("kvoffd"):
-            problem = f"{key!r} is no option of KvoffdConnector; the options are {', '.join(OWN_KEYS)}."
+            problem = f"{key!r} is not an option of KvoffdConnector; the options are {', '.join(OWN_KEYS)}."
         else:
             unknown.append(key)
             continue
@@ -124,36 +122,35 @@ HAS_SLEEP_HOOKS = hasattr(OffloadingConnector, "restore_kv_caches")
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
-    """Raise ValueError where an engine of this configuration (vllm.config.VllmConfig) cannot use kvoffd."""
+    """Raise ValueError if an engine of this configuration (vllm.config.VllmConfig) cannot use kvoffd."""
     reason = _problem(vllm_config)
     if reason:
         raise ValueError(f"kvoffd cannot serve this engine: {reason}")
 
 
 def check_groups(kv_cache_config: KVCacheConfig, extra_config: Mapping[str, object]) -> None:
-    """Raise ValueError where the engine's KV cache groups (KVCacheConfig) cannot be kept outside it."""
+    """Raise ValueError if the engine's KV cache groups (KVCacheConfig) cannot be offloaded."""
     if not get_offloading_group_ids(kv_cache_config):
         raise ValueError(
-            "kvoffd cannot serve this engine: its model keeps nothing that a later prompt could use (no KV cache group "
-            "with prefix caching). Start it without --kv-transfer-config."
+            "kvoffd cannot serve this engine: its model has no KV cache group with prefix caching, so later prompts "
+            "cannot reuse anything. Start it without --kv-transfer-config."
         )
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
     if any(getattr(spec, "non_causal", False) for spec in specs):
         raise ValueError(
-            "kvoffd cannot serve this engine: its attention is not causal, so what a prefix gives depends on what "
-            "follows it. Start it without --kv-transfer-config."
+            "kvoffd cannot serve this engine: its attention is not causal, so the KV of a prefix depends on the tokens "
+            "that follow. Start it without --kv-transfer-config."
         )
     if any(hasattr(spec, "rswa_window") for spec in specs) and not extra_config.get("offload_prompt_only", True):
         raise ValueError(
-            "kvoffd cannot serve this engine: its layers see a window of the tokens that they generate, and all of "
-            "them once they are in a prompt, so no prompt may use blocks of generated tokens (R-SWA). Leave "
-            "offload_prompt_only out."
+            "kvoffd cannot serve this engine: its layers attend to a window of generated tokens but to all prompt "
+            "tokens, so prompts must not use blocks of generated tokens (R-SWA). Leave out offload_prompt_only."
         )
 
 
 @functools.cache
 def machine_id() -> str:
-    """Return what tells this machine from another one, the same in all its containers; empty where it is unknown."""
+    """Return an id of this machine, the same in all its containers; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -173,42 +170,41 @@ def _problem(vllm_config: VllmConfig) -> str:
         )
     if parallel.nnodes_within_dp > 1:
         return (
-            f"its workers are on {parallel.nnodes_within_dp} nodes, and a daemon has the blocks of one node. Use "
-            "tensor and pipeline parallelism within a node, and data parallelism between nodes."
+            f"its workers are on {parallel.nnodes_within_dp} nodes, but a daemon serves one node. Use tensor and "
+            "pipeline parallelism within a node, and data parallelism between nodes."
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return (
-            "with external_launcher each rank schedules on its own, and all must do the same, but what the daemon has "
-            "is known to one of them a step earlier than to another. Start it without --kv-transfer-config, or with "
+            "with external_launcher each rank schedules on its own and all must decide the same, but the daemon's "
+            "answers reach them in different steps. Start it without --kv-transfer-config, or with "
             "--distributed-executor-backend mp."
         )
     if (model.enable_sleep_mode or model.enable_cumem_allocator) and not HAS_SLEEP_HOOKS:
         return (
-            f"vLLM {vllm.__version__} does not tell connectors when it goes to sleep or releases its KV cache, and a "
-            "sleeping engine has none. Start it without sleep mode and without --enable-cumem-allocator, with which it "
-            "can sleep too, or use vLLM 0.33."
+            f"vLLM {vllm.__version__} does not notify connectors before it sleeps or frees its KV cache. Start it "
+            "without sleep mode and without --enable-cumem-allocator, which permits sleep too, or use vLLM 0.33."
         )
     if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
         return (
-            "its way of pooling needs all tokens of a prompt to be computed, so vLLM supports no prefix caching for "
-            "it, and nothing can be loaded. Start it without --kv-transfer-config, or with LAST as its pooling type "
-            "if the model was trained for that."
+            "its pooling type needs all tokens of a prompt to be computed, so vLLM supports no prefix caching for it, "
+            "and nothing can be loaded. Start it without --kv-transfer-config, or with the pooling type LAST if the "
+            "model was trained for that."
         )
     if vllm_config.aux_output_config.enabled:
         return (
-            "it is to return the routed experts of prompts, and has those of tokens that it computed itself: the first "
-            "prompt that comes from the daemon would end it. Start it without --enable-return-routed-experts, or "
-            "without --kv-transfer-config."
+            "it returns the routed experts of prompts, but has them only for tokens that it computed itself: the first "
+            "loaded prompt would end it. Start it without --enable-return-routed-experts, or without "
+            "--kv-transfer-config."
         )
     if vllm_config.attention_config.hisparse_config is not None:
         return (
-            "with HiSparse most of the KV cache is in a host pool of vLLM's own, and a KV connector has the rest of it "
-            "alone, with which no prompt is whole. Start it without HiSparse, or without kvoffd."
+            "with HiSparse most of the KV cache is in vLLM's own host pool, and KV connectors have access only to the "
+            "rest, so prompts would be incomplete. Start it without HiSparse, or without kvoffd."
         )
     if vllm_config.offload_config.prefetch.offload_group_size:
         return (
-            "its layers take turns in buffers on the GPU, so the digest that tells updated weights would not see "
-            "all of them. Start it without --offload-group-size; --cpu-offload-gb works."
+            "its layers share buffers on the GPU, so the digest that detects updated weights would not cover all of "
+            "them. Start it without --offload-group-size; --cpu-offload-gb works."
         )
     multimodal = model.multimodal_config
     if (
@@ -218,8 +214,8 @@ def _problem(vllm_config: VllmConfig) -> str:
         and not vllm_config.cache_config.enable_prefix_caching
     ):
         return (
-            "with prefix caching off and mm_processor_cache_gb=0 vLLM does not hash images but numbers them, so one "
-            "user's image would be taken for another's. Start it with --enable-prefix-caching, or with an "
+            "with prefix caching off and mm_processor_cache_gb=0 vLLM numbers images instead of hashing them, so one "
+            "user's image would be confused with another's. Start it with --enable-prefix-caching, or with an "
             "--mm-processor-cache-gb above 0."
         )
     return ""

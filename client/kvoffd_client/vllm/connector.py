@@ -1,4 +1,4 @@
-# ruff: noqa: E402 - a vLLM that does not fit must be refused before anything of its insides is imported
+# ruff: noqa: E402 - an unsupported vLLM must be refused before its internals are imported
 """KvoffdConnector: vLLM's OffloadingConnector with a daemon behind it."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvoffd_client.vllm.compat import (
     check_version,
     fence_no_readers,
     forget_session_blocks,
-    note_given_blocks,
-    note_new_blocks,
     patch_v2_runner_fence,
+    record_given_blocks,
+    record_new_blocks,
     require_methods,
     require_vllm,
     untested,
@@ -28,6 +28,7 @@ from kvoffd_client.vllm.compat import (
 require_vllm()
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
@@ -48,7 +49,7 @@ from kvoffd_client.vllm.engine_namespace import MemoryReport
 from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_of
 from kvoffd_client.vllm.kv_memory import describe_layers
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
-from kvoffd_client.vllm.load_room import LoadRoom
+from kvoffd_client.vllm.load_admission import LoadAdmission
 from kvoffd_client.vllm.log import StoreRefusalFilter, logger
 from kvoffd_client.vllm.manager import ASSUMED_CPU_RATE, ASSUMED_RATE, KvoffdManager
 from kvoffd_client.vllm.spec import KvoffdSpec, name_spec
@@ -70,10 +71,10 @@ STORE_LOGGER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.schedule
 
 
 class KvoffdConnector(OffloadingConnector):
-    """Offloads KV blocks to the kvoffd daemon of this machine. A daemon that is away, slow or dying is a cache miss.
+    """Offloads KV blocks to the kvoffd daemon of this machine. An absent, slow or dying daemon is a cache miss.
 
-    vLLM's KVConnectorFactory makes it, once in the scheduler's process and once in each worker. Raises ValueError when
-    an option in kv_connector_extra_config is wrong, or the engine uses what kvoffd cannot follow.
+    vLLM's KVConnectorFactory creates it, once in the scheduler's process and once in each worker. Raises ValueError if
+    an option in kv_connector_extra_config is wrong, or kvoffd does not support the engine's configuration.
     """
 
     connector_scheduler: Any
@@ -85,8 +86,8 @@ class KvoffdConnector(OffloadingConnector):
         check_groups(kv_cache_config, transfer_config.kv_connector_extra_config)
         options, unknown = parse_options(transfer_config.kv_connector_extra_config)
         check_version(strict=options.strict_version)
-        # vLLM's scheduler reads it after this; its default fails a request whose load failed. Below MultiConnector it
-        # reads MultiConnector's.
+        # vLLM's scheduler reads the policy later; its default fails a request whose load failed. With MultiConnector
+        # it reads MultiConnector's.
         policy, transfer_config.kv_load_failure_policy = transfer_config.kv_load_failure_policy, "recompute"
         name_spec(transfer_config)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -94,21 +95,21 @@ class KvoffdConnector(OffloadingConnector):
             factors = collect_factors(vllm_config, kv_cache_config, options.salt)
             self.connector_worker.spec.namespace = namespace_of(factors, label_of(vllm_config))
             self._weights = LiveWeights(list)
-            self._adapters = LiveAdapters(None, None, self._weights.note_change)
+            self._adapters = LiveAdapters(None, None, self._weights.mark_changed)
             self._digest: str | None = None
             self._generation = 0
             self._last_memory: MemoryReport | None = None
             return
         if unknown:
             keys = ", ".join(sorted(unknown))
-            logger.warning("kvoffd: kv_connector_extra_config has keys that nobody reads: %s.", keys)
+            logger.warning("kvoffd: kv_connector_extra_config has unknown keys: %s.", keys)
         if policy != "recompute":
             logger.info("kvoffd: kv_load_failure_policy was %r and is now 'recompute'.", policy)
         if sentence := untested():
             logger.warning("kvoffd: %s", sentence)
         StoreRefusalFilter.install(STORE_LOGGER)
         self._manager: KvoffdManager = self.connector_scheduler.manager
-        self._load_room = LoadRoom(
+        self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
         )
         offloading = build_offloading_config(vllm_config, kv_cache_config)
@@ -139,31 +140,31 @@ class KvoffdConnector(OffloadingConnector):
             if isinstance(spec, AttentionSpec)
         ]
         self._new_blocks, self._begun_blocks = set[int](), set[int]()
-        """In this step: blocks that the pool gave out, and those for attention of requests that are begun."""
+        """Blocks of this step: allocated ones, and attention blocks of requests that begin."""
         self._reset_since_step = False
         self._has_unsent_stores = False
 
     # --- worker ---
 
     def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
-        """On CPU: have the KV cache allocated in memory that can be shared. On GPUs vLLM's own allocation stays."""
+        """Return a context that allocates the KV cache in shared memory on CPU; None on GPUs, for vLLM's allocation."""
         spec: KvoffdSpec = self.connector_worker.spec
         return spec.memory if current_platform.is_cpu() else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """As vLLM's; names the weights, and has the registration describe the layers' pages."""
+        """As vLLM's; also takes the digest of the weights and describes the layers' pages."""
         config, cache = self._vllm_config, self._kv_cache_config
         weights = self._weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(config))
         self._digest = weights.digest()
         manager = getattr(weights.runner, "lora_manager", None)
-        self._adapters = LiveAdapters(manager, config.lora_config, weights.note_change)
+        self._adapters = LiveAdapters(manager, config.lora_config, weights.mark_changed)
         specs = [one for group in cache.kv_cache_groups for one in iter_layer_specs(group.kv_cache_spec)]
         writes_early = cache.needs_kv_cache_zeroing or any(isinstance(one, MambaSpec) for one in specs)
         is_patched = patch_v2_runner_fence(weights.runner, super().handle_preemptions)
         if config.use_v2_model_runner and writes_early and not is_patched:
             raise ValueError(
-                "kvoffd cannot serve this engine: its model runner writes into blocks before stores of them have "
-                "ended, in a place that this kvoffd does not know. Start it without --kv-transfer-config."
+                "kvoffd cannot serve this engine: its model runner writes to blocks before their stores have ended, in "
+                "a place unknown to this kvoffd. Start it without --kv-transfer-config."
             )
         spec: KvoffdSpec = self.connector_worker.spec
         groups = [cache.kv_cache_groups[group.group_id].layer_names for group in spec.config.groups]
@@ -171,18 +172,18 @@ class KvoffdConnector(OffloadingConnector):
         super().register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: ConnectorMetadata) -> None:
-        """As vLLM's, which calls it first in every step; names the weights and joins the namespace when it must.
+        """As vLLM's, called first in every step; also takes a new digest and joins the namespace if asked to.
 
-        Begins the step's loads too. vLLM begins them behind the model's forward pass, and they would wait for it: on a
-        GPU for the event that is recorded then. Nothing of this pass touches their blocks, and what did before has
-        been launched. All jobs go out in one message.
+        Starts the step's loads too. vLLM starts them after the model's forward pass, so that on a GPU they would wait
+        for it. This pass does not use their blocks, and earlier kernels that did have been launched. All jobs are sent
+        in one message.
         """
         worker: KvoffdWorker = self.connector_worker.worker
         weights = self._weights
         if isinstance(kv_connector_metadata, ConnectorMetadata):
             self._adapters.read_ahead(kv_connector_metadata.adapters)
         if weights.changed:
-            # Stores that wait to be sent may hold blocks of these weights or of those, so they must fail.
+            # Unsent stores must fail: their blocks may be of the old or the new weights.
             worker.leave()
         if isinstance(kv_connector_metadata, ConnectorMetadata):
             generation, namespace = kv_connector_metadata.generation, kv_connector_metadata.namespace
@@ -197,25 +198,28 @@ class KvoffdConnector(OffloadingConnector):
         worker.flush()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Note the step's stores, which the next step begins.
+        """Prepare the step's stores, which the next step starts; a step without tokens starts them in get_finished().
 
-        vLLM notes them in wait_for_save(), which its first model runner calls in the last pipeline stage alone with
-        speculative decoding. Loads have begun in handle_preemptions().
+        vLLM does so in wait_for_save(), which with speculative decoding its first model runner calls only in the last
+        pipeline stage. Loads have started in handle_preemptions().
         """
-        self.connector_worker.prepare_store_kv(self._get_connector_metadata())
+        metadata = self._get_connector_metadata()
+        self.connector_worker.prepare_store_kv(metadata)
+        if isinstance(metadata, ConnectorMetadata) and metadata.starts_stores:
+            self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
 
     def wait_for_save(self) -> None:
-        """Do nothing: see start_load_kv()."""
+        """Do nothing; see start_load_kv()."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """As vLLM's, with the requests whose load failed; they are among those whose load ended too."""
+        """As vLLM's, with the requests whose load failed, which are also among those whose load ended."""
         sent, received = self.get_finished(finished_req_ids)
         worker: KvoffdWorker = self.connector_worker.worker
         failed, worker.failed_requests = worker.failed_requests, set()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Return this worker's report to the scheduler half; None when there is nothing new."""
+        """Return this worker's report to the scheduler half; None if there is nothing new."""
         ended = super().build_connector_worker_meta()
         if self.connector_worker is None or not isinstance(worker := self.connector_worker.worker, KvoffdWorker):
             return None
@@ -237,33 +241,33 @@ class KvoffdConnector(OffloadingConnector):
         return report if report != WorkerReport() else None
 
     def unregister_kv_caches(self) -> None:
-        """0.33, before sleep: no transfer runs any more. The daemon lets go of the memory before this returns."""
+        """Release the memory before sleep (0.33), when no transfer is running."""
         if isinstance(worker := self.connector_worker.worker, KvoffdWorker):
             worker.sleep()
 
     def restore_kv_caches(self) -> None:
-        """0.33, after sleep: the same addresses, other memory."""
+        """Register the memory again after sleep (0.33): other memory at the same addresses."""
         if isinstance(worker := self.connector_worker.worker, KvoffdWorker):
             worker.wake()
 
     # --- scheduler ---
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._pool = self._load_room.pool = gpu_block_pool
-        note_new_blocks(gpu_block_pool, self._new_blocks)
+        self._pool = self._admission.pool = gpu_block_pool
+        record_new_blocks(gpu_block_pool, self._new_blocks)
         fence_no_readers(self.connector_scheduler, lambda: self._begun_blocks - self._new_blocks)
         super().bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        """As vLLM's; looks all keys of the request up, so that the answer is there when it is scheduled."""
+        """As vLLM's; also looks up all keys of the request, to have the answer when it is scheduled."""
         super().on_new_request(request)
         self._manager.look_up(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """As vLLM's, over an answer that is checked for age and completeness first.
+        """As vLLM's, with an answer that is complete and not outdated.
 
-        An engine whose own cache has all that it may have of a prompt loads nothing: a step is made for the last token
-        anyway, and the load of one more block would come before it.
+        If the engine's own cache has as much of a prompt as it can use, nothing is loaded: the last token needs a step
+        anyway, and the load of one more block would delay it.
         """
         self._manager.namespace.ask()
         tokens, loads = None, False
@@ -271,66 +275,69 @@ class KvoffdConnector(OffloadingConnector):
             most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
             self._manager.prepare_scan(request, num_computed_tokens, has_all=num_computed_tokens >= most)
             tokens, loads = self._find_load(request, num_computed_tokens)
-        # MultiConnector would put off the load of another connector too, which has all of the prompt.
+        # Do not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
         return (0, False) if tokens is None and _is_prefilled_elsewhere(request) else (tokens, loads)
 
     def _find_load(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return what is loaded of a request, as get_num_new_matched_tokens()."""
-        room, name = self._load_room, request.request_id
+        """Return the tokens of a request to load, as get_num_new_matched_tokens()."""
+        admission, name = self._admission, request.request_id
         known = self._manager.scanned(request, num_computed_tokens)
-        if known is None or (known and room.admits(request, num_computed_tokens + known, loads=True) is None):
-            return None, False  # as in the step before, without a scan of all keys
+        if known is None or (known and admission.admits(request, num_computed_tokens + known, loads=True) is None):
+            return None, False  # as in the previous step, without scanning all keys
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        self._manager.note_scan(request, num_computed_tokens, tokens)
+        self._manager.record_scan(request, num_computed_tokens, tokens)
         if tokens is None:
             return None, False
         if self._dense_groups and self._has_windows:
-            self._note_shared_prefix(request, num_computed_tokens + tokens)
+            self._mark_shared_prefix(request, num_computed_tokens + tokens)
         if tokens and self._manager.skips_load(name, tokens):
             tokens, loads = 0, False
-        admitted = room.admits(request, num_computed_tokens + tokens, loads=loads)
+        admitted = admission.admits(request, num_computed_tokens + tokens, loads=loads)
         if admitted is False:
             self._manager.refuse_load(name, tokens)
         return (tokens, loads) if admitted else (None if admitted is None else 0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """As vLLM's; a request that is scheduled without a load gives its pinned blocks back."""
+        """As vLLM's; also releases the pinned blocks of a request that is scheduled without a load."""
         if HAS_DEFECTS_OF_0_32:
             ids = [block.block_id for group in blocks.blocks for block in group if not block.is_null]
-            note_given_blocks(self.connector_scheduler, ids)
+            record_given_blocks(self.connector_scheduler, ids)
         for group in self._attention_groups:
             self._begun_blocks.update([block.block_id for block in blocks.blocks[group]])
-        self._load_room.note(request, loads=num_external_tokens > 0)
+        self._admission.record_scheduled(request, loads=num_external_tokens > 0)
         self._manager.scheduled(request, num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
-        """As vLLM's, with what the workers must know about the namespace."""
+        """As vLLM's, with news about the namespace for the workers."""
         namespace, scheduler = self._manager.namespace, self.connector_scheduler
-        self._reset_since_step = self._load_room.is_full = False
+        self._reset_since_step = self._admission.is_full = False
         new = scheduler_output.scheduled_new_reqs
         self._manager.step_begins(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:
-            namespace.ask()  # the weights that compute these tokens must be named
+            namespace.ask()  # these tokens need a digest of the weights
         if self._manager.events is not None and self._pool is not None:
-            self._manager.events.note_engine_events(self._pool.kv_event_queue)
+            self._manager.events.handle_engine_events(self._pool.kv_event_queue)
         if HAS_DEFECTS_OF_0_32 and new:
             forget_session_blocks(scheduler, [one.req_id for one in new])
         meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))
-        self._has_unsent_stores = bool(meta.store_jobs)
+        starts_stores = bool(meta.store_jobs) and not scheduler_output.total_num_scheduled_tokens
+        self._has_unsent_stores = bool(meta.store_jobs) and not starts_stores
         self._new_blocks.clear()
         self._begun_blocks.clear()
         generation, joined = namespace.begin_step()
         adapters = self._manager.adapters.take_wanted()
-        if generation is None and not adapters:
+        if generation is None and not adapters and not starts_stores:
             return meta
-        return ConnectorMetadata(**vars(meta), generation=generation, namespace=joined, adapters=adapters)
+        return ConnectorMetadata(
+            **vars(meta), generation=generation, namespace=joined, adapters=adapters, starts_stores=starts_stores
+        )
 
     def has_pending_push_work(self) -> bool:
-        """As vLLM's, but not for stores that run where nobody waits for their events.
+        """As vLLM's, but False for running stores unless KV events are published.
 
-        vLLM would make empty steps until they end, a millisecond apart, and a request that comes waits for the end of
-        one. What they ended with is taken in the next step. Nor does 0.33 after a reset, until workers have reported.
+        vLLM would run empty steps until they end, a millisecond apart, and a new request would wait for the end of one.
+        Their results are taken in the next step. True after a reset (0.33) until the workers have reported.
         """
         if not super().has_pending_push_work():
             return False
@@ -339,31 +346,31 @@ class KvoffdConnector(OffloadingConnector):
         return self._manager.events is not None or self._has_unsent_stores or self._manager.is_busy
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take the workers' reports: failures first, so that nothing that failed is used again."""
+        """As vLLM's; first handles the workers' reports, so that failed blocks are not used again."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._manager.workers_report(report)
         super().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """The daemon's blocks, for the engine's own stream.
+        """Return events of the daemon's blocks for the engine's stream.
 
-        vLLM asks for each step whose output has come, in their order, and nowhere else.
+        vLLM calls this once for each step with output, in order.
         """
         return self._manager.take_events()
 
     def reset_cache(self) -> bool | None:
-        """Use nothing of the daemon until the workers have named the weights in their memory anew.
+        """Stop using the daemon until the workers have taken new digests of the weights.
 
-        vLLM resets when an engine is paused or put to sleep, and before or after its weights were changed. Nothing is
-        dropped in the daemon: blocks of unchanged weights are found again, and other engines keep theirs.
+        vLLM resets when an engine pauses or sleeps, and before or after changes of its weights. The daemon drops
+        nothing: blocks of unchanged weights are found again, and other engines keep theirs.
         """
         kept = self._pool is None or self._pool.get_usage() > 0
         self._manager.namespace.leave(engine_cache_kept=kept)
         if not kept:
             self._manager.adapters.engine_cache_reset()
         if self._reset_since_step:
-            # vLLM asserts that no jobs wait to be flushed. Those of the last reset do, until the next step.
+            # vLLM asserts that no jobs are waiting to be flushed, but those of the last reset are, until the next step.
             self._manager.reset_cache()
             return True
         self._reset_since_step = True
@@ -371,14 +378,14 @@ class KvoffdConnector(OffloadingConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """As vLLM's, which asks for CUDA graphs before it loads the model: wrong options are refused here already."""
+        """As vLLM's, called before the model is loaded, to refuse wrong options early."""
         options, _ = parse_options(extra_config)
         check_version(strict=options.strict_version)
         return super().requires_piecewise_for_cudagraph(extra_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """As vLLM's, which asks before it builds anything: what cannot be served is refused here already."""
+        """As vLLM's, called before anything else, to refuse unsupported engines early."""
         check_engine(vllm_config)
         assert vllm_config.kv_transfer_config is not None
         options, _ = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -388,42 +395,41 @@ class KvoffdConnector(OffloadingConnector):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Asked by 0.33, which tells us before sleep unmaps the memory that the daemon copies from and to."""
+        """Return True (0.33): unregister_kv_caches() is called before sleep unmaps the memory."""
         return True
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: VllmConfig, metric_types: Mapping[type, Any], *args: Any
     ) -> KVConnectorPromMetrics:
-        """As vLLM's, which looks for the spec by name in a process where no connector was built.
+        """As vLLM's, but registers the spec, since no connector was created in this process.
 
-        Each API server gets the statistics of other steps, so the latest value of a gauge counts; 0.32 shows them all.
+        Each API server gets the statistics of other steps, so the most recent value of a gauge counts.
         """
         name_spec(vllm_config.kv_transfer_config)
         gauge = functools.partial(metric_types[Gauge], multiprocess_mode="mostrecent")
         return super().build_prom_metrics(vllm_config, {**metric_types, Gauge: gauge}, *args)
 
-    def _note_shared_prefix(self, request: Request, found: int) -> None:
-        """Have vLLM keep, and offer, the windows and states where a prompt parts from those that the daemon has.
+    def _mark_shared_prefix(self, request: Request, found: int) -> None:
+        """Make vLLM keep and offer the windows and states where a prompt diverges from those in the daemon.
 
-        It keeps those at the end of each prompt, and where two part that meet in its own cache. Of prompts that begin
-        alike and do not meet there no window or state would ever be stored with which their beginning is a hit.
-        ``found`` tokens are loaded, or in vLLM's own cache.
+        vLLM keeps those at the end of each prompt, and where two prompts in its own cache diverge. If prompts with a
+        common prefix do not meet in its cache, no window or state would be stored that makes the prefix a hit.
+        ``found`` tokens are loaded or in vLLM's own cache.
         """
         tokens = min(self._manager.ready_tokens(request, index) for index in self._dense_groups)
         if found < tokens < request.num_prompt_tokens:
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
 
     def _as_vllm_reads_it(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Return what vLLM's scheduler chose, less what its offloading scheduler asserts not to be.
+        """Return the scheduler's output, adapted to the assertions of vLLM's offloading scheduler.
 
-        New requests have no tokens there: the blocks of their first step are offered for a store in the next one, so
-        that the first token does not wait for the making of stores. Not where layers have windows: in the next step
-        blocks have left them.
+        New requests get no tokens: the blocks of their first step are offered for a store in the next step, so that
+        preparing stores does not delay the first token. Except with windowed layers, whose blocks may be gone by then.
 
-        A request that was preempted by a reset and is loaded in the next step is left out of the preempted ones, of
-        which it is asserted that only stores are under way. So are states of recurrent layers inside a block: they are
-        not stored, and where a request asks for that too (``max_offload_tokens``) it is asserted that there are none.
+        A request that was preempted by a reset and is being loaded is removed from the preempted ones, for which only
+        stores may be running. States of recurrent layers inside a block are removed too: they are not stored, and with
+        ``max_offload_tokens`` there must be none.
         """
         changes: dict[str, Any] = {}
         if output.scheduled_new_reqs and not self._has_windows:
@@ -442,7 +448,7 @@ class KvoffdConnector(OffloadingConnector):
 
 
 def _is_prefilled_elsewhere(request: Request) -> bool:
-    """Whether a prefill instance has computed the prompt, and a connector for that (NIXL, Mooncake) loads it."""
+    """Return whether a prefill instance computed the prompt and its connector (NIXL, Mooncake) loads it."""
     params = request.kv_transfer_params or {}
     return bool(params.get("do_remote_prefill"))
 

@@ -1,4 +1,4 @@
-"""What the connector's scheduler half and its workers send each other."""
+"""Messages between the connector's scheduler half and its workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvoffd_proto.messages import GroupKeys
 
 NO_LEASE = 0
 GROUP_ID_BYTES = 4
-"""The end of an OffloadKey: the group's id, behind the block hash."""
+"""Length of the group's id at the end of an OffloadKey, after the block hash."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ChunkGroup:
     """One offloaded KV cache group.
 
     Attributes:
-        hashes_per_chunk: block hashes of a request that one key stands for, the last of which is in the key.
-        tokens_per_chunk: tokens that one key stands for.
+        hashes_per_chunk: block hashes of a request that one key covers; the key contains the last one.
+        tokens_per_chunk: tokens that one key covers.
     """
 
     group_id: int
@@ -40,28 +40,28 @@ class ChunkGroup:
 
     @cached_property
     def suffix(self) -> bytes:
-        """The end of vLLM's keys of the group."""
+        """The group's suffix of vLLM's keys."""
         return self.group_id.to_bytes(GROUP_ID_BYTES, "big")
 
     def hashes(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """The hashes of a request's whole chunks."""
+        """Return the hashes of a request's complete chunks."""
         return block_hashes[self.hashes_per_chunk - 1 :: self.hashes_per_chunk]
 
     def keys(self, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """vLLM's keys of a request's whole chunks."""
+        """Return vLLM's keys of a request's complete chunks."""
         return [one + self.suffix for one in self.hashes(block_hashes)]
 
 
 @dataclass(eq=False)
 class KeyedSpec(LoadStoreSpec):
-    """The daemon's end of a transfer: blocks named by key.
+    """The daemon's side of a transfer: blocks by key.
 
     Attributes:
-        groups: per group on the wire its block hashes, concatenated.
+        groups: concatenated block hashes for each group on the wire.
         lease_id: the lease a load reads under; NO_LEASE for stores.
-        request_id: the request that a load is for; None for stores.
-        load_tokens: what a load brings, in tokens.
-        origins: by group on the wire, what a store tells of its blocks: ``GroupBlocks.parents`` and ``tokens``.
+        request_id: the request of a load; None for stores.
+        load_tokens: tokens of a load.
+        origins: ``GroupBlocks.parents`` and ``tokens`` of a store, by group on the wire.
     """
 
     groups: tuple[bytes, ...] = field(repr=False)
@@ -76,9 +76,9 @@ class KeyedSpec(LoadStoreSpec):
 
 
 def of_adapter(hashes: Iterable[bytes], content: bytes) -> list[bytes]:
-    """Return a request's block hashes with the content of its LoRA adapter mixed in.
+    """Return a request's block hashes combined with the content of its LoRA adapter.
 
-    vLLM's hash has the adapter's name and path alone.
+    vLLM's hashes include only the adapter's name and path.
     """
     return [hashlib.shake_256(one + content).digest(len(one)) for one in hashes]
 
@@ -88,8 +88,8 @@ class FailedJob:
     """A job that failed, in whole or in part.
 
     Attributes:
-        error: why; None when the daemon gave no reason.
-        keys: those that failed; all of the job's where the daemon named none.
+        error: the reason; None if the daemon gave none.
+        keys: failed keys; all keys of the job if the daemon named none.
         request_id: the request of a load; None for a store.
     """
 
@@ -100,33 +100,35 @@ class FailedJob:
 
 @dataclass
 class ConnectorMetadata(OffloadingConnectorMetadata):
-    """Scheduler to workers. The last fields are set only where they say something new.
+    """Scheduler to workers. ``generation``, ``namespace`` and ``adapters`` are set only when they change.
 
-    They travel here, and not in vLLM's handshake, since MultiConnector passes each child its own metadata, but gives
-    the first child's handshake to all of them.
+    vLLM's handshake is no alternative: MultiConnector gives the first child's handshake to all children, but each child
+    its own metadata.
 
     Attributes:
-        generation: raised after each reset or change of weights; a worker whose digest has a smaller number takes it
-            anew before it computes anything in this step.
-        namespace: what the workers of this generation are to register their memory in.
-        adapters: those that the workers must have read, before the loads of this step.
+        generation: raised after each reset or change of weights; a worker whose digest is older takes a new one before
+            it computes anything in this step.
+        namespace: where workers of this generation must register their memory.
+        adapters: adapters that the workers must have read before the loads of this step.
+        starts_stores: the step computes nothing, so its stores start in it, not in the next one.
     """
 
     generation: int | None = None
     namespace: NamespaceSpec | None = None
     adapters: Sequence[LoRARequest] = ()
+    starts_stores: bool = False
 
 
 @dataclass
 class WorkerReport(OffloadingWorkerMetadata):
-    """Worker to scheduler: what ended, what failed, how much more may be stored, and what is in memory.
+    """Worker to scheduler: ended and failed jobs, the credit, and the contents of memory.
 
     Attributes:
-        failed_jobs: by job id; the first rank's report stands.
-        load_times: of loads that ended well, by job id, their tokens and seconds; the slowest rank's.
-        credit_bytes: bytes of stores each worker may have outstanding, the least of all ranks; None: no news.
-        memory: by rank; only ranks with news.
-        waited_s: how long vLLM waited for stores; the longest of all ranks.
+        failed_jobs: failures by job id, of the first rank that reported.
+        load_times: tokens and seconds of successful loads by job id, of the slowest rank.
+        credit_bytes: bytes of stores each worker may have outstanding, the least of all ranks; None: unchanged.
+        memory: changed reports by rank.
+        waited_s: time that vLLM waited for stores, the longest of all ranks.
     """
 
     failed_jobs: dict[int, FailedJob] = field(default_factory=dict)
@@ -140,7 +142,7 @@ class WorkerReport(OffloadingWorkerMetadata):
         if not isinstance(other, WorkerReport):
             other = WorkerReport()
         credits_bytes = [one.credit_bytes for one in (self, other) if one.credit_bytes is not None]
-        # Of one job all ranks have the same tokens.
+        # All ranks have the same tokens of a job.
         slowest = {
             job_id: max(self.load_times.get(job_id, (0, 0.0)), other.load_times.get(job_id, (0, 0.0)))
             for job_id in self.load_times.keys() | other.load_times.keys()

@@ -1,4 +1,4 @@
-"""Which namespace an engine is in, and its scheduler half's connection to the daemon, made once that is known."""
+"""Determines an engine's namespace, and then connects its scheduler half to the daemon."""
 
 from __future__ import annotations
 
@@ -15,32 +15,30 @@ from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import RequestReport
+from kvoffd_proto.messages import PromptReport
 
 PATIENCE_S = 10.0
-"""How long an engine waits in steps for its workers' reports, and then for the daemon to have their memory."""
+"""Time limit for the workers' reports, and then for their registration."""
 WANTED, FAILED = inf, -inf
-"""In place of the time since when the namespace is waited for: it will be, or never."""
+"""Special values of the time since when the namespace is awaited: from the next step on, or never."""
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What one worker says of its memory. Sent when something of it is new.
+    """A worker's report of its memory, sent after changes.
 
-    Only the workers can tell. They hold the model, and loading it changes the configuration that they see (vLLM turns
-    ``kv_cache_dtype: auto`` into the checkpoint's there, some models rewrite their config); the scheduler's copy stays
-    as it was.
+    Only workers know these facts: loading the model changes their copy of the configuration (vLLM resolves
+    ``kv_cache_dtype: auto``, some models rewrite their config), but not the scheduler's.
 
     Attributes:
-        namespace: what the worker derived from its configuration; it does not name the weights.
-        weights: digest of the live weights; None where vLLM's model was not found.
+        namespace: derived from the worker's configuration, without the weights.
+        weights: digest of the live weights; None if vLLM's model was not found.
         generation: the scheduler's number of the digest; see ``ConnectorMetadata``.
-        machine: what tells the worker's machine from others.
-        changed: the weights may have changed since the digest was taken.
-        registered: fingerprint of the namespace in which the daemon has this worker's memory; None for none.
-        problem: why the daemon does not get its memory; empty where it has it, or may still get it.
-        adapters: by vLLM's number, path and digest of the LoRA adapters that it computes with; None where none can be
-            seen.
+        machine: id of the worker's machine.
+        changed: whether the weights may have changed since the digest was taken.
+        registered: fingerprint of the namespace in which its memory is registered; None if it is not.
+        problem: why its memory cannot be registered; empty if it is, or may still be.
+        adapters: path and digest of its LoRA adapters by vLLM's number; None if unknown.
     """
 
     namespace: NamespaceSpec
@@ -54,12 +52,12 @@ class MemoryReport:
 
 
 class Unconnected:
-    """As much of a SchedulerClient as is used before the namespace is known."""
+    """Stand-in for a SchedulerClient while the namespace is unknown."""
 
     ready = False
     reported_prefill_rate = 0.0
 
-    def note_request(self, report: RequestReport) -> None: ...
+    def report_prompt(self, report: PromptReport) -> None: ...
 
     def take_events(self) -> list[KvEvent]:
         return []
@@ -68,23 +66,24 @@ class Unconnected:
 
 
 class EngineNamespace:
-    """Finds the namespace of an engine in its workers' reports, at the start and whenever the weights may have changed.
+    """Determines an engine's namespace from its workers' reports, at the start and after changes of the weights.
 
-    While it is not known, nothing may be looked up, loaded or stored. vLLM resets its caches when an engine is paused,
-    before the weights change, so a reset does not ask the workers at once: they take the digest in the first step after
-    it that computes something, or has a request to schedule.
+    While it is unknown, nothing may be looked up, loaded or stored. vLLM resets its caches when an engine pauses,
+    before the weights change, so after a reset the workers take the digest not at once but in the first step that
+    computes something, or has a request to schedule.
 
     Args:
         world_size: workers of the engine.
-        connect: makes the scheduler half's connection in a namespace; None where it cannot.
-        clock: what time is measured with, as time.monotonic().
+        connect: connects the scheduler half in a namespace; returns None if it cannot.
+        clock: clock such as time.monotonic().
 
     Attributes:
-        client: the connection; one that is not ready before the namespace is known first.
-        generation: counts resets and changes of weights.
-        current: the namespace; None while it is not known.
-        engine_cache_stale: vLLM's own cache has blocks of other weights than the namespace names: nothing is stored.
-        on_leave: called when the weights, or adapters, may be others from now on.
+        client: the connection; a stand-in until the namespace is first known.
+        generation: counter of resets and changes of weights.
+        current: the namespace; None while unknown.
+        engine_cache_stale: whether vLLM's own cache has blocks of other weights than the namespace; then nothing is
+            stored.
+        on_leave: called when the weights, or adapters, may have changed.
     """
 
     def __init__(
@@ -101,13 +100,13 @@ class EngineNamespace:
         self._last: NamespaceSpec | None = None
         self._reports: dict[int, MemoryReport] = {}
         self._waiting_since: float | None = WANTED
-        """When the workers were asked, or the namespace was found; None while nobody wants it, or FAILED."""
+        """Time when the workers were asked, or the namespace was found; None while it is not needed; FAILED; WANTED."""
         self._to_tell = False
         self._engine_cache_kept = False
 
     @property
     def problem(self) -> str:
-        """Why the daemon does not get the memory of a worker, as far as they have said; empty for none."""
+        """Reported reason why a worker's memory cannot be registered; else empty."""
         problems = (f"worker {rank}: {one.problem}" for rank, one in sorted(self._reports.items()) if one.problem)
         return next(problems, "")
 
@@ -119,13 +118,13 @@ class EngineNamespace:
 
     @property
     def serves(self) -> bool:
-        """Whether the daemon may be asked, and given blocks."""
+        """Whether lookups and stores are possible."""
         return self.current is not None and self.client.ready and not self.problem
 
     def adapter(self, number: int, path: str) -> bytes | None:
-        """Return a digest of the LoRA adapter with which the workers compute under this number.
+        """Return the digest of a LoRA adapter by number, over all workers.
 
-        None where they have not said it yet for this path, an empty one where they cannot.
+        None if they have not reported it for this path yet; empty if they cannot determine it.
         """
         reports = [self._reports[rank].adapters for rank in sorted(self._reports)] if self.current is not None else []
         known = [each.get(number, ("", None)) if each is not None else ("", b"") for each in reports]
@@ -135,22 +134,22 @@ class EngineNamespace:
         return hashlib.sha256(b"".join(digests)).digest() if digests and len(digests) == len(known) else None
 
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
-        """Where the namespace is not known, or the workers are not registered: whether steps, empty ones too, will make
-        it so in that time."""
+        """Return whether further steps, even empty ones, may still determine the namespace, or register the workers,
+        within ``patience_s``."""
         return self._waiting_since is not None and self._clock() - self._waiting_since < patience_s
 
     @property
     def needs_steps(self) -> bool:
-        """Whether the engine must make steps, empty ones too, for the workers to report or to hear."""
+        """Whether the engine must run steps, even empty ones, to exchange messages with its workers."""
         return self._to_tell or (self.current is None and self.pending())
 
     def ask(self) -> None:
-        """Have the workers asked in the next step, if the namespace is not known: somebody wants to use it now."""
+        """Ask the workers in the next step if the namespace is unknown, because it is needed now."""
         if self._waiting_since is None:
             self._waiting_since = WANTED
 
     def begin_step(self) -> tuple[int | None, NamespaceSpec | None]:
-        """Return what the workers must hear in this step: the generation to report, the namespace to register in."""
+        """Return the message to the workers for this step: the generation to report, the namespace to register in."""
         if self._to_tell:
             self._to_tell = False
             return self.generation, self.current
@@ -159,12 +158,12 @@ class EngineNamespace:
         if self._waiting_since == WANTED:
             self._waiting_since = self._clock()
         if not self.pending():
-            self._fail("Its workers did not report what is in their memory.")
+            self._fail("Its workers did not report their memory in time.")
             return None, None
         return self.generation, None
 
     def leave(self, engine_cache_kept: bool) -> None:
-        """The weights may be others from now on. ``engine_cache_kept``: vLLM's own cache still has blocks of before."""
+        """Handle a possible change of the weights. ``engine_cache_kept``: vLLM's own cache still has old blocks."""
         self.generation += 1
         self._reports.clear()
         self.current = self._waiting_since = None
@@ -174,12 +173,12 @@ class EngineNamespace:
         self.on_leave()
 
     def report(self, reports: Mapping[int, MemoryReport]) -> None:
-        """Take what workers, by rank, say of their memory."""
+        """Handle the workers' reports, by rank."""
         for rank, report in reports.items():
             if report.generation != self.generation:
                 continue
             if report.changed:
-                # Nobody reset vLLM's own cache, which still has blocks of the weights before.
+                # vLLM's own cache was not reset and still has blocks of the old weights.
                 self.leave(engine_cache_kept=True)
                 return
             self._reports[rank] = report
@@ -195,15 +194,15 @@ class EngineNamespace:
                 return
         if len({report.machine for report in reports}) > 1:
             self._fail(
-                "Its workers are on several machines, and a daemon has the blocks of one. Use tensor and pipeline "
-                "parallelism within a machine, and data parallelism between machines."
+                "Its workers are on several machines, but a daemon serves one. Use tensor and pipeline parallelism "
+                "within a machine, and data parallelism between machines."
             )
             return
         weights = [report.weights for report in reports if report.weights is not None]
         if len(weights) < len(reports):
             logger.warning(
-                "kvoffd: the model of this engine was not found or read in its workers, so nobody knows which weights "
-                "are in memory. Its blocks are used by no other engine, and not after a restart or reset."
+                "kvoffd: the model of this engine was not found or could not be read in its workers, so its weights "
+                "are unknown. Its blocks cannot be used by other engines, nor after a restart or reset."
             )
             weights = [uuid.uuid4().hex]
         last, namespace = self._last, with_live_weights(namespace, weights)
@@ -213,14 +212,14 @@ class EngineNamespace:
         if changed and self._engine_cache_kept:
             self.engine_cache_stale = True
             logger.warning(
-                "kvoffd: the weights were changed, and vLLM's own cache was not reset with nothing running. Nothing is "
-                "stored until it is: call reset_prefix_cache with reset_running_requests and reset_connector."
+                "kvoffd: the weights were changed, but vLLM's own cache was not reset while idle. Nothing is stored "
+                "until it is: call reset_prefix_cache with reset_running_requests and reset_connector."
             )
         of_changed = ", of the changed weights" if changed else ""
         logger.info("kvoffd: namespace %s (%s)%s.", namespace.fingerprint.hex()[:12], namespace.label, of_changed)
 
     def join(self, namespace: NamespaceSpec) -> None:
-        """Be in this namespace, and connect unless the connection is there already."""
+        """Enter this namespace, and connect unless already connected."""
         self.current = namespace
         is_same = self._last is not None and self._last.fingerprint == namespace.fingerprint
         if not is_same or isinstance(self.client, Unconnected):

@@ -1,7 +1,7 @@
-"""What must be equal before two engines may read each other's KV bytes, and the namespace made of it.
+"""The factors that must be equal for two engines to share KV bytes, and the namespace made from them.
 
-Every worker collects the factors on its own after it loaded the model. All workers of one engine must come to the same
-result, as must an engine that starts again.
+Every worker collects the factors on its own after it has loaded the model. All workers of an engine must get the same
+result, also after a restart.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 FORMAT = 3
-"""Raised when the meaning of a factor, or of the bytes in a slot, changes."""
+"""Version of the factors. Raise it when the meaning of a factor, or of the bytes in a slot, changes."""
 MAX_DESCRIPTION_BYTES = 65_000
 PROBE_TOKENS = tuple(range(1, 17))
 
-# These say where a configuration came from, not what is in it.
+# The origin of a configuration, not its contents.
 VOLATILE_CONFIG_KEYS = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
 
 # Fields of MultiModalConfig; see ``_multimodal``.
@@ -56,10 +56,10 @@ MULTIMODAL_FIELDS = (
     "video_pruning_rate",
 )
 
-# What transformers makes a local model's processor of; of a hub's model the commit tells.
+# Configuration of a local model's processor; a hub's model has a commit.
 PROCESSOR_FILES = "*processor_config.json"
 
-# What makes embeddings of media, of which vLLM may hash the bytes that came.
+# Packages that decode media; vLLM may hash only the encoded bytes.
 MEDIA_PACKAGES = (
     "av",
     "librosa",
@@ -81,7 +81,7 @@ BACKENDS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
 # Functions of torch.cpu.
 CPU_INSTRUCTIONS = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
 
-# Variables of vllm.envs that change numbers by more than rounding does, and that nothing else here shows.
+# Variables of vllm.envs that change numbers by more than rounding, and are not covered by other factors.
 ENVIRONMENT = (
     "VLLM_B12X_MOE_FP4_FORCE_A16",
     "VLLM_BATCH_INVARIANT",
@@ -99,11 +99,11 @@ ENVIRONMENT = (
     "VLLM_VIDEO_LOADER_BACKEND",
 )
 
-# Speculative methods that draft without a KV cache of their own.
+# Speculative methods whose drafts have no KV cache.
 METHODS_WITHOUT_KV = frozenset({"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"})
 
 JUDGED_FIELDS = Path(__file__).with_name("judged_fields.txt")
-"""Why each field of vLLM's configuration is a factor or none: a class, and below it its fields, four columns in."""
+"""List of the fields of vLLM's configuration by class, with the reason why each is a factor or not."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
 SAMPLES_PER_FILE = 256
@@ -111,7 +111,7 @@ SAMPLE_BYTES = 256
 
 
 def namespace_of(factors: Mapping[str, Any], label: str) -> NamespaceSpec:
-    """Return the namespace of an engine's factors. ``label`` is for display only and goes into no fingerprint."""
+    """Return the namespace of an engine's factors. ``label`` is for display only, not part of the fingerprint."""
     canonical = canonical_json({"format": FORMAT, **factors})
     is_short = len(canonical) <= MAX_DESCRIPTION_BYTES
     return NamespaceSpec(
@@ -132,7 +132,7 @@ def namespace_of(factors: Mapping[str, Any], label: str) -> NamespaceSpec:
 
 
 def with_live_weights(namespace: NamespaceSpec, weights: Sequence[str]) -> NamespaceSpec:
-    """Return the namespace of an engine with these weights in memory: one digest for each worker, by rank."""
+    """Return the namespace of an engine with these weights in memory: a digest for each worker, by rank."""
     canonical = canonical_json({**json.loads(namespace.description), "live_weights": digest(list(weights))})
     return dataclasses.replace(namespace, fingerprint=fingerprint_of(canonical), description=canonical)
 
@@ -142,18 +142,18 @@ def digest(value: object) -> str:
 
 
 def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: str) -> dict[str, Any]:
-    """Return everything that decides which bytes an engine puts into a block of a given hash, as JSON values.
+    """Return everything that determines the bytes of a block with a given hash, as JSON values.
 
     ``vllm_config`` and ``kv_cache_config`` are a worker's; all workers of an engine get the same.
     """
     offloading = build_offloading_config(vllm_config, kv_cache_config)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     local_weights = weights_identity(model.model)
-    # Layers with another dtype: groups and their specs may be the same without them.
+    # Layers with another dtype, which groups and their specs need not show.
     skipped = sorted(set(vllm_config.cache_config.kv_cache_dtype_skip_layers))
     return ({"unjudged": unjudged(vllm_config)} if untested() else {}) | {
         "vllm_release": version_factor(),
-        # A hub's model by its name and commit, a local one by its files.
+        # Name and commit for a hub's model, files for a local one.
         "model": "" if local_weights else f"{model.model} {getattr(model, 'model_weights', '')}".strip(),
         "revision": " ".join(filter(None, (model.revision, model.code_revision))),
         "weights": local_weights or getattr(model.hf_config, "_commit_hash", None) or "",
@@ -165,19 +165,19 @@ def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sal
         "tokens_per_hash": offloading.cache.tokens_per_hash,
         "blocks_per_chunk": offloading.cache.blocks_per_chunk,
         **_hash_factors(vllm_config),
-        # Tokens after a block that its hash covers too (0.33, speculative decoding).
+        # Tokens after a block that its hash includes (0.33, speculative decoding).
         "hash_lookahead_tokens": int(getattr(vllm_config, "num_hash_lookahead_tokens", 0)),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "prefill_context_parallel": parallel.prefill_context_parallel_size,
         "decode_context_parallel": parallel.decode_context_parallel_size,
-        # Tokens that a rank of context parallelism holds in a row.
+        # Consecutive tokens on a rank of context parallelism.
         "context_parallel_interleave": parallel.cp_kv_cache_interleave_size,
-        # Shards of a block: workers, or 1 where all of them have the same bytes.
+        # Shards of a block: workers, or 1 if all have the same bytes.
         "world_size": 1 if offloading.replicated_layout else parallel.world_size,
         "kv_layout": str(kv_cache_config.kv_cache_layout or offloading.kv_cache_layout or ""),
         "device_type": str(current_platform.device_type),
-        # Kernels of another device model may lay out pages differently.
+        # Kernels for other devices may lay out pages differently.
         "device_name": _device_name(),
         "attention_backend": _attention_backend(vllm_config, kv_cache_config),
         "computation": _computation(vllm_config),
@@ -194,7 +194,7 @@ def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sal
 
 
 def judged_fields() -> dict[str, dict[str, str]]:
-    """Of each class in ``JUDGED_FIELDS`` its fields, each with the only release that has it, "" for all of them."""
+    """Return the fields of each class in ``JUDGED_FIELDS``, each with the only release that has it, or ``""``."""
     judged: dict[str, dict[str, str]] = {}
     fields: dict[str, str] = {}
     for line in JUDGED_FIELDS.read_text().splitlines():
@@ -206,9 +206,9 @@ def judged_fields() -> dict[str, dict[str, str]]:
 
 
 def unjudged(vllm_config: VllmConfig) -> dict[str, object]:
-    """Return what a release that nobody tested has in its configuration beside the fields that were judged, by path.
+    """Return the configuration fields of an untested release that are not in ``JUDGED_FIELDS``, by path.
 
-    Any of it may decide bytes of blocks. Where it does not, engines share less than they could.
+    Any of them may influence the bytes of blocks. If not, engines share less than they could.
     """
     judged = judged_fields()
 
@@ -226,7 +226,7 @@ def unjudged(vllm_config: VllmConfig) -> dict[str, object]:
 
 
 def label_of(vllm_config: VllmConfig) -> str:
-    """Return the name for operators: the served name, else the model's; of a path only the directory's name."""
+    """Return the name for operators: the served name, else the model's, without the directories of a path."""
     served = vllm_config.model_config.served_model_name
     name = str((served[0] if isinstance(served, list) else served) or vllm_config.model_config.model)
     name = Path(name).name if Path(name).is_dir() else name
@@ -234,30 +234,30 @@ def label_of(vllm_config: VllmConfig) -> str:
 
 
 def _hash_factors(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return what decides the engine's block hashes."""
+    """Return the factors of the engine's block hashes."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     function = get_hash_fn_by_name(algorithm)
-    # vLLM draws a new seed at each call exactly where it draws one for each process.
+    # vLLM draws a new seed at each call if each process has a random one.
     is_random = resolve_none_hash_seed(function) != resolve_none_hash_seed(function)
     if algorithm.startswith("xxhash"):
         logger.warning_once(  # type: ignore[attr-defined]
             "kvoffd: %s is not collision resistant: two prompts may share a block hash and read each other's KV. "
-            "Use --prefix-caching-hash-algo sha256_cbor, above all where tenants share the daemon.",
+            "Use --prefix-caching-hash-algo sha256_cbor, especially if tenants share the daemon.",
             algorithm,
         )
     if is_random:
         logger.warning_once(  # type: ignore[attr-defined]
-            "kvoffd: %s without PYTHONHASHSEED has a random seed in each process, so this engine's blocks can be used "
-            "by no other engine and not after its restart. Set PYTHONHASHSEED, or use sha256_cbor.",
+            "kvoffd: %s without PYTHONHASHSEED has a random seed in each process, so other engines, and this one after "
+            "a restart, cannot use its blocks. Set PYTHONHASHSEED, or use sha256_cbor.",
             algorithm,
         )
-    # Workers do not know the scheduler's seed where it is random, and must agree all the same.
+    # Workers do not know the scheduler's random seed, but must agree.
     seed = function("random" if is_random else resolve_none_hash_seed(function))
     return {
         "hash_algorithm": algorithm,
-        # Algorithm, seed and scheme of the hashes in one value.
+        # Covers algorithm, seed and scheme of the hashes.
         "hash_probe": hash_block_tokens(function, seed, PROBE_TOKENS, None).hex(),
-        # The engine's id, when nobody else can share its blocks.
+        # The engine's id, if no other engine can share its blocks.
         "private": str(vllm_config.kv_transfer_config.engine_id) if is_random else "",
     }
 
@@ -265,11 +265,11 @@ def _hash_factors(vllm_config: VllmConfig) -> dict[str, str]:
 def _config_digest(model: ModelConfig) -> str:
     plain = _plain(model.hf_config.to_dict())
     text = canonical_json(plain)
-    # Long RoPE chooses its factors by the longest context the engine was started for.
+    # Long RoPE chooses its factors by the engine's maximal context length.
     length: object = model.max_model_len if "longrope" in text else None
     if "llama4" in text:
-        # So does Llama 4 whether it scales queries by their position, unless its generation config says so. Where it
-        # sees images it notes that in a copy of its configuration.
+        # By that length Llama 4 decides whether to scale queries by position, unless its generation config says so. For
+        # images it records that in a copy of its configuration.
         generation = {**model.try_get_generation_config(), **model.override_generation_config}
         length = [model.max_model_len, _plain(generation.get("attn_temperature_tuning"))]
     return digest(
@@ -277,7 +277,7 @@ def _config_digest(model: ModelConfig) -> str:
             "config": plain,
             "max_model_len": length,
             "model_impl": str(model.model_impl),
-            # Models whose layers are transformers' own code.
+            # For models whose layers are code of transformers.
             "transformers": _versions("transformers") if model.using_transformers_backend() else "",
             "remote_code": _remote_code(model),
             "model_class_overrides": _plain(model.model_class_overrides),
@@ -287,7 +287,7 @@ def _config_digest(model: ModelConfig) -> str:
 
 
 def _computation(vllm_config: VllmConfig) -> str:
-    """Return a digest of settings outside the model's that change what a token attends to, or anything at all."""
+    """Return a digest of settings outside the model that change attention, or may change anything."""
     attention, kernels = vllm_config.attention_config, vllm_config.kernel_config
     is_quantized = bool(vllm_config.model_config.quantization)
     return digest(
@@ -297,7 +297,7 @@ def _computation(vllm_config: VllmConfig) -> str:
             "diffusion": _plain(vllm_config.diffusion_config),
             "additional": _plain(vllm_config.additional_config),
             "plugins": _plugins(),
-            # Kernels for quantized weights differ in how they quantize the other factor.
+            # Kernels for quantized weights differ in how they quantize activations.
             "backends": [_plain(getattr(kernels, name, None)) for name in BACKENDS] if is_quantized else [],
             "environment": {name: _plain(getattr(envs, name, None)) for name in ENVIRONMENT},
         }
@@ -305,10 +305,10 @@ def _computation(vllm_config: VllmConfig) -> str:
 
 
 def _multimodal(model: ModelConfig) -> str:
-    """Return a digest of what decides a request's embeddings beside the model, and is in no hash of an image or video.
+    """Return a digest of what influences a request's embeddings, besides the model and the hashes of images and videos.
 
-    Of the arguments of the processor vLLM hashes those that come with a request, not those of the engine, and not
-    those in the model's files. Of what came with its own bytes it hashes these, whatever decodes them.
+    vLLM hashes the processor's arguments of a request, but not those of the engine or the model's files. It hashes
+    encoded media, but not the versions of their decoders.
     """
     if model.multimodal_config is None:
         return ""
@@ -319,7 +319,7 @@ def _multimodal(model: ModelConfig) -> str:
 
 
 def _versions(*packages: str) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+    """Return the versions of the installed packages among these."""
     found = {}
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -328,7 +328,7 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def _plugins() -> list[str]:
-    """Return others' plugins that vLLM loads into workers, with their versions: they may change models and kernels."""
+    """Return third-party plugins that vLLM loads into workers, with versions: they may change models and kernels."""
     wanted = envs.VLLM_PLUGINS
     return sorted(
         f"{plugin.name} {plugin.value} {plugin.dist.version if plugin.dist else ''}"
@@ -339,9 +339,9 @@ def _plugins() -> list[str]:
 
 
 def _remote_code(model: ModelConfig) -> dict[str, str]:
-    """Return the commits of code that a model takes from a hub, by repository: its own, or another one it names.
+    """Return the commits of a model's code from a hub by repository: its own, or another one it names.
 
-    Code in the directory of a local model is in the digest of its files.
+    The digest of a local model's files includes its code.
     """
     classes = getattr(model.hf_config, "auto_map", None) if model.trust_remote_code else None
     commits = {}
@@ -359,10 +359,10 @@ def _remote_code(model: ModelConfig) -> dict[str, str]:
 
 
 def _speculative(vllm_config: VllmConfig) -> str:
-    """Return a digest of the draft model, whose layers have KV of their own; empty where nothing is added.
+    """Return a digest of the draft model if its layers have KV of their own; else empty.
 
-    How many tokens are drafted changes no block: what is kept was computed with the tokens that were accepted. Only
-    drafts of several tokens in one pass of the draft model may write its layers' KV differently.
+    The number of drafted tokens does not change blocks, which were computed with accepted tokens. Only drafts of
+    several tokens in one pass of the draft model may write its layers' KV differently.
     """
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
@@ -380,7 +380,7 @@ def _speculative(vllm_config: VllmConfig) -> str:
 
 
 def _attention_backend(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Return the backends of the offloaded layers; the configured one where layers differ from worker to worker."""
+    """Return the backends of the offloaded layers; the configured one if workers have different layers."""
     layers = vllm_config.compilation_config.static_forward_context
     backends = {
         str(layers[name].get_attn_backend().get_name())
@@ -395,17 +395,17 @@ def _attention_backend(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 
 def _device_name() -> str:
-    """Return what of the device decides how attention's kernels lay out pages, and states of recurrent layers."""
+    """Return the properties of the device that determine the layout of pages and recurrent states."""
     if current_platform.is_cpu():
-        # What vLLM asks to choose its library, and the instructions of attention (cpu_attn.py, gdn_attention.py).
+        # Criteria for vLLM's choice of library and attention instructions (cpu_attn.py, gdn_attention.py).
         asked = [name for name in CPU_INSTRUCTIONS if getattr(torch.cpu, name, lambda: False)()]
         cpu = torch.cpu.get_capabilities()
         wide = [name for name in ("bf16", "sve", "sve2", "sve_max_length", "rvv", "vlen") if cpu.get(name)]
         return " ".join([platform.machine(), *asked, *(f"{name}={cpu[name]}" for name in wide)])
     try:
         return str(current_platform.get_device_name())
-    except Exception:  # any driver's error; the type alone must do then
-        logger.warning("kvoffd: the name of the device is unknown; it is left out of the namespace.")
+    except Exception:  # any driver's error
+        logger.warning("kvoffd: the name of the device is unknown and not part of the namespace.")
         return ""
 
 
@@ -413,14 +413,14 @@ def _group_factors(group: KVCacheGroupSpec, offloaded: Any, pipeline_parallel: i
     spec = group.kv_cache_spec
     mixed = isinstance(spec, UniformTypeKVCacheSpecs)
     layers = list(spec.kv_cache_specs.values()) if mixed else [spec]
-    # With pipeline stages each worker has other layers, and of a mixed group perhaps other specs.
+    # With pipeline stages workers have different layers, and perhaps different specs of a mixed group.
     staged = pipeline_parallel > 1
     return {
         "group_id": offloaded.group_id,
         "kind": str(get_kv_cache_spec_kind(layers[0]).value),
         "tokens_per_block": offloaded.tokens_per_block,
         "window_tokens": int(get_kv_cache_spec_sliding_window(layers[0]) or 0),
-        # Of a page of one block on one worker, one layer's or a mixed group's.
+        # Bytes of one block's page on one worker, of one layer or a mixed group.
         "page_bytes": 0 if staged and mixed else int(spec.page_size_bytes),
         "layers": 0 if staged else len(offloaded.layer_names),
         # Heads, head size, dtype, quantization, padding, states.
@@ -433,7 +433,7 @@ def _spec_fields(spec: KVCacheSpec) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Return anything found in configurations as JSON values, the same in every process."""
+    """Return any value of a configuration as JSON values, the same in every process."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items() if key not in VOLATILE_CONFIG_KEYS}
     if isinstance(value, list | tuple):
@@ -442,19 +442,17 @@ def _plain(value: object) -> object:
         return sorted(str(item) for item in value)
     if isinstance(value, bool | int | float | str) or value is None:
         return value
-    # An object without a text of its own would print its address.
+    # The default repr contains an address.
     text = str(value)
     return type(value).__name__ if " at 0x" in text else text
 
 
 def weights_identity(model: str) -> str | None:
-    """Return a cheap digest of a local model's files, None when ``model`` is no local path.
+    """Return a cheap digest of a local model's files; None if ``model`` is not a local path.
 
-    A model from a hub is its name, its revision and the commit its configuration came from. A local directory is
-    identified by content, not by path or time, so that a copy, or another mount point in another container, shares
-    blocks, and two checkpoints that follow each other at one path do not: names and sizes of all weight files, and 256
-    pieces of 256 bytes spread over each. Training moves practically all of a checkpoint's numbers; change the ``salt``
-    where you edit single ones in place.
+    A local model is identified by content, not by path or time: names and sizes of all weight files, and 256 samples of
+    256 bytes from each. So copies and other mount points share blocks, and successive checkpoints at one path do not.
+    Training changes nearly all numbers of a checkpoint; change the ``salt`` if you edit single ones in place.
     """
     path = Path(model)
     if path.is_file():
@@ -463,13 +461,13 @@ def weights_identity(model: str) -> str | None:
         return None
     files = sorted(item for item in path.iterdir() if item.suffix in WEIGHT_SUFFIXES and item.is_file())
     if not any(item.suffix != ".py" for item in files):
-        # Weights in a form not known here: the path is all there is to tell them apart.
+        # Unknown format of weights: only the path identifies them.
         return hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
     return digest_of_files(files)
 
 
 def digest_of_files(files: list[Path]) -> str:
-    """Return a digest of files' names, sizes and samples, as ``weights_identity`` describes."""
+    """Return a digest of files' names, sizes and samples; see ``weights_identity``."""
     total = hashlib.sha256()
     for path in files:
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""A worker's KV memory: allocated so that it can be shared on a CPU, exported on a GPU, described to the daemon."""
+"""A worker's KV memory: allocated as shared memory on a CPU, exported on a GPU, and described for the daemon."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from kvoffd_client.errors import KvoffdClientError
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_proto.messages import LayerSpec, PageRef, TensorLayout
 
-# vLLM's logical order of a layer's cache, blocks first (v1/kv_cache_interface.py, create_kv_cache_views). With kernels
-# that want smaller blocks than the manager's, a page is several kernel blocks.
+# vLLM's logical order of a layer's cache, after the blocks (v1/kv_cache_interface.py, create_kv_cache_views). If
+# kernels have smaller blocks than the manager, a page is several kernel blocks.
 DIMENSIONS = ("heads", "tokens", "content")
 
 
 class NotShareable(Exception):
-    """The worker's KV memory cannot be handed to the daemon; the sentence says why."""
+    """The worker's KV memory cannot be shared with the daemon. The message says why."""
 
 
 class SharedKvMemory(TorchFunctionMode):
-    """While active, ``torch.zeros(n, dtype=torch.int8)`` on the CPU comes from a sealed memfd.
+    """While active, ``torch.zeros(n, dtype=torch.int8)`` on the CPU allocates a sealed memfd, which is zero.
 
-    That is the one call with which vLLM allocates the backing of all its KV tensors (v1/worker/utils.py,
-    allocate_kv_cache). Everything else passes through. Memory from a memfd is zero already.
+    vLLM allocates all its KV tensors by that call (v1/worker/utils.py, allocate_kv_cache). Other calls pass through.
 
     Attributes:
-        memories: what was allocated; kept for the life of the process, since vLLM's tensors live in it.
+        memories: the allocated memory, kept for the life of the process because vLLM's tensors use it.
     """
 
     def __init__(self) -> None:
@@ -60,21 +59,21 @@ def registration_of(
     blocks_per_chunk: int,
     layers: Sequence[Sequence[LayerSpec]] = (),
 ) -> Registration:
-    """Return what the daemon must know of a worker's KV tensors: where in shared memory they lie.
+    """Return the registration of a worker's KV tensors: their places in shared memory.
 
-    ``layers`` describes the pages of each group (see ``describe_layers``); it is left out where it does not fit the
-    tensors. Raises NotShareable when a tensor lies in no memory that can be shared.
+    ``layers`` describes the pages of each group (see ``describe_layers``); it is ignored if it does not fit the
+    tensors. Raises NotShareable if a tensor is not in shareable memory.
     """
     tensors = [cache.tensor for cache in kv_caches.tensors]
     kinds = {tensor.device.type for tensor in tensors}
     with ExitStack() as undo:
         offered: Sequence[SharedMemory | GpuSegment] = memories
         reason = (
-            "vLLM did not allocate its KV cache in the memory that kvoffd offered (get_mem_pool_context was not "
-            "called, or another connector's was)."
+            "vLLM did not allocate its KV cache in kvoffd's shared memory (get_mem_pool_context was not called, or "
+            "another connector's was)."
         )
         if kinds == {"cuda"}:
-            reason = "A KV tensor lies in several allocations."
+            reason = "A KV tensor spans several allocations."
             try:
                 offered = export_segments([_span(tensor) for tensor in tensors])
             except KvoffdClientError as error:
@@ -103,7 +102,7 @@ def registration_of(
 
 
 class RecordedEvent:
-    """An event behind everything launched so far on this thread's current stream; its waiter sleeps."""
+    """An event after everything launched so far on this thread's current stream; its waiter sleeps."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
@@ -111,13 +110,13 @@ class RecordedEvent:
         self._event.record()
 
     def synchronize(self) -> None:
-        # A new thread is on GPU 0: to wait there makes a context on it, some hundred MiB (vllm-project/vllm#37449).
+        # A new thread uses GPU 0: waiting there would create a context of some hundred MiB (vllm-project/vllm#37449).
         torch.cuda.set_device(self._device)
         self._event.synchronize()
 
 
 def _layout_in(memories: Sequence[SharedMemory | GpuSegment], tensor: torch.Tensor, reason: str) -> TensorLayout:
-    """Return where a tensor lies. Raises NotShareable, for this reason, where it lies in no memory as a whole."""
+    """Return the layout of a tensor. Raises NotShareable with this reason if no memory contains all of it."""
     address, size = _span(tensor)
     for index, memory in enumerate(memories):
         begin = int(memory.view.ctypes.data) if isinstance(memory, SharedMemory) else memory.address
@@ -136,7 +135,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def describe_layers(
     kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], groups: Sequence[Sequence[str]], num_blocks: int
 ) -> tuple[tuple[LayerSpec, ...], ...]:
-    """Return for each layer of each group what a page of it holds, for programs that open a block outside an engine.
+    """Return the layout of a page for each layer of each group, for programs that open blocks without an engine.
 
     Nothing is decided by it. ``kv_caches`` are vLLM's tensors by layer name, ``[blocks, heads, tokens, content]`` in
     whatever order of memory; ``num_blocks`` counts the blocks of vLLM's manager.
@@ -147,21 +146,21 @@ def describe_layers(
 def _describe(name: str, tensor: torch.Tensor | Sequence[torch.Tensor] | None, num_blocks: int) -> LayerSpec:
     name = name[:256]
     if not isinstance(tensor, torch.Tensor):
-        return LayerSpec(name)  # states, which are several tensors
+        return LayerSpec(name)  # a state of several tensors
     shape: tuple[int, ...] = tuple(tensor.shape)
     if len(shape) != 1 + len(DIMENSIONS) or shape[0] % num_blocks:
-        return LayerSpec(name)  # states of another kind
+        return LayerSpec(name)  # another kind of state
     dimensions = [
         ("kernel_blocks", int(shape[0]) // num_blocks, int(tensor.stride(0))),
         *zip(DIMENSIONS, map(int, shape[1:]), map(int, tensor.stride()[1:]), strict=True),
     ]
     kept = [dimension for dimension in dimensions if dimension[0] != "kernel_blocks" or dimension[1] > 1]
-    # A dimension of one element may have any stride; it keeps its place before what it would hold.
+    # A dimension of one element may have any stride; sort it before the dimensions it would contain.
     kept.sort(key=lambda dimension: dimension[2], reverse=True)
     expected = 1
     for _, size, stride in reversed(kept):
         if size > 1 and stride != expected:
-            return LayerSpec(name)  # the page has gaps, or other layers between
+            return LayerSpec(name)  # the page has gaps, or other layers in between
         expected *= size
     dtype = str(tensor.dtype).removeprefix("torch.")
     return LayerSpec(name, dtype, [size for _, size, _ in kept], " ".join(of for of, _, _ in kept))

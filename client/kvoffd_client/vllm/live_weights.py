@@ -1,7 +1,7 @@
-"""What a worker has in its memory: a digest of the live models, and whether they may have changed since it was taken.
+"""A digest of the models in a worker's memory, and whether they may have changed since.
 
-A configuration names a checkpoint. Training updates weights in place, and an engine that sleeps may wake up with
-others, so only the tensors themselves tell what KV blocks were computed with.
+A configuration only names a checkpoint. Training updates weights in place, and a sleeping engine may wake up with other
+weights, so only the tensors themselves identify what KV blocks were computed with.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 64
 PIECES = 16
-"""Taken of each tensor, spread over it. Training moves all of a tensor's numbers; change the ``salt`` where you
-edit single ones in place."""
+"""Samples from each tensor. Training changes all numbers of a tensor; change the ``salt`` if you edit single ones in
+place."""
 
 CHANGING_METHODS = (
     "apply_model",
@@ -44,19 +44,18 @@ CHANGING_METHODS = (
     "update_weights",
     "wake_up",
 )
-"""Methods of vLLM's workers, model runners and models (0.32, 0.33) after which the weights may be others."""
+"""Methods of vLLM's workers, model runners and models (0.32, 0.33) that may change the weights."""
 
 CHECKPOINT_FORMATS = frozenset(
     {"auto", "fastsafetensors", "hf", "instanttensor", "mistral", "npcache", "pt", "safetensors"}
 )
-"""Load formats that fill a model from the files that its configuration names (vLLM's DefaultModelLoader)."""
+"""Load formats that read the files named by the configuration (vLLM's DefaultModelLoader)."""
 
 
 def has_experts_elsewhere(vllm_config: VllmConfig) -> bool:
-    """Return whether a worker's experts may be any of the model's, and the fingerprint's files tell which those are.
+    """Return whether a worker has only some of the model's experts, and the fingerprint's files identify all of them.
 
-    Under data parallelism vLLM gives each rank other experts, or other parts of all of them. EPLB moves them between
-    ranks while they run.
+    With data parallelism each rank has other experts, or other parts of them. EPLB moves experts between running ranks.
     """
     parallel = vllm_config.parallel_config
     spread = parallel.data_parallel_size > 1 or parallel.enable_eplb
@@ -64,14 +63,14 @@ def has_experts_elsewhere(vllm_config: VllmConfig) -> bool:
 
 
 class LiveWeights:
-    """The models of one worker. ``models`` returns those that are in memory: the model, and a draft model if any.
+    """The models of one worker. ``models`` returns those in memory: the model, and a draft model if any.
 
-    Where ``experts_elsewhere`` is true other ranks compute with the experts that are here, and this one with theirs:
-    the experts here tell no engine from another, and count for nothing.
+    With ``experts_elsewhere`` all ranks compute with experts of other ranks, so the local experts do not identify an
+    engine and are not part of the digest.
 
     Attributes:
-        changed: the weights may be others than those of the last digest.
-        runner: vLLM's model runner, where it was found.
+        changed: whether the weights may have changed since the last digest.
+        runner: vLLM's model runner, if found.
     """
 
     def __init__(
@@ -84,10 +83,10 @@ class LiveWeights:
 
     @classmethod
     def of_caller(cls, *, experts_elsewhere: bool = False) -> LiveWeights:
-        """Return the weights of the worker that is calling; without a model where no caller is a model runner.
+        """Return the weights of the calling worker; without a model if no caller is a model runner.
 
-        vLLM hands connectors no model. It registers the KV caches from inside its model runner, in a method of its
-        worker, with other connectors in between perhaps, so both are among the callers.
+        vLLM passes no model to connectors. But it registers the KV caches from its model runner, in a method of its
+        worker, so both are in the call stack, perhaps with other connectors in between.
         """
         runner = worker = None
         frame: FrameType | None = sys._getframe(1)
@@ -104,7 +103,7 @@ class LiveWeights:
         return weights
 
     def watch(self, owner: Any) -> None:
-        """Have every call of a method that changes weights noticed. The methods do what they did."""
+        """Wrap the methods that change weights, to notice every call."""
         for name in CHANGING_METHODS:
             if callable(method := getattr(owner, name, None)):
                 setattr(owner, name, self._noticing(method))
@@ -112,8 +111,8 @@ class LiveWeights:
     def digest(self) -> str | None:
         """Return the digest, in hex, of all parameters and buffers: names, types, shapes and samples of their bytes.
 
-        The same weights give the same digest in every process that splits them over as many workers. None where they
-        are not found or cannot be read: that must cost an engine its shared blocks, not its start.
+        Equal weights split over as many workers have equal digests in every process. None if the model is not found or
+        cannot be read, which must cost an engine its shared blocks, not its start.
         """
         try:
             self.changed = False
@@ -126,28 +125,30 @@ class LiveWeights:
                 experts = tuple(f"{name}." for name, module in modules if isinstance(module, RoutedExperts))
                 for name, tensor in (*_tensors(model), *_packed_columns(model)):
                     if name.startswith(experts):
-                        # How many there are differs from rank to rank. Their form tells how they are quantized.
+                        # Their number differs between ranks. Type and shape depend on the quantization.
                         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape[1:])}\n".encode())
                         continue
-                    # Where LoRA is on, vLLM puts each layer into another one, and plain prompts get what they got.
+                    # With LoRA vLLM wraps each layer, which does not change plain prompts.
                     plain = name.replace(".base_layer.", ".")
                     total.update(f"{number} {plain} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
                     pieces = sample(tensor)
                     samples += pieces
-                    if logger.isEnabledFor(logging.DEBUG):  # by it two engines' weights are compared
+                    if logger.isEnabledFor(logging.DEBUG):  # to compare two engines' weights
                         digest = hashlib.sha256(b"".join(joined(pieces))).hexdigest()[:16]
                         logger.debug("kvoffd: weights %d %s: %s", number, plain, digest)
             for piece in joined(samples):
                 total.update(piece)
             seconds = time.monotonic() - began
-            logger.info("kvoffd: named the weights by samples of %d tensors in %.3f s.", len(samples), seconds)
+            logger.info(
+                "kvoffd: took a digest of the weights, samples of %d tensors, in %.3f s.", len(samples), seconds
+            )
             return total.hexdigest()
         except Exception:
             logger.exception("kvoffd: the weights in memory could not be read.")
             return None
 
-    def note_change(self) -> None:
-        """The weights, or those of an adapter, may be others from now on."""
+    def mark_changed(self) -> None:
+        """Record that the weights, or those of an adapter, may have changed."""
         self.changed = True
 
     def _noticing(self, method: Callable[..., Any]) -> Any:
@@ -169,10 +170,10 @@ def _models_of(runner: Any) -> list[torch.nn.Module]:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the parameters, and the buffers that are part of the weights.
+    """Yield the parameters, and the buffers that are part of the weights.
 
-    Others follow from the configuration or the parameters, or are written by each forward pass, or hold addresses:
-    those that are not persistent, and scales that vLLM's encoders adapt as they run (mm_encoder_attention.py).
+    Other buffers follow from the configuration or the parameters, are written by forward passes, or hold addresses:
+    non-persistent ones, and scales that vLLM's encoders adapt (mm_encoder_attention.py).
     """
     for name, parameter in model.named_parameters():
         yield from _plain(name, parameter)
@@ -184,11 +185,11 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _packed_columns(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return columns of the matrices that vLLM packs for its CPU kernels, which leaves their parameters empty.
+    """Yield columns of the matrices that vLLM packs for its CPU kernels, which leaves their parameters empty.
 
-    Only the layer's own product reads them (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm). With a
-    vector of zeros and a one it is a column, exactly: nothing is rounded, whatever the kernel and its threads. It
-    costs a read of the matrix. Other kernels keep what they packed in attributes.
+    Only the layer's own product can read them (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm). Its
+    product with a unit vector is exactly a column, without rounding by any kernel, at the cost of reading the matrix.
+    Other kernels keep packed matrices in attributes.
     """
     for name, module in model.named_modules():
         weight, product = getattr(module, "weight", None), getattr(module, "cpu_linear", None)
@@ -206,7 +207,7 @@ def _packed_columns(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the tensors that hold the bytes: some of vLLM's and TorchAO's parameters are made of several."""
+    """Yield the tensors with the bytes: some parameters of vLLM and TorchAO consist of several."""
     if isinstance(tensor, SharedWeightParameter):
         for index, partition in tensor.partitions.items():
             yield from _plain(f"{name}.{index}", partition)
@@ -218,7 +219,7 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 
 def sample(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return pieces of a tensor's memory, from its first byte to its last, on its device."""
+    """Return samples of a tensor's memory, from its first byte to its last, on its device."""
     if tensor.is_meta or tensor.numel() == 0:
         return []
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -233,6 +234,6 @@ def sample(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def joined(pieces: list[torch.Tensor]) -> Iterator[bytes]:
-    """Return the bytes of the pieces of each device. One copy per device: each would wait for the device anew."""
+    """Yield the bytes of the pieces of each device, with one copy, hence one wait, per device."""
     for device in dict.fromkeys(piece.device for piece in pieces):
         yield torch.cat([piece for piece in pieces if piece.device == device]).cpu().numpy().tobytes()

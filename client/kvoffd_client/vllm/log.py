@@ -1,4 +1,4 @@
-"""The connector's logger: a child of vLLM's, so that its lines appear in the engine's log."""
+"""The connector's logger, a child of vLLM's, so that its lines appear in the engine's log."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from vllm.logger import init_logger
 
 logger: logging.Logger = init_logger("vllm.kvoffd")
 
-# The client logs when it is connected and, once per outage and reason, why not; only vLLM's loggers have handlers.
+# The client logs connections and, once per outage, the reason; but only vLLM's loggers have handlers.
 _client_logger = logging.getLogger("kvoffd_client")
 if not _client_logger.handlers:
     _client_logger.parent = logger
 
 
 class StoreRefusalFilter(logging.Filter):
-    """Drops vLLM's warning for each step in which a store was put off.
+    """Drops vLLM's warnings about deferred stores.
 
-    Putting stores off while the daemon is busy is this connector's normal way (they are offered again in the next
-    step, and counted); a line per request and step would bury the engine's log.
+    This connector normally defers stores while the daemon is busy. They are offered again in the next step, and
+    counted; a line per request and step would flood the engine's log.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

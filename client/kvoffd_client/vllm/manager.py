@@ -1,4 +1,4 @@
-"""The scheduler's half: answers vLLM's questions about blocks from what the daemon has answered."""
+"""The scheduler's half of the connector: answers vLLM's questions about blocks by the daemon's answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffd_client.scheduler_client import Lookup
+from kvoffd_client.scheduler_client import LookupFuture
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S, AdapterContents
 from kvoffd_client.vllm.block_tokens import HostBlockEvents
@@ -50,45 +50,45 @@ from kvoffd_proto.messages import (
     WRITING,
     GroupKeys,
     Outcome,
-    RequestReport,
+    PromptReport,
 )
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
-# Errors that say something about the blocks. After any other one they are as good as before.
+# Errors after which the blocks are unusable. After other errors they are still valid.
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
 _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
 _READY_BYTE, _NOT_THERE = bytes([READY]), bytes([ABSENT, WRITING])
 NEVER = float("-inf")
 REFRESH_S = 1.0
-"""Age at which an answer with misses is asked for again, how long before its end a whole one is, and pause after a
-lookup that failed."""
+"""Age at which an answer with misses is refreshed, time before its end at which a complete one is, and pause after a
+failed lookup."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.002, 0.05
-"""Between lookups of blocks that come up from disk."""
+"""Pause between lookups of blocks that are being promoted."""
 LOOKUP_WAIT_S = 0.001
-"""How long the scheduler waits for answers in one step, of all its new requests together."""
+"""Time that the scheduler waits for answers in one step, for all its new requests together."""
 IDLE_WAIT_S = 0.005
-"""The same where no request ran in the step before: without an answer an idle engine would make an empty step, after
+"""The same if no request ran in the previous step: without an answer an idle engine would run an empty step, after
 which vLLM sleeps for a millisecond."""
 ASSUMED_RATE, ASSUMED_CPU_RATE = 10_000.0, 500.0
-"""Tokens a second that an engine on a GPU, and on a CPU, is taken to compute while its prefill rate is not known, as
-for its first prompts. Guesses, for a large GPU and for few cores."""
+"""Assumed prefill rates in tokens per second, on a GPU and on a CPU, while the rate is unknown. Estimates for a large
+GPU and for few cores."""
 LEAST_COMPUTED_S = 0.02
-"""A step of an engine is taken to last so long at least."""
+"""Least assumed duration of an engine's step."""
 LATE_REPLIES = 3
-"""Answers in a row that took longer than a prompt may wait, after which the next prompts do not wait at all."""
+"""Consecutive answers that took longer than a prompt may wait, after which the next prompts do not wait."""
 ANSWER_SHARE = 0.1
-"""Part of the time of computing for which a prompt waits for the daemon's answer: a busy machine is late. A daemon that
-hangs costs as much a few times, see LATE_REPLIES."""
+"""Share of the time of computing for which a prompt waits for the daemon's answer, which is late on a busy machine. A
+daemon that hangs costs this a few times, see LATE_REPLIES."""
 DOUBT_SHARE = 0.03
-"""The same for blocks of which nothing says that they are worth it: a speed known from a few blocks may be far off."""
+"""The same for blocks that are not expected to be worth it: a speed measured on a few blocks may be far off."""
 ASK_SHARE, MOST_ASK_S = 0.1, 0.25
-"""Part of that time, and the most, that it waits for a shared store to say whether it has the blocks."""
+"""Share of that time, and its limit, for which it waits for a shared store's answer."""
 WAIT_PAUSE_S = 0.1
-"""After an answer that did not come in time none is awaited for so long. A daemon that hangs costs a hundredth of the
-time, until it counts as not connected."""
+"""Time without waiting after an answer that did not come in time. A daemon that hangs costs a hundredth of the time,
+until it counts as not connected."""
 REPORT_EVERY_S = 10.0
 
 
@@ -97,14 +97,14 @@ class KeyedLookup:
     """A lookup of one request.
 
     Attributes:
-        chunks: by index on the wire, the chunks of each group that has whole ones.
-        given_up: its answer is waited for no longer. It is used if it comes before the request runs.
-        read: its answer came and was read.
-        found: by vLLM's keys, the answer for those that are in the pool, or on their way up from a tier and waited for.
-        coming: the states of those that are on their way.
+        chunks: the chunks of each group that has complete ones, by index on the wire.
+        given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
+        read: whether the answer was read.
+        found: results by vLLM's keys, for keys in the pool or being promoted.
+        coming: states of the keys that are being promoted.
     """
 
-    ticket: Lookup
+    ticket: LookupFuture
     chunks: dict[int, Sequence[bytes]]
     sent_at: float
     given_up: bool = False
@@ -114,46 +114,46 @@ class KeyedLookup:
 
     @property
     def asked(self) -> int:
-        """How many chunks the lookup was for."""
+        """Number of chunks looked up."""
         return sum(map(len, self.chunks.values()))
 
     def leading_ready(self, index: int) -> int:
-        """Return how many blocks of a group are there, from the first one on."""
+        """Return the number of a group's blocks that are ready, before the first one that is not."""
         return self.ticket.leading_ready(list(self.chunks).index(index)) if index in self.chunks else 0
 
     @property
     def usable(self) -> bool:
-        """Whether the answer still holds: its lease lives, or nothing was pinned."""
+        """Whether the answer is still valid: its lease lives, or nothing was pinned."""
         return self.ticket.alive or self.ticket.pinned == 0
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """What is known of one request.
+    """State of one request.
 
     Attributes:
-        request: vLLM's, from ``look_up`` on; its block hashes grow.
-        answer: the answer in force; its lease pins what it says is ready.
-        pending: a lookup that is not answered yet. The answer in force stays until it is replaced.
-        last: the lookup that was sent last, also after its lease was released; tells what need not be stored.
-        found: the answer's, while vLLM scans.
-        otherwise: vLLM's word for all other keys. Those inside a chunk, of the end of a prompt, are among them.
-        adapter: content of the request's LoRA adapter; empty for none, and while it is not known.
-        adapter_asked_at: when the workers were asked for it first.
-        disabled: nothing of this request may be looked up or stored.
-        load_failed: a load of this request failed; the request is recomputed and never looked up again.
-        from_tiers: keys that came, or were to come, from a tier for this request, and their last state there.
-        tier_wait_began: when the request began to wait for tiers below the pool; None before something is on its way.
-        tier_wait_until: when it stops waiting at the latest; NEVER once it has stopped.
-        worth_waiting_at: when it was last expected that waiting is worth it.
-        waits_for_tier: the request waits for what the answer says is on its way.
-        scan: the answer of the last scan, the tokens that were computed then, what it found, and how many loads had
-            ended.
-        skip_counted: it was counted that its blocks were not loaded, since that is slow.
-        refused: its blocks were not loaded, since the KV cache had no space for them.
-        logged: its report is made.
-        failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
-        waits_for_report_since: when it was first scanned while the workers were not registered.
+        request: vLLM's request, from ``look_up`` on; its block hashes grow.
+        answer: the current answer, whose lease pins the blocks that it reports as ready.
+        pending: a lookup without an answer yet. The current answer stays until it is replaced.
+        last: the lookup sent last, even if its lease was released; it shows which blocks need not be stored.
+        found: the answer's results, during vLLM's scan.
+        otherwise: result for all other keys, including those inside a chunk at the end of a prompt.
+        adapter: content of the request's LoRA adapter; empty if it has none, and while unknown.
+        adapter_asked_at: time when the workers were first asked for it.
+        disabled: the request must not be looked up or stored.
+        load_failed: a load failed; the request is recomputed and not looked up again.
+        from_tiers: keys that were, or were to be, promoted for this request, with their last state.
+        tier_wait_began: time when the request began to wait for a promotion; None before.
+        tier_wait_until: latest end of that wait; NEVER once it has ended.
+        worth_waiting_at: last time when waiting was expected to be worth it.
+        waits_for_tier: the request waits for promotions in its answer.
+        scan: answer, computed tokens, result and number of ended loads of the last scan.
+        skip_counted: it was counted as a load skipped for being slow.
+        refused: its blocks were not loaded because the KV cache had no space.
+        logged: its outcome was reported.
+        failed_at: time of its last failed lookup; for a while none is sent, so that the request is not deferred for
+            ever.
+        waits_for_report_since: time of its first scan while the workers were not registered.
     """
 
     request: Request = cast(Any, None)  # noqa: RUF009
@@ -180,11 +180,11 @@ class RequestState:
 
 
 class KvoffdManager(OffloadingManager):
-    """vLLM's OffloadingManager over the daemon. Where the daemon is away or slow, every answer is a miss.
+    """vLLM's OffloadingManager over the daemon. If the daemon is absent or slow, every answer is a miss.
 
     Attributes:
-        namespace: which namespace the engine is in, with the connection. It was left before reset_cache() is called.
-        events: what the engine publishes of the daemon's blocks; None where it publishes no KV events.
+        namespace: the engine's namespace and connection. It is left before reset_cache() is called.
+        events: publisher of the daemon's blocks; None if the engine publishes no KV events.
         loads, stores: vLLM's kv_role. Without ``loads`` everything is a miss, without ``stores`` nothing is stored.
     """
 
@@ -205,14 +205,14 @@ class KvoffdManager(OffloadingManager):
         self._deadline_s, self._disk_wait_s = deadline_s, disk_wait_s
         self._positions = {group.suffix: index for index, group in enumerate(groups)}
         self._shard_bytes: dict[bytes, int] = {}
-        """About the bytes of one worker's shard of a block, by the group's end of a key."""
+        """Approximate bytes of one worker's shard of a block, by the group's suffix of a key."""
         self._credit_bytes = 0
-        """Of stores that may be outstanding, as the workers reported it. It is soft: one offer may pass it. An offer is
-        all the new blocks of a request's step, and a part of it would help little (vLLM does not offer the rest
-        again, and a prefix without its sliding windows is no hit); an offer larger than the whole credit would
-        otherwise never be made."""
+        """Bytes of stores that may be outstanding, as the workers reported. One offer may exceed it: an offer has all
+        new blocks of a request's step, of which a part has little use (vLLM does not offer the rest again, and a prefix
+        without its sliding windows is not a hit), and a larger offer than the credit could otherwise never be stored.
+        """
         self._storing: dict[OffloadKey, int] = {}
-        """Keys that were offered to vLLM for a store and that no worker has reported as ended, with their bytes."""
+        """Keys of stores that no worker has reported as ended, with their bytes."""
         self._outstanding_bytes = 0
         self.events: HostBlockEvents | None = None
         self._requests: dict[str, RequestState] = {}
@@ -228,16 +228,15 @@ class KvoffdManager(OffloadingManager):
         namespace.on_leave = self._disable_adapters
         self.loads = self.stores = True
         self._replies_s: deque[float] = deque(maxlen=LATE_REPLIES)
-        """How long the last answers took, or the time after which one was given up."""
+        """Durations of the last answers, or of the wait for those given up."""
         self._wait_left_s = IDLE_WAIT_S
         self._tokens_before: dict[str, int] | None = None
-        """By request, tokens of prompts that came before it and are not computed yet; None until somebody asks in this
-        step."""
+        """Uncomputed tokens of earlier prompts, by request; None until needed in this step."""
         self._no_wait_before = NEVER
         self._is_idle = True
-        """Whether no request ran in the step before."""
+        """Whether no request ran in the previous step."""
 
-    # --- what the connector calls beyond vLLM's interface ---
+    # --- for the connector, beyond vLLM's interface ---
 
     def begin_engine(
         self,
@@ -251,11 +250,11 @@ class KvoffdManager(OffloadingManager):
         hash_function: Callable[[Any], bytes] = sha256,
         assumed_rate: float = ASSUMED_RATE,
     ) -> None:
-        """Take what the engine's configuration says, before the first request.
+        """Set properties of the engine's configuration, before the first request.
 
-        ``shard_bytes`` are those of one worker's shard of a block, by group on the wire. ``state_groups`` are those of
-        recurrent layers whose states vLLM offers by themselves. Where the engine publishes KV events, ``event_kinds``
-        are those of its groups of full attention. For the others see ``HostBlockEvents`` and ``PrefillRate``.
+        ``shard_bytes``: bytes of one worker's shard of a block, by group on the wire. ``state_groups``: groups of
+        recurrent layers, whose states vLLM offers separately. ``event_kinds``: kinds of the groups of full attention,
+        if the engine publishes KV events. For the others see ``HostBlockEvents`` and ``PrefillRate``.
         """
         self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
         self._state_suffixes = {self._groups[index].suffix for index in state_groups}
@@ -267,13 +266,13 @@ class KvoffdManager(OffloadingManager):
         self.harm = DoNoHarm(self.clock, prefill, active=self._do_no_harm)
 
     def look_up(self, request: Request) -> None:
-        """Ask for all whole chunks of a request, if the daemon may be asked. vLLM has announced the request before."""
+        """Look up all complete chunks of a request that vLLM has announced, if lookups are possible."""
         state, namespace = self._requests[request.request_id], self.namespace
         state.request = request
         if request.skip_reading_prefix_cache and request.pooling_params is not None:
             logger.info_once(  # type: ignore[attr-defined]
-                "kvoffd: the pooling task %s needs all tokens of a prompt to be computed, so nothing of it is loaded, "
-                "and nothing is stored.",
+                "kvoffd: the pooling task %s needs all tokens of a prompt to be computed, so nothing is loaded or "
+                "stored for it.",
                 request.pooling_params.task,
             )
             state.disabled = True
@@ -292,7 +291,7 @@ class KvoffdManager(OffloadingManager):
             self._counters[metrics.LOOKUPS] += 1
 
     def _knows_adapter(self, state: RequestState) -> bool:
-        """Whether it is known with what adapter a request is computed; it is disabled if nobody will know."""
+        """Return whether the content of a request's adapter is known; disable the request if it cannot be known."""
         adapter = state.request.lora_request
         if adapter is None or state.adapter or state.disabled:
             return True
@@ -301,7 +300,7 @@ class KvoffdManager(OffloadingManager):
         return content is not None
 
     def awaits_adapter(self, request: Request) -> bool:
-        """Have the workers asked for a request's adapter, if it is not known. For a while the request waits for it."""
+        """Ask the workers for a request's adapter if it is unknown; return whether the request still waits for it."""
         state, adapter, now = self._requests[request.request_id], request.lora_request, self.clock()
         if adapter is None or self._knows_adapter(state):
             return False
@@ -321,17 +320,17 @@ class KvoffdManager(OffloadingManager):
         return self.loads and not barred
 
     def prepare_scan(self, request: Request, computed_tokens: int, *, has_all: bool) -> None:
-        """Have what ``lookup`` is to say of a request's keys, before vLLM asks: one scan must see one answer.
+        """Prepare the results of ``lookup`` for a request before vLLM's scan, which must see a single answer.
 
-        Takes in an answer that came, or waits a moment for it; asks again where it is missing or outdated.
-        ``computed_tokens`` are in vLLM's own cache; ``has_all``: as much as it may have, so nothing is loaded.
+        Read an answer that has come, or wait a moment for it; look up again if it is missing or outdated.
+        ``computed_tokens`` are in vLLM's own cache; ``has_all``: as many as it can use, so nothing is loaded.
         """
         state, namespace = self._requests[request.request_id], self.namespace
         state.found, state.otherwise = {}, _MISS
         if has_all or not self._may_load(state) or namespace.problem:
             return
         if not (namespace.registered and namespace.client.ready):
-            if self._hears_soon(state):
+            if self._awaits_reports(state):
                 state.otherwise = LookupResult.RETRY
             return
         if state.answer is not None and not state.answer.usable:
@@ -351,7 +350,7 @@ class KvoffdManager(OffloadingManager):
                 state.failed_at = now
             else:
                 self._read(came)
-                # The new lease pins what the old one did, so nothing is unpinned in between.
+                # The new lease pins the same blocks, so nothing is unpinned in between.
                 self._release(state.answer)
                 state.answer = came
                 state.from_tiers.update(came.coming)
@@ -362,10 +361,10 @@ class KvoffdManager(OffloadingManager):
         if state.pending is not None and not state.pending.given_up and is_awaited:
             state.otherwise = LookupResult.RETRY
 
-    def _hears_soon(self, state: RequestState) -> bool:
-        """Whether a request waits a moment for the workers' reports: for the namespace, or that they are registered.
+    def _awaits_reports(self, state: RequestState) -> bool:
+        """Return whether a request waits a moment for the workers to report their memory or registration.
 
-        In the steps of an engine that computes the reports come anyway; one that is idle may know an old one.
+        An engine that computes gets the reports in its steps anyway; an idle one may have an old report.
         """
         namespace = self.namespace
         if namespace.current is None:
@@ -377,7 +376,7 @@ class KvoffdManager(OffloadingManager):
         return self._is_idle and self.clock() - state.waits_for_report_since < LEAST_COMPUTED_S
 
     def _is_outdated(self, state: RequestState) -> bool:
-        """Whether to ask for a request that no lookup is on its way for."""
+        """Return whether to look up a request without a pending lookup again."""
         answer, now = state.answer, self.clock()
         if now - state.failed_at < REFRESH_S:
             return False
@@ -390,20 +389,20 @@ class KvoffdManager(OffloadingManager):
             return now > answer.ticket.stale_at - REFRESH_S
         if not state.waits_for_tier or state.tier_wait_began is None:
             return now - answer.ticket.answered_at > REFRESH_S
-        # Half of the time that is expected; a quarter of what it has waited, where nothing is.
+        # Half of the expected time; without an estimate, a quarter of the time waited so far.
         expected_s = answer.ticket.wait_s or (now - state.tier_wait_began) / 2
         return now - answer.ticket.answered_at > min(MAX_RETRY_PAUSE_S, max(MIN_RETRY_PAUSE_S, expected_s / 2))
 
     def _rest(self) -> None:
-        """Have an idle engine wait for a moment: it makes steps without end while a request waits for blocks."""
+        """Pause an idle engine for a moment: it runs empty steps while a request waits for blocks."""
         if self._is_idle and self._wait_left_s > 0:
             self._sleep(min(self._wait_left_s, MIN_RETRY_PAUSE_S))
             self._wait_left_s -= MIN_RETRY_PAUSE_S
 
     def _wait_for_answer(self, state: RequestState, pending: KeyedLookup, computed_s: float) -> None:
-        """Wait for an answer where all that is known of a request is that it is due; give it up when it is late.
+        """Wait for the answer to a request's lookup, or give it up if it is late.
 
-        ``computed_s``: it would be computed by then if nothing were loaded.
+        ``computed_s``: time after which the request would be computed without a load.
         """
         ticket, now = pending.ticket, self.clock()
         is_first = state.answer is None and not pending.given_up and now >= self._no_wait_before
@@ -419,7 +418,7 @@ class KvoffdManager(OffloadingManager):
             self.namespace.client.poll()
         if not ticket.done and not pending.given_up:
             until = pending.sent_at + self._allowed_s(computed_s)
-            if state.waits_for_tier:  # the blocks may come all the same
+            if state.waits_for_tier:  # promoted blocks may still come
                 until = max(until, state.tier_wait_until)
             if now >= until:
                 pending.given_up, state.tier_wait_until = True, NEVER
@@ -428,20 +427,20 @@ class KvoffdManager(OffloadingManager):
 
     @property
     def _expected_rate(self) -> float:
-        """Prompt tokens a second that are expected to be computed: as measured, else as an engine of this namespace
-        has reported to the daemon, else as assumed."""
+        """Expected prefill rate in tokens per second: measured, else last reported by an engine of this namespace, else
+        assumed."""
         rate = self.harm.prefill.tokens_per_second
         return rate or self.namespace.client.reported_prefill_rate or self._assumed_rate
 
     def _computed_s(self, request: Request, tokens: int) -> float:
-        """How long it takes until this many tokens of a request are computed, after the prompts that came before it."""
+        """Return the seconds until ``tokens`` of a request would be computed, after the earlier prompts."""
         before = self._tokens_before_each().get(request.request_id, 0)
         return max(LEAST_COMPUTED_S, (before + tokens) / self._expected_rate)
 
     def _allowed_s(self, computed_s: float) -> float:
-        """How long an answer is waited for, from the sending of its lookup: up to the deadline, and of a long prompt up
-        to ANSWER_SHARE of computing, but no longer than that takes; and not at all where the daemon's last answers all
-        took longer."""
+        """Return the longest wait for an answer, from the sending of its lookup: the deadline, or ANSWER_SHARE of
+        computing a long prompt, but no longer than computing takes; 0 if all of the daemon's last answers took longer.
+        """
         if not self._do_no_harm:
             return self._deadline_s
         allowed_s = min(max(self._deadline_s, ANSWER_SHARE * computed_s), computed_s)
@@ -449,7 +448,7 @@ class KvoffdManager(OffloadingManager):
         return 0.0 if late else allowed_s
 
     def _read(self, came: KeyedLookup) -> None:
-        """Take in an answer, if there is one: how long it took, and what it says. Once."""
+        """Read an answer once it has come: its duration and its states."""
         ticket = came.ticket
         if came.read or not ticket.done or ticket.failed:
             return
@@ -459,23 +458,24 @@ class KvoffdManager(OffloadingManager):
             suffix, leading = self._groups[index].suffix, len(states) - len(states.lstrip(_READY_BYTE))
             came.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], _HIT))
             if not states[leading:].strip(_NOT_THERE):
-                continue  # nobody needs the keys of what is neither there nor coming
+                continue  # only absent keys, which are not needed
             for one, state in zip(chunks[leading:], states[leading:], strict=True):
                 if state == READY:
                     came.found[one + suffix] = _HIT
                 elif state in COMING:
-                    # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
+                    # Not RETRY, after which vLLM would look for an earlier window.
                     came.found[one + suffix], came.coming[one + suffix] = _PENDING, state
 
     def _waits_for_tier(self, state: RequestState, answer: KeyedLookup) -> bool:
-        """Whether a request waits for what its answer says is on its way: as long as that is expected to be up and
-        loaded sooner than it would be computed, which it would be after all prompts that came before it. It doubts the
-        contrary for DOUBT_SHARE of computing, and waits no longer than all of it, whatever is expected. Then it loads
-        what is up.
+        """Return whether a request waits for promotions: while promoting and loading are expected to be faster than
+        computing it after the earlier prompts.
+
+        It continues to wait for DOUBT_SHARE of the time of computing after the last time that this was expected, but
+        never longer than computing takes. Then it loads the blocks that are ready.
         """
         now = self.clock()
         if now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
-            return False  # only the daemon says when something is up, or never will be
+            return False  # the daemon does not report promotions
         computed_s, loaded_s = inf, 0.0
         if self._do_no_harm:
             tokens, (_, load_rate) = self._most_tokens(answer.coming), self.harm.rates
@@ -488,19 +488,19 @@ class KvoffdManager(OffloadingManager):
         most_s = state.tier_wait_until - state.tier_wait_began
         doubt_s = max(LEAST_COMPUTED_S, DOUBT_SHARE * most_s)
         if answer.ticket.asking and PENDING not in answer.coming.values():
-            expected_s = inf  # of a new prompt a store mostly has nothing
+            expected_s = inf  # a store mostly has no blocks of a new prompt
             doubt_s = max(doubt_s, min(MOST_ASK_S, ASK_SHARE * most_s))
         is_worth_it = expected_s + loaded_s <= computed_s
         if is_worth_it and answer.ticket.wait_s:
             state.worth_waiting_at = now
         if state.waits_for_tier and state.pending is not None and not state.pending.given_up:
-            return True  # the next answer tells what came up while a step computed other prompts
+            return True  # the next answer shows what was promoted during a step
         if now >= state.tier_wait_until or (not is_worth_it and now - state.worth_waiting_at >= doubt_s):
             state.tier_wait_until = NEVER
         return state.tier_wait_until != NEVER
 
     def _tokens_before_each(self) -> dict[str, int]:
-        """By request, the tokens of prompts that came before it and that are neither computed nor being loaded."""
+        """Return for each request the tokens of earlier prompts that are neither computed nor being loaded."""
         if self._tokens_before is None:
             self._tokens_before, before = {}, 0
             for request_id, state in self._requests.items():
@@ -510,45 +510,45 @@ class KvoffdManager(OffloadingManager):
         return self._tokens_before
 
     def _most_tokens(self, keys: Iterable[OffloadKey]) -> int:
-        """Return the tokens of these keys, those of the group that has most."""
+        """Return the tokens of these keys, of the group with the most."""
         counts = Counter(key[-GROUP_ID_BYTES:] for key in keys)
         return max(count * self._groups[self._positions[suffix]].tokens_per_chunk for suffix, count in counts.items())
 
     def step_begins(self, request_tokens: Collection[int]) -> None:
-        """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then."""
+        """Record the begin of a step with these numbers of tokens per request; regularly report to the daemon."""
         self._is_idle = not request_tokens
         self._wait_left_s = IDLE_WAIT_S if self._is_idle else LOOKUP_WAIT_S
         self._tokens_before = None
         self.harm.prefill.step_begins(request_tokens)
         now = self.clock()
-        # While the daemon does not answer, as when lookups are late, the counts wait for it.
+        # While the daemon does not answer, as when lookups are late, counts are kept.
         if now >= self._report_at and self.namespace.client.ready:
             self._report_at = now + REPORT_EVERY_S
             news = self._counters - self._reported
             self._reported = Counter(self._counters)
             counts = [min(news[name], MAX_REPORTED) for name in metrics.REPORTED]
-            # What is not new is reported too: the daemon may have been restarted.
+            # Also report old values: the daemon may have been restarted.
             prefill_rate, problem = self.harm.prefill.tokens_per_second, self.namespace.problem
             if any((prefill_rate, *counts, problem, self._reported_problem)):
                 self.namespace.client.report(prefill_rate, *counts, problem=problem)
                 self._reported_problem = problem
 
     def take_events(self) -> Sequence[KVCacheEvent]:
-        """The daemon's blocks, for the engine's own stream. The output of the first of the steps that run has come."""
+        """Return events of the daemon's blocks for the engine's stream, once per step whose output has come."""
         self.harm.prefill.step_ended()
         return self.events.take(self.namespace) if self.events is not None else ()
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether vLLM has begun to load a request, and not taken in the end of it."""
+        """Return whether a request is being loaded, until vLLM has handled the end."""
         return request_id in self._loading
 
     @property
     def is_busy(self) -> bool:
-        """Whether steps are needed: for a load to be taken in, or for the namespace."""
+        """Whether steps are needed to finish a load or to determine the namespace."""
         return bool(self._loading) or self.has_pending_work()
 
     def skips_load(self, request_id: str, tokens: int) -> bool:
-        """Whether a request computes so many tokens that it could load, since that is faster. It counts once."""
+        """Return whether a request computes tokens that it could load because that is faster. Counted once."""
         if self.clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), NEVER):
             return False
         state = self._requests[request_id]
@@ -556,10 +556,10 @@ class KvoffdManager(OffloadingManager):
         state.skip_counted = True
         return True
 
-    def note_scan(self, request: Request, computed_tokens: int, tokens: int | None) -> None:
-        """Note what a scan of a request has found, whose first ``computed_tokens`` are in vLLM's own cache.
+    def record_scan(self, request: Request, computed_tokens: int, tokens: int | None) -> None:
+        """Record the result of a scan of a request with ``computed_tokens`` in vLLM's own cache.
 
-        ``tokens`` is None: it is put off. That holds until a load ends, where nothing else is awaited.
+        ``tokens`` is None if it is deferred, which remains so until a load ends if it waits for nothing else.
         """
         state = self._requests[request.request_id]
         waits = state.waits_for_tier or state.otherwise is LookupResult.RETRY or request.num_preemptions
@@ -567,39 +567,39 @@ class KvoffdManager(OffloadingManager):
             state.scan = state.answer, computed_tokens, tokens, self._ended_loads
 
     def scanned(self, request: Request, computed_tokens: int) -> int | None:
-        """Return the tokens that the last scan of a request has found, or None if it is put off; 0 where another may
-        find others."""
+        """Return the tokens found by the last scan of a request, None if it is deferred; 0 if a new scan may find
+        others."""
         state = self._requests[request.request_id]
         answer, computed, tokens, ended_loads = state.scan
         is_same = answer is state.answer is not None and computed == computed_tokens and not state.waits_for_tier
         return tokens if is_same and (tokens is not None or ended_loads == self._ended_loads) else 0
 
     def refuse_load(self, request_id: str, tokens: int) -> None:
-        """Note that a request computes tokens that it could load, since the KV cache has no space for them."""
+        """Record that a request computes tokens that it could load because the KV cache has no space for them."""
         self._requests[request_id].refused = True
         logger.warning_once(  # type: ignore[attr-defined]
-            "kvoffd: a prompt is computed although its blocks are there, since the KV cache has no space to load them "
-            "besides other loads and the blocks of drafts. 'kvoffd-cli clients --requests' shows each such prompt as "
-            "no_space. More KV cache memory in the engine, or fewer draft tokens, would help."
+            "kvoffd: a prompt is computed although its blocks were found, because the KV cache has no space for them "
+            "besides other loads and draft blocks. 'kvoffd-cli clients --requests' shows such prompts as no_space. "
+            "More KV cache memory in the engine, or fewer draft tokens, would help."
         )
-        logger.debug("kvoffd: request %s computes %d tokens for which there was no space.", request_id, tokens)
+        logger.debug("kvoffd: request %s computes %d tokens for lack of space.", request_id, tokens)
 
     def ready_tokens(self, request: Request, index: int) -> int:
-        """Return of how many tokens of a group, from a request's first one on, the answer says that they are there."""
+        """Return the number of a request's leading tokens that the answer reports as ready in a group."""
         answer = self._requests[request.request_id].answer
         return answer.leading_ready(index) * self._groups[index].tokens_per_chunk if answer is not None else 0
 
     def _disable_adapters(self) -> None:
-        """Adapters may have been replaced in place, and vLLM continues the requests that began with others."""
+        """Disable requests with adapters: these may have been replaced in place, and vLLM continues the requests."""
         for state in self._requests.values():
             if state.adapter:
                 self._end_leases(state)
                 state.disabled = True
 
     def scheduled(self, request: Request, loaded_tokens: int) -> None:
-        """Note that a request is about to be scheduled, and loads so many tokens; without any its blocks are unpinned.
+        """Record that a request is about to be scheduled with ``loaded_tokens``; if these are 0, unpin its blocks.
 
-        What its answer says is there is published: another engine may have stored it.
+        Publish the blocks that its answer reports as ready, which another engine may have stored.
         """
         state = self._requests[request.request_id]
         if self.events is not None and (answer := state.answer) is not None and answer.usable:
@@ -608,14 +608,14 @@ class KvoffdManager(OffloadingManager):
                 self.events.found(request, index, keys, answer.leading_ready(index))
         if not state.logged:
             state.logged = True
-            self.namespace.client.note_request(_report_of(state, self._groups, loaded_tokens))
+            self.namespace.client.report_prompt(_report_of(state, self._groups, loaded_tokens))
         if not loaded_tokens:
             self._end_leases(state)
 
     def _job_failed(self, failed: FailedJob) -> None:
-        """Take note that a store left blocks out, or that a load failed, whose request is recomputed."""
+        """Handle a store with missing blocks, or a failed load, whose request is recomputed."""
         reason = failed.error.sentence if failed.error is not None else "The daemon gave no reason."
-        if failed.request_id is None:  # of a store's blocks nothing is known here, so there is nothing to forget
+        if failed.request_id is None:  # a store, whose blocks are not remembered here
             self._counters[metrics.FAILED_STORES] += 1
             logger.debug("kvoffd: a store failed. %s", reason)
             return
@@ -623,20 +623,20 @@ class KvoffdManager(OffloadingManager):
         if state := self._requests.get(failed.request_id):
             self._end_leases(state)
             state.load_failed = True
-            self.namespace.client.note_request(_report_of(state, self._groups, 0))
+            self.namespace.client.report_prompt(_report_of(state, self._groups, 0))
             state.last = None
         if failed.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate(failed.keys)
         logger.warning("kvoffd: a load failed; request %s is recomputed. %s", failed.request_id, reason)
 
     def workers_report(self, report: WorkerReport) -> None:
-        """Take the workers' report, before vLLM takes in which jobs have ended."""
+        """Handle the workers' report, before vLLM handles the ended jobs."""
         if report.waited_s:
-            self.harm.note_wait(report.waited_s)
+            self.harm.record_wait(report.waited_s)
         if report.credit_bytes is not None:
             self._credit_bytes = report.credit_bytes
         for tokens, seconds in report.load_times.values():
-            self.harm.note_load(tokens, seconds)
+            self.harm.record_load(tokens, seconds)
         for failed in report.failed_jobs.values():
             self._job_failed(failed)
         if report.memory:
@@ -645,17 +645,17 @@ class KvoffdManager(OffloadingManager):
             self.namespace.report(current)
             requests = [state.request for state in self._requests.values() if state.request is not None]
             begun = [one.lora_request for one in requests if one.lora_request and one.num_computed_tokens]
-            self.adapters.note_reports(current, begun)
+            self.adapters.record_reports(current, begun)
 
     # --- vLLM's interface ---
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         state = RequestState()
-        # kv_load_tiers of the request: the pool is vLLM's primary tier, which no request can leave out.
+        # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
             state.tier_wait_until = NEVER
         self._requests[req_context.req_id] = state
-        # What was loaded is offered for a store too: it is stored where the load failed, and else left out there.
+        # Loaded blocks are offered for stores too: they are stored if the load failed, otherwise skipped.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -667,7 +667,7 @@ class KvoffdManager(OffloadingManager):
         state = self._requests.get(req_context.req_id)
         tier = state.from_tiers.get(key) if state is not None else None
         if tier == SHARED:
-            return CacheHitSource.EXTERNAL_UNSPECIFIED  # what vLLM calls a remote store
+            return CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's name of a remote store
         return CacheHitSource.HOST if tier is None else CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
@@ -677,7 +677,7 @@ class KvoffdManager(OffloadingManager):
         if state is not None and (answer := state.answer) is not None:
             if state.adapter:
                 self.adapters.will_load(state.request.lora_request)
-            state.answer = None  # its lease is the load's
+            state.answer = None  # the load takes its lease
             self._end_leases(state)
             self._loading[req_context.req_id] = answer
             spec.lease_id = answer.ticket.lease_id
@@ -685,7 +685,7 @@ class KvoffdManager(OffloadingManager):
         return spec
 
     def _spec_of(self, keys: Iterable[OffloadKey], adapter: bytes) -> KeyedSpec:
-        """Sort vLLM's keys into groups, in their order."""
+        """Return vLLM's keys by group, in their order."""
         groups: list[list[bytes]] = [[] for _ in self._groups]
         for key in keys:
             groups[self._positions[key[-GROUP_ID_BYTES:]]].append(key[:-GROUP_ID_BYTES])
@@ -699,19 +699,19 @@ class KvoffdManager(OffloadingManager):
         self._release(lookup, "coming" if lookup is not None and lookup.coming else "")
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """As vLLM's. None, after which vLLM offers the keys again in the next step, where it is too early to say.
+        """As vLLM's. None if it is too early, after which vLLM offers the keys again in the next step.
 
-        Never None for the states of recurrent layers, which vLLM offers once: blocks without them are no hit.
+        Never None for the states of recurrent layers, which vLLM offers only once: blocks without them are not hits.
 
-        vLLM offers all of a prompt when a request ends, although one that ends with an error may have computed a part
-        of it, and one that was preempted while its last token was on its way has lost its blocks to others.
+        vLLM offers the whole prompt when a request ends. But a request that ended with an error may have computed only
+        a part, and one preempted during its last token has lost its blocks.
         """
         state, namespace = self._requests.get(req_context.req_id), self.namespace
         nothing = PrepareStoreOutput(keys_to_store=[], store_spec=KeyedSpec(()), evicted_keys=[])
         if state is None or state.disabled or not self.stores:
             return nothing
         if state.request.lora_request is not None and not state.adapter:
-            return nothing  # it was computed before anybody knew with what
+            return nothing  # it was computed with an unknown adapter
         if namespace.current is None and namespace.pending():
             return None
         if namespace.engine_cache_stale or not namespace.serves:
@@ -727,9 +727,9 @@ class KvoffdManager(OffloadingManager):
             and may_wait
             and not has_ended
         ):
-            return None  # what the answer says that the daemon has need not be stored
+            return None  # blocks that the daemon has need not be stored
         if last and not last.read:
-            self._read(last)  # it came after its request was scheduled
+            self._read(last)  # it came after the request was scheduled
         found, computed = last.found if last else {}, request.num_computed_tokens if has_ended else inf
         ends: dict[OffloadKey, int] = {}
         for key in keys:
@@ -743,7 +743,7 @@ class KvoffdManager(OffloadingManager):
         if self.clock() < self.harm.stores_paused_until:
             self._counters[metrics.PAUSED_STORES] += 1
             return nothing
-        # A request that has ended offers them no more: up to twice the credit, which the daemon does not enforce.
+        # The last offer of a request may use twice the credit, which the daemon does not enforce.
         most_bytes = 2 * self._credit_bytes if has_ended else self._credit_bytes
         if may_wait and self._outstanding_bytes and self._outstanding_bytes >= most_bytes:
             self._counters[metrics.DEFERRED_STORES] += 1
@@ -767,7 +767,7 @@ class KvoffdManager(OffloadingManager):
                 self._read(state.last)
 
     def has_pending_work(self) -> bool:
-        # Not for requests that wait for an answer: vLLM makes steps for them, but none while it is paused, and a pause
+        # Not for requests that wait for an answer: vLLM runs steps for them anyway, but none while paused, and a pause
         # ends only when nothing is pending.
         return self.namespace.needs_steps
 
@@ -779,7 +779,7 @@ class KvoffdManager(OffloadingManager):
             self._release(lookup)
         self._loading.clear()
         self._ended_loads += 1
-        self._storing.clear()  # vLLM does not tell how they end
+        self._storing.clear()  # vLLM does not report their end
         self._outstanding_bytes = 0
 
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -789,27 +789,27 @@ class KvoffdManager(OffloadingManager):
         self.namespace.client.close()
 
     def _end_leases(self, state: RequestState) -> None:
-        """The request runs without a load, or is gone. What its last lookup said, or will say, is still known."""
+        """Release the leases of a request that runs without a load or has ended. Its last lookup stays known."""
         not_awaited = state.answer is not None and state.answer.coming and not state.waits_for_tier
         self._release(state.answer, "skipped" if state.skip_counted else "coming" if not_awaited else "")
         self._release(state.pending, "late" if state.pending is not None and state.pending.given_up else "")
         state.answer = state.pending = None
 
     def _release(self, lookup: KeyedLookup | None, unused: str = "") -> None:
-        """End a lookup's lease, if there is one, or may be one since no answer came. ``unused``: as of the client."""
+        """End a lookup's lease, if it has one or may have one. ``unused``: see ``SchedulerClient.release``."""
         if lookup is not None and (unused or lookup.ticket.leased or lookup.ticket.failed or not lookup.ticket.done):
             self.namespace.client.release(lookup.ticket.lease_id, unused)
 
 
 def _forget_offered(lookup: KeyedLookup | None, keys: Collection[OffloadKey]) -> None:
-    """Forget what an answer said of blocks that vLLM has offered: it offers each once, and they take much memory."""
+    """Drop results for blocks that vLLM has offered: it offers each only once, and they use much memory."""
     if lookup is not None and any(key in lookup.found for key in keys):
         offered = set(keys)
         lookup.found = {key: state for key, state in lookup.found.items() if key not in offered}
 
 
-def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int) -> RequestReport:
-    """Report a request that was scheduled, and loads so many tokens."""
+def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int) -> PromptReport:
+    """Return the report of a request that was scheduled with ``loaded_tokens``."""
     request, last, below = state.request, state.last, state.from_tiers
     states = b"".join(last.ticket.states) if last is not None else b""
     from_store = list(below.values()).count(SHARED)
@@ -825,20 +825,20 @@ def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens:
     elif state.load_failed:
         outcome = Outcome.FAILED
     elif request.num_prompt_tokens < min(one.tokens_per_chunk for one in groups):
-        outcome = Outcome.SHORT
+        outcome = Outcome.TOO_SHORT
     elif state.disabled or last is None or last.ticket.failed:
         outcome = Outcome.UNUSED
     elif last.given_up:
         outcome = Outcome.LATE
-    elif not last.ticket.done:  # nobody waited for the answer
-        outcome = Outcome.HELD
+    elif not last.ticket.done:  # the request did not wait for the answer
+        outcome = Outcome.NOT_NEEDED
     elif state.skip_counted:
         outcome = Outcome.SKIPPED
     elif state.refused:
         outcome = Outcome.NO_SPACE
     else:
-        outcome = Outcome.HELD if leading else Outcome.MISSED
-    return RequestReport(
+        outcome = Outcome.NOT_NEEDED if leading else Outcome.MISSED
+    return PromptReport(
         request.request_id[:128],
         time.time(),
         request.num_prompt_tokens,

@@ -1,4 +1,4 @@
-"""The connector's own metrics in vLLM's Prometheus page. The daemon has more in its own."""
+"""The connector's metrics on vLLM's Prometheus page. The daemon has its own."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ LOAD_RATE = "vllm:kvoffd_load_tokens_per_second"
 
 _GAUGES = {
     CONNECTED: "1 while the scheduler is connected to the kvoffd daemon, else 0.",
-    PREFILL_RATE: "Prompt tokens that the engine computes a second, as learned; 0 before it is known.",
-    LOAD_RATE: "Tokens that loads bring a second, the median of the last two minutes; 0 without loads.",
+    PREFILL_RATE: "Measured prefill rate in tokens per second; 0 while unknown.",
+    LOAD_RATE: "Rate of loads in tokens per second, the median of the last two minutes; 0 without loads.",
 }
 _COUNTERS = {
     LOOKUPS: "Lookups sent to the kvoffd daemon.",
-    LOOKUP_WAITS: "Times that the scheduler waited for a lookup's answer: 1 ms a step at most, 5 if it is idle.",
-    LOOKUP_WAITS_TIMED_OUT: "Waits of these in which no answer came; each ends all such waiting for 0.1 s.",
-    LATE_LOOKUPS: ("Lookups that counted as misses since no answer came in the time that computing the prompt takes."),
+    LOOKUP_WAITS: "Times that the scheduler waited for a lookup's answer: at most 1 ms per step, 5 ms if idle.",
+    LOOKUP_WAITS_TIMED_OUT: "Such waits that ended without an answer; each suspends waiting for 0.1 s.",
+    LATE_LOOKUPS: "Lookups counted as misses because their answers took longer than computing the prompt.",
     FAILED_LOADS: "Loads that failed; their requests were recomputed.",
     FAILED_STORES: "Stores of which at least one block was not stored.",
-    SLOW_LOADS: ("Requests whose blocks were there and were not loaded, since computing was measured to be faster."),
-    PAUSED_STORES: "Stores that were left out while stores paused, since vLLM had waited for them too often.",
-    DEFERRED_STORES: "Stores put off since the kvoffd daemon's credit was used up.",
+    SLOW_LOADS: "Requests whose blocks were found but not loaded because computing was faster.",
+    PAUSED_STORES: "Stores skipped while stores paused because vLLM had waited for them too often.",
+    DEFERRED_STORES: "Stores deferred because the kvoffd daemon's credit was used up.",
 }
 DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     **{name: OffloadingGaugeMetadata(documentation=text) for name, text in _GAUGES.items()},
@@ -43,7 +43,7 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
 }
 
 REPORTED = (SLOW_LOADS, PAUSED_STORES, LATE_LOOKUPS)
-"""Counters that are reported to the daemon too, as ``SchedulerClient.report`` has them."""
+"""Counters for the arguments of ``SchedulerClient.report``, in that order."""
 
 
 class Counters(Counter[str]):
@@ -55,9 +55,9 @@ class Counters(Counter[str]):
         self._connected: bool | None = None
 
     def take(self, connected: bool, rates: Callable[[], tuple[float, float]]) -> OffloadingConnectorStats | None:
-        """Return what was counted since the last call; None when nothing was, as in most of the engine's steps.
+        """Return the counts since the last call; None if there are none, as in most of the engine's steps.
 
-        ``rates``: tokens a second that are computed, and that loads bring; asked for only where there is something.
+        ``rates`` returns the rates of prefill and loads in tokens per second; called only if there are counts.
         """
         news = self - self._taken
         if not news and connected == self._connected:

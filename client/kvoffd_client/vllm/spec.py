@@ -1,4 +1,4 @@
-"""Builds the manager and the worker of one engine, as vLLM's OffloadingSpec."""
+"""Creates the manager and the worker of one engine, as vLLM's OffloadingSpec."""
 
 from __future__ import annotations
 
@@ -39,20 +39,18 @@ if TYPE_CHECKING:
 
 SOFTWARE = f"kvoffd {version('kvoffd')}, vllm {vllm.__version__}"[:128]
 NO_RESOURCES = (OSError, RuntimeError, zmq.ZMQError)
-"""What a client raises that gets no descriptor or thread."""
+"""Errors of a client that gets no descriptor or thread."""
 ENGINE_ID_SHOWN = 8
-"""Characters of an engine's id in the names of its sessions: engines of one model differ in them."""
+"""Characters of an engine's id in the names of its sessions, to distinguish engines of one model."""
 
 
 class KvoffdSpec(OffloadingSpec):
     """vLLM's OffloadingSpec for the daemon.
 
-    KvoffdConnector sets what vLLM's configuration of the offloading does not say, after it has built a worker's half.
-
-    Attributes:
-        namespace: what the worker derived from its configuration.
-        memory: where its KV cache is allocated, on CPU.
-        layers: what the pages of its layers are, per group on the wire.
+    Attributes, set by KvoffdConnector in workers:
+        namespace: derived from the worker's configuration.
+        memory: memory of its KV cache on CPU.
+        layers: layouts of its layers' pages, for each group on the wire.
     """
 
     @classmethod
@@ -62,9 +60,9 @@ class KvoffdSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.options, _ = parse_options(config.extra_config)
-        # The connector makes the events itself: vLLM must not keep the tokens of blocks for them.
+        # The connector makes KV events itself: vLLM need not keep the blocks' tokens for them.
         self.kv_events_config = OffloadingKVEventsConfig(False, False)
-        # All ranks have the same bytes: vLLM has rank 0 alone store, and all ranks load its shard.
+        # If all ranks have the same bytes, only rank 0 stores, and all ranks load its shard.
         self.replicated_layout = config.replicated_layout
         self.namespace: NamespaceSpec | None = None
         self.memory = SharedKvMemory()
@@ -122,7 +120,7 @@ class KvoffdSpec(OffloadingSpec):
         )
 
     def _connect_worker(self, kv_caches: CanonicalKVCaches, namespace: NamespaceSpec) -> WorkerClient:
-        """Return a client with the memory registered. Raises NotShareable, also where no connection can be made."""
+        """Return a client with the memory registered. Raises NotShareable, also if no connection can be made."""
         name = self._name(namespace, f"worker {self.config.parallel.rank}")
         registration = self._registration(kv_caches)
         try:
@@ -135,7 +133,7 @@ class KvoffdSpec(OffloadingSpec):
         return registration_of(kv_caches, self.memory.memories, shard, self.blocks_per_chunk, self.layers)
 
     def _name(self, namespace: NamespaceSpec, role: str) -> str:
-        # vLLM tells each replica of a dense model that it is the only one, but for its index and the engine's id.
+        # Each replica of a dense model sees itself as the only one; only its index and engine id differ.
         engine_id, index = str(self.config.engine_id), self.config.parallel.data_parallel_index
         replica = f" replica {index}" if engine_id.endswith(f"_dp{index}") else ""
         return f"vllm:{engine_id[:ENGINE_ID_SHOWN]} {namespace.label[:LABEL_IN_NAME]}{replica} {role}"
@@ -143,16 +141,16 @@ class KvoffdSpec(OffloadingSpec):
 
 def _without_resources(error: Exception) -> str:
     return (
-        f"No connection to the daemon can be made ({error}) until the engine's cache is reset or it is started again. "
-        "Raise its limits of open files and threads (ulimit -n and -u, pids.max)."
+        f"The engine cannot connect to the daemon ({error}) until its cache is reset or it restarts. Raise its limits "
+        "of open files and threads (ulimit -n and -u, pids.max)."
     )
 
 
 def name_spec(transfer_config: KVTransferConfig) -> None:
-    """Have vLLM find our spec, so that users need not name it."""
+    """Register our spec with vLLM, so that users need not configure it."""
     name = KvoffdSpec.__name__
     try:
         OffloadingSpecFactory.register_spec(name, __name__, name)
     except ValueError:
-        pass  # it is registered already
+        pass  # already registered
     transfer_config.kv_connector_extra_config["spec_name"] = name

@@ -1,4 +1,4 @@
-"""A worker process's half: turns vLLM's transfer jobs into jobs of the daemon."""
+"""The worker's half of the connector: turns vLLM's transfer jobs into jobs of the daemon."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from kvoffd_client.vllm.connector_metadata import (
 )
 from kvoffd_client.vllm.kv_memory import NotShareable
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.worker_client import GroupTransfer, Job, WorkerClient
+from kvoffd_client.worker_client import Job, WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupKeys
+from kvoffd_proto.messages import GroupKeys, GroupTransfer, blocks_fit
 
 UNREGISTER_TIMEOUT_S = 10.0
 KERNELS_TIMEOUT_S = 300.0
-"""A fence gives up kernels that run longer, with what they hold back; vLLM's executors take such a step for hanging."""
+"""Time limit of a fence for running kernels; vLLM's executors consider a longer step hung."""
 
 
 class KvoffdWorker(OffloadingWorker):
-    """vLLM's OffloadingWorker over the daemon. A job that cannot be done ends as failed; none is ever refused.
+    """vLLM's OffloadingWorker over the daemon. Jobs may fail, but are never refused.
 
-    Failed jobs are reported to vLLM as ended, since it asserts that none fails. ``take_report`` has those that did.
-
+    vLLM asserts that no job fails, so failed jobs are reported to it as ended; ``take_report`` returns the failures.
     Without a namespace (see ``join``) every job fails at once.
 
     Args:
-        connect: makes a client with the KV memory registered in a namespace; raises NotShareable.
-        blocks_per_chunk: engine blocks under one key.
+        connect: returns a client with the KV memory registered in a namespace; raises NotShareable.
+        blocks_per_chunk: engine blocks per key.
         key_bytes: length of a block hash.
-        fence_timeout_s: how long wait() waits for running stores, once no kernel runs.
+        fence_timeout_s: time that wait() waits for running stores, once no kernel runs.
         keep_leases: other workers load the same shards under a request's lease.
-        sender: sends jobs once the kernels before them are done; None where there are none, as on CPU.
+        sender: sends jobs after earlier kernels have finished; None on CPU.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class KvoffdWorker(OffloadingWorker):
         self._connect = connect
         self._client: WorkerClient | None = None
         self._not_shareable = ""
-        self._left: list[WorkerClient] = []
-        """Clients of namespaces that were left, with loads that the daemon may still copy, or results."""
+        self._former: list[WorkerClient] = []
+        """Clients of former namespaces, with loads that the daemon may still copy, or results."""
         self._namespace: NamespaceSpec | None = None
         self._blocks_per_chunk = blocks_per_chunk
         self._key_bytes = key_bytes
@@ -67,46 +66,46 @@ class KvoffdWorker(OffloadingWorker):
         self._sender = sender
         self._asleep = False
         self._unsent: dict[int, tuple[GPULoadStoreSpec, bool]] = {}
-        """Of this step's jobs, by id, their blocks, and whether it is a store."""
+        """Blocks of this step's jobs by id, and whether the job is a store."""
         self._specs: dict[int, KeyedSpec] = {}
-        """Of jobs that have not ended, by id."""
+        """Specs of unfinished jobs by id."""
         self._report = WorkerReport()
         self.failed_requests: set[str] = set()
-        """Whose load failed, until somebody takes them."""
+        """Requests whose load failed, to be taken by the connector."""
         self._reported_credit: int | None = None
-        # Jobs that the daemon did not get or did not finish, and why. The sender's thread appends to it too.
+        # Jobs that were not sent, with the reason. The sender's thread appends to it too.
         self._failed: deque[tuple[int, ErrorCode]] = deque()
 
     @property
     def problem(self) -> str:
-        """Why the daemon does not get this worker's memory; empty where it has it, or may still get it."""
+        """Reason why the worker's memory cannot be registered; empty if it is, or may still be."""
         refusal = self._client.refusal if self._client is not None else None
         return self._not_shareable if refusal is None else str(refusal)
 
     @property
     def registered(self) -> bytes | None:
-        """Fingerprint of the namespace in which the daemon has the memory now; None for none."""
+        """Fingerprint of the namespace in which the memory is registered; None if it is not."""
         return self._namespace.fingerprint if self._namespace and self._client and self._client.ready else None
 
     @property
     def credit_bytes(self) -> int | None:
-        """Bytes of stores that may be outstanding; None while that is not known."""
+        """Bytes of stores that may be outstanding; None while unknown."""
         return self._client.credit_bytes if self._client is not None and self._client.ready else None
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeyedSpec) -> bool:
-        """Have ``flush`` start a store. Always True: what cannot be stored is reported as failed."""
+        """Queue a store for ``flush``. Always True: failures are reported later."""
         self._specs[job_id], self._unsent[job_id] = dst_spec, (src_spec, True)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: KeyedSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Have ``flush`` start a load. Always True. ``expedited`` (0.33) makes no difference: loads never wait."""
+        """Queue a load for ``flush``. Always True. ``expedited`` (0.33) is ignored: loads never wait."""
         self._specs[job_id], self._unsent[job_id] = src_spec, (dst_spec, False)
         return True
 
     def flush(self) -> None:
-        """Start the jobs of this step, in one message. Repeatable."""
+        """Start the queued jobs, in one message. Repeatable."""
         unsent, self._unsent = self._unsent, {}
         jobs: list[Job] = []
         for job_id, (blocks, is_store) in unsent.items():
@@ -124,16 +123,16 @@ class KvoffdWorker(OffloadingWorker):
         else:
             try:
                 self._sender.submit(jobs, self._client.submit, self._fail_unsent)
-            except RuntimeError as error:  # what torch raises for a GPU that has failed
-                logger.warning_once("kvoffd: jobs were not sent, since the GPU failed: %s", error)  # type: ignore[attr-defined]
+            except RuntimeError as error:  # torch's error for a failed GPU
+                logger.warning_once("kvoffd: jobs were not sent because the GPU failed: %s", error)  # type: ignore[attr-defined]
                 for job in jobs:
                     self._fail_unsent(job, ErrorCode.COPY_FAILED)
 
     def _make_job(self, job_id: int, blocks: GPULoadStoreSpec, *, is_store: bool) -> Job | ErrorCode:
-        """A job of vLLM's block list and our keys; why it fails where they do not fit.
+        """Return the job of vLLM's blocks and our keys, or an error code if they do not fit.
 
-        vLLM gives per group the number of blocks and the index, in the request, of the first of them; blocks of a key
-        before that one are left out. Those of a store end where its keys end, those of a load inside the last key.
+        For each group vLLM gives the number of blocks and the index of the first in the request; earlier blocks of its
+        key are skipped. A store ends at the end of its last key, a load may end inside it.
         """
         keyed, per_key, start = self._specs[job_id], self._blocks_per_chunk, 0
         if not is_store and keyed.lease_id == NO_LEASE:
@@ -148,13 +147,12 @@ class KvoffdWorker(OffloadingWorker):
             if size == 0 and count == 0:
                 continue
             first_block = first_index % per_key
-            covered = first_block + size
-            fits &= size > 0 and (covered == count * per_key if is_store else -(-covered // per_key) == count)
+            fits &= blocks_fit(count, size, first_block, per_key, store=is_store)
             origins = keyed.origins.get(index, (b"", b""))
             groups.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
         if not fits:
             logger.warning_once(  # type: ignore[attr-defined]
-                "kvoffd: a job was not sent, since its blocks do not fit its keys: by group %s blocks, from %s on, "
+                "kvoffd: a job was not sent because its blocks do not fit its keys: by group %s blocks, from index %s, "
                 "for %s keys of %d blocks.",
                 *(str(list(blocks.group_sizes)), str(list(blocks.block_indices)), str(counts), per_key),
             )
@@ -168,8 +166,8 @@ class KvoffdWorker(OffloadingWorker):
         self.flush()
         finished = [self._ended(*self._failed.popleft()) for _ in range(len(self._failed))]
         results = [result for client in self._clients() for result in client.take_results()]
-        for client in [client for client in self._left if not client.unfinished]:
-            self._left.remove(client)
+        for client in [client for client in self._former if not client.unfinished]:
+            self._former.remove(client)
             client.close()
             results += client.take_results()
         for result in results:
@@ -183,7 +181,7 @@ class KvoffdWorker(OffloadingWorker):
         return finished
 
     def take_report(self) -> WorkerReport:
-        """Return what is new since the last call, without the jobs that ended and what is in memory."""
+        """Return the news since the last call, except ended jobs and the memory report."""
         credit_bytes = self.credit_bytes
         if credit_bytes != self._reported_credit:
             self._reported_credit = self._report.credit_bytes = credit_bytes
@@ -191,7 +189,7 @@ class KvoffdWorker(OffloadingWorker):
         return report
 
     def _ended(self, job_id: int, error: ErrorCode | None, keys: Sequence[GroupKeys] = ()) -> TransferResult:
-        """Note why a job failed; return for vLLM that it ended."""
+        """Record why a job failed, and return a success for vLLM."""
         spec = self._specs.pop(job_id, None)
         if spec is not None:
             self._report.failed_jobs[job_id] = FailedJob(error, keys or spec.keys, spec.request_id)
@@ -200,15 +198,15 @@ class KvoffdWorker(OffloadingWorker):
         return TransferResult(job_id, True)
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until the daemon touches the blocks of these jobs no more.
+        """Wait until the daemon no longer accesses the blocks of these jobs.
 
-        Nothing is cancelled while kernels run that were launched before: the GPU would not begin the next step either.
-        What they hold back is sent when they are done. vLLM's own worker waits for them too.
+        Nothing is cancelled while earlier kernels run, since the GPU cannot begin the next step either. Jobs that wait
+        for them are sent when they finish. vLLM's own worker waits for kernels too.
         """
         began = time.monotonic()
         self.flush()
         wanted = sorted(job_ids)
-        kernels_done_at = self._note_kernels()
+        kernels_done_at = self._mark_kernels()
         if self._sender is not None:
             self._sender.withdraw(wanted, KERNELS_TIMEOUT_S)
         for client in self._clients():
@@ -216,8 +214,8 @@ class KvoffdWorker(OffloadingWorker):
         now = time.monotonic()
         self._report.waited_s += now - min(now, max(began, kernels_done_at()))
 
-    def _note_kernels(self) -> Callable[[], float]:
-        """Return what says when the kernels launched so far were done; infinity until then."""
+    def _mark_kernels(self) -> Callable[[], float]:
+        """Return a function that returns when the kernels launched so far finished; infinity until then."""
         if self._sender is None:
             return lambda: -math.inf
         try:
@@ -228,7 +226,7 @@ class KvoffdWorker(OffloadingWorker):
         return lambda: done_at() if time.monotonic() < until else until
 
     def join(self, namespace: NamespaceSpec) -> None:
-        """Register the KV memory in this namespace, leaving another one. Repeatable; also where it failed."""
+        """Leave any other namespace and register the KV memory in this one. Repeatable, also after a failure."""
         is_same = self._namespace is not None and self._namespace.fingerprint == namespace.fingerprint
         if is_same and (self._client is not None or self._asleep):
             return
@@ -245,9 +243,9 @@ class KvoffdWorker(OffloadingWorker):
             logger.warning("kvoffd: this worker stores and loads nothing. %s", reason)
 
     def leave(self) -> None:
-        """Have the daemon release the KV memory. Jobs fail from now on, until another ``join``.
+        """Have the daemon release the KV memory. Jobs fail until the next ``join``.
 
-        A load that the daemon does not end fails when nothing of the daemon can touch its blocks any more.
+        A load that the daemon does not finish fails once the daemon can no longer access its blocks.
         """
         client, self._client, self._namespace, self._not_shareable = self._client, None, None, ""
         if client is None:
@@ -259,26 +257,26 @@ class KvoffdWorker(OffloadingWorker):
         released = client.unregister(UNREGISTER_TIMEOUT_S)
         if not released:
             logger.warning(
-                "kvoffd: the daemon did not confirm within %.0f s that it has released the KV cache; the memory may "
-                "stay allocated until it does.",
+                "kvoffd: the daemon did not confirm within %.0f s that it released the KV cache; the memory may stay "
+                "allocated until it does.",
                 UNREGISTER_TIMEOUT_S,
             )
         if released or not client.unfinished:
             client.close()
-        self._left.append(client)
+        self._former.append(client)
 
     def _clients(self) -> list[WorkerClient]:
-        return self._left if self._client is None else [*self._left, self._client]
+        return self._former if self._client is None else [*self._former, self._client]
 
     def sleep(self) -> None:
-        """The engine is about to give up the KV memory."""
+        """Leave the namespace before the engine frees the KV memory."""
         self._asleep = True
         namespace = self._namespace
         self.leave()
         self._namespace = namespace
 
     def wake(self) -> None:
-        """There is KV memory again, other memory at the same addresses."""
+        """Register the new KV memory, which is at the same addresses."""
         if self._asleep:
             self._asleep = False
             if self._namespace is not None:

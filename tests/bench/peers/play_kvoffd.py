@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kvoffd_client import ClientOptions, GroupKeys, NamespaceSpec
-from kvoffd_client.testing import KEY_BYTES, FakeEngine
+from kvoffd_client.fake_engine import KEY_BYTES, FakeEngine
 from tests.bench.peers.player import measured, play
 
 WAIT_S = 30.0

@@ -21,7 +21,7 @@ def test_errors_name_call_and_status_and_say_what_to_look_at(stub: StubCuda) -> 
         ("cuDevicePrimaryCtxRetain", 46, r"\(46\)\. .*compute mode"),
         ("cuDevicePrimaryCtxRetain", 2, r"CUDA_ERROR_OUT_OF_MEMORY \(2\)\. .*gpu_memory_utilization"),
         ("cuInit", 802, r"\(802\)\. .*nvidia-fabricmanager"),
-        ("cuInit", 999, r"\(999\)\. .*start this process again"),
+        ("cuInit", 999, r"\(999\)\. .*[Rr]estart this process"),
         ("cuInit", 100, r"\(100\)\. .*give its container GPUs"),
         ("cuInit", 12345, r"an unknown error \(12345\)\."),
     ):

@@ -100,7 +100,7 @@ def test_a_low_limit_of_descriptors_has_its_reason(stub: StubCuda, handles: Hand
     os.close(limit)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
-        with pytest.raises(UnmappableHandle, match=f"Import.*all of the {limit} files.*ulimit"):
+        with pytest.raises(UnmappableHandle, match=f"Import.*its limit of {limit} open files.*ulimit"):
             handles.open([VmmExport(chunks, [CHUNK] * 3)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,4 +1,4 @@
-"""How many blocks loads may take, so that what is computed after them finds some."""
+"""Limits the blocks that loads take, so that computing finds some afterwards."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 LOADED_SHARE = 3 / 4
-"""Part of the KV cache for requests that were loaded and have computed nothing since. One alone may have all."""
+"""Share of the KV cache for loaded requests that have not computed since. A single one may use all of it."""
 STUCK_S = 1.0
-"""Others wait this long for a request whose load has ended and that vLLM does not schedule. Then they compute."""
+"""Time that others wait for a loaded request that vLLM does not schedule. Then they compute."""
 
 
 @dataclass(slots=True, eq=False)
 class Loaded:
-    """A request that was loaded and has computed nothing since.
+    """A request that was loaded and has not computed since.
 
     Attributes:
-        blocks: that all of it takes at most; 0 before it was counted.
-        ended_at: when its load was first seen to have ended; None before.
-        passed: its load failed, and it was passed over once.
+        blocks: most blocks that it can need; 0 while unknown.
+        ended_at: time when the end of its load was noticed; None before.
+        passed: whether it was passed over once after its load failed.
     """
 
     blocks: float = 0
@@ -43,24 +43,23 @@ class Loaded:
     passed: bool = False
 
 
-class LoadRoom:
-    """Admits loads to the KV cache.
+class LoadAdmission:
+    """Admits loads to the KV cache so that they cannot deadlock it.
 
-    vLLM can take the blocks of a loaded request from it only once it has computed something. Where layers have windows
-    vLLM keeps too few blocks free for that: of a window it takes the blocks that were left behind for held. With
-    speculation it loads only where the blocks of a step's drafts are free besides those of the load. So a cache full of
-    loads would stand still for ever, with all that waits behind them.
+    vLLM can preempt a loaded request only after it has computed something. With windowed layers vLLM keeps too few
+    blocks free for that, because it counts the blocks behind a window as held. With speculation it also needs free
+    blocks for a step's drafts. So a cache full of loads would block for ever, with all requests behind them.
 
-    For a request whose load failed vLLM keeps as many free blocks as it needs, until it is scheduled. A load that does
-    not fit besides them would hold up all requests behind it, and that one among them.
+    For a request whose load failed, vLLM reserves the free blocks that it needs until it is scheduled. A load that does
+    not fit in addition would block all requests behind it, including that one.
 
     Args:
-        clock: what time is measured with, as time.monotonic().
-        is_loading: whether a request, by its id, is being loaded.
+        clock: clock such as time.monotonic().
+        is_loading: returns whether the request with this id is being loaded.
 
     Attributes:
         pool: vLLM's blocks; None before they are known.
-        is_full: a load was put off in this step. Those behind it are put off too, so that they do not pass it.
+        is_full: whether a load was deferred in this step. Later loads are then deferred too, to keep the order.
     """
 
     def __init__(
@@ -88,22 +87,22 @@ class LoadRoom:
         self.pool: BlockPool | None = None
         self.is_full = False
 
-    def note(self, request: Request, *, loads: bool) -> None:
-        """Note that a request is scheduled, to be loaded or to compute."""
-        self._loaded = {each: one for each, one in self._loaded.items() if not each.is_finished()}
+    def record_scheduled(self, request: Request, *, loads: bool) -> None:
+        """Record that a request is scheduled, to be loaded or to compute."""
+        self._loaded = {other: load for other, load in self._loaded.items() if not other.is_finished()}
         self._loaded.pop(request, None)
         if loads:
             self._loaded[request] = Loaded()
 
     def admits(self, request: Request, computed: int, *, loads: bool) -> bool | None:
-        """Return whether a request may be loaded, or computed without a load, now.
+        """Return whether a request may be loaded now, or computed without a load.
 
-        ``computed`` of its tokens will be in the cache then. False: it must be computed. None: not in this step.
+        ``computed`` of its tokens will then be in the cache. False: it must be computed. None: not in this step.
         """
         if loads and self.is_full:
             return None
         if not loads:
-            # vLLM keeps one whose load failed before those that hold blocks, until it is passed over once.
+            # vLLM keeps a request whose load failed at the head of the queue until it is passed over once.
             failed = self._loaded.get(request)
             if failed is None or failed.passed:
                 return True
@@ -113,35 +112,37 @@ class LoadRoom:
         if self._fits(request, computed, others):
             return True
         oldest = self._clock() - STUCK_S
-        moving = {each: one for each, one in others.items() if one.ended_at is None or one.ended_at > oldest}
+        moving = {other: load for other, load in others.items() if load.ended_at is None or load.ended_at > oldest}
         if not others or (len(moving) < len(others) and self._fits(request, computed, moving)):
             return False
         self.is_full = True
         return None
 
     def _others(self, request: Request) -> dict[Request, Loaded]:
-        """Return the other requests that were loaded and have computed nothing since."""
-        others = {each: one for each, one in self._loaded.items() if each is not request and not each.is_finished()}
-        for each, one in others.items():
-            if one.ended_at is None and not self._is_loading(each.request_id):
-                one.blocks, one.ended_at = 0, self._clock()
-            one.blocks = one.blocks or self._blocks_of(each.num_tokens + self._drafts, each.num_computed_tokens)
+        """Return the other loaded requests that have not computed since."""
+        others = {
+            other: load for other, load in self._loaded.items() if other is not request and not other.is_finished()
+        }
+        for other, load in others.items():
+            if load.ended_at is None and not self._is_loading(other.request_id):
+                load.blocks, load.ended_at = 0, self._clock()
+            load.blocks = load.blocks or self._blocks_of(other.num_tokens + self._drafts, other.num_computed_tokens)
         return others
 
     def _fits(self, request: Request, computed: int, others: dict[Request, Loaded]) -> bool:
-        """Whether a request fits besides the others while it loads, and when ``computed`` tokens are in the cache."""
+        """Return whether a request fits besides the others, during its load and with ``computed`` tokens cached."""
         blocks = self._blocks_of(request.num_tokens + self._drafts, computed)
         if not others:
             return max(blocks, self._blocks_of(computed, computed) + self._kept_free) <= self._blocks
-        failed = sum(one.blocks for each, one in others.items() if not each.num_computed_tokens)
+        failed = sum(load.blocks for other, load in others.items() if not other.num_computed_tokens)
         free = self.pool.get_num_free_blocks() if self.pool is not None else inf
         if failed and blocks + failed + self._kept_free > free:
             return False
-        taken = blocks + self._kept_free + sum(one.blocks for one in others.values())
+        taken = blocks + self._kept_free + sum(load.blocks for load in others.values())
         return taken <= LOADED_SHARE * self._blocks
 
     def _blocks_of(self, tokens: int, computed: int) -> float:
-        """Most blocks that a request of ``tokens`` may have at once when ``computed`` of them are computed."""
+        """Return the most blocks that a request of ``tokens``, ``computed`` of them computed, may have at once."""
         blocks = 0.0
         for spec, most in zip(self._specs, self._most, strict=True):
             size = self._block_tokens(spec)
@@ -157,13 +158,13 @@ class LoadRoom:
 
 
 def _most_blocks(spec: KVCacheSpec, vllm_config: VllmConfig) -> float:
-    """Return how many blocks of this vLLM gives a request at most, however long it is."""
+    """Return the most blocks of this spec that vLLM gives to a request of any length."""
     if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "all":
         return inf
     return float(cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes))
 
 
 def _window_of(spec: KVCacheSpec) -> int:
-    """Tokens that a request needs of this at most, while it continues; 0: all."""
+    """Return the tokens in the window of this spec; 0 for all."""
     is_chunked = isinstance(spec, ChunkedLocalAttentionSpec)
     return int((spec.attention_chunk_size if is_chunked else get_kv_cache_spec_sliding_window(spec)) or 0)
