@@ -871,7 +871,7 @@ class Cache:
                     swept = True
                     self._sweep(sorted(self._dead.values(), key=lambda one: group.sizes != one.sizes), count - entered)
                     continue
-                elif (victims := self._make_space(group, count - entered, below)) is None:
+                elif (victims := self._evict_for(group, count - entered, below)) is None:
                     break
                 elif not victims.size:
                     continue
@@ -914,7 +914,7 @@ class Cache:
             return "sizes"
         return "pinned" if usage.pinned >= usage.writing else "writing"
 
-    def _make_space(self, group: Group, count: int, below: float) -> BlockIds | None:
+    def _evict_for(self, group: Group, count: int, below: float) -> BlockIds | None:
         """Blocks of a group, up to ``count``, for others of it to replace; none where space was made otherwise, and
         None where nothing may go."""
         if self._partial:

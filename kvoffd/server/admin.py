@@ -35,7 +35,7 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
         count = service.reset(cache.namespace(message.namespace))
     else:
         service.state.raise_all()
-        count = service.tiers.remove_all(None)
+        count = service.tiering.remove_all(None) if service.tiering is not None else 0
         with cache.saving_once():
             for namespace in cache.namespaces.values():
                 count += cache.reset(namespace, generation=service.state.generation(namespace.fingerprint))
@@ -47,7 +47,7 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
 @answers(a.ResetFleet)
 def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pending:
     """Make a namespace's blocks void for all nodes; the count is that of the stores that know it."""
-    stores = service.tiers.shared
+    stores = service.tier_supervisor.shared
     if not stores:
         why = "No tier is shared with other nodes; start the daemon with --shared URL."
         raise KvoffdError(why, ErrorCode.NOT_READY)

@@ -249,7 +249,7 @@ class Daemon:
             f", and people at http://{config.http_address}/" if config.http_address and not self._http_problem else ""
         )
         logger.info("Serving %s%s.", config.directory, page)
-        self._service.tiers.start(self._shared_stores)
+        self._service.tier_supervisor.start(self._shared_stores)
         if self._pool.resident:
             loop = asyncio.get_running_loop()
             running = self._service.jobs.running
@@ -339,7 +339,7 @@ class Daemon:
     async def _shutdown(self) -> None:
         """Close all sockets, end all threads but for what hangs, and send what that has left."""
         self._serving = False
-        if not self._service.tiers.close(DISKS_CLOSE_S):
+        if not self._service.tier_supervisor.close(DISKS_CLOSE_S):
             self.copy_stuck = True
         self._policy_file.close()
         self._service.save_totals()

@@ -57,7 +57,7 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
             f"The pool file {service.config.pool_file} was removed. Blocks are served until the daemon stops; the next "
             "one starts empty, with a new file. Keep cleaners of temporary files away from it.",
         )
-    yield from service.tiers.problems
+    yield from service.tier_supervisor.problems
     usage, over = service.cache.usage, format_duration(recent.seconds)
     usable_bytes = max(1, service.cache.slots.pool_bytes - usage.quarantined)
     if usage.pinned >= PINNED_SHARE * usable_bytes:

@@ -81,7 +81,7 @@ class DirectionCounters:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class GroupPart:
     """What the stores, or the loads, of a message name of one group. It is sound."""
 
     group: int
@@ -121,10 +121,10 @@ class Part:
 
 def checked_parts(
     registration: Registration, batch: Stores | Loads, *, storing: bool, is_offered: bool = True
-) -> list[Part]:
+) -> list[GroupPart]:
     """What some jobs ask for, by group; ``is_offered``: the policy may refuse stores. Raises KvoffdError where one of
     them is not in order."""
-    namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[Part]()
+    namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[GroupPart]()
     named: set[int] = set()
     for part in batch.groups:
         group = part.group
@@ -161,7 +161,7 @@ def checked_parts(
             sent = f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens} tokens"
             raise BadKeys(f"{sent}; send all or none.")
         parts.append(
-            Part(
+            GroupPart(
                 group,
                 layout,
                 part.keys,
@@ -221,7 +221,7 @@ class StoreBatch(Job):
     """The stores of one message. Checksums are by part and key."""
 
     direction = Direction.STORE
-    parts: Sequence[Part]
+    parts: Sequence[GroupPart]
     ticket: StoreTicket | None = field(default=None, init=False)
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """By store."""
@@ -310,7 +310,7 @@ class LoadJob(Job):
     """A load. Tickets are by part, checksums those of ``checks``."""
 
     direction = Direction.LOAD
-    parts: Sequence[tuple[Part, JobSpan]]
+    parts: Sequence[tuple[GroupPart, JobSpan]]
     lease_id: int
     keep_lease: bool
     tickets: list[LoadTicket] = field(default_factory=list, init=False)
@@ -547,7 +547,7 @@ def submit(service: Service, session: Session, message: Submit) -> None:
             raise KvoffdError(why, ErrorCode.TOO_MANY)
     if log.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
         raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
-    wanted: list[list[tuple[Part, JobSpan]]] = [[] for _ in loads.job_ids]
+    wanted: list[list[tuple[GroupPart, JobSpan]]] = [[] for _ in loads.job_ids]
     for part in of_loads:
         for span in part.spans:
             wanted[span.job].append((part, span))

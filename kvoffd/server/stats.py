@@ -44,7 +44,9 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     hour_requests, hour_errors = service.in_last_hour()
     level, causes = health_of(service, recent)
     largest, others = traffic.choose_rows()
-    on_disk = sum((disk.tier.bytes_by_namespace() for disk in service.tiers if disk.tier is not None), Counter[bytes]())
+    on_disk = sum(
+        (disk.tier.bytes_by_namespace() for disk in service.tier_supervisor if disk.tier is not None), Counter[bytes]()
+    )
     return filled(
         s.DaemonStats,
         version=__version__,
@@ -82,7 +84,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         gone_namespaces=traffic.gone_namespaces,
         integrity=filled(s.IntegrityStats, cache),
         tiers=_tiering_stats(service),
-        disks=list(map(_disk_stats, service.tiers)),
+        disks=list(map(_disk_stats, service.tier_supervisor)),
         shared=_shared_stats(service),
         curve=curve.in_all(),
         curve_seen_bytes=curve.seen_bytes,
@@ -215,9 +217,9 @@ def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
 
 
 def _tiering_stats(service: Service) -> s.TieringStats | None:
-    if (tiering := service.tiers.tiering) is None:
+    if (tiering := service.tiering) is None:
         return None
-    disks, writer = tiering.disks, tiering.disks.writer
+    disks, writer = tiering.disks, tiering.disk_writer
     return filled(
         s.TieringStats,
         disks,
@@ -252,7 +254,7 @@ def _disk_stats(disk: Disk) -> s.DiskStats:
 
 
 def _shared_stats(service: Service) -> list[s.SharedStats]:
-    if (tiering := service.tiers.tiering) is None:
+    if (tiering := service.tiering) is None:
         return []
     unshared = sum(tiering.is_unshared(one.fingerprint) for one in service.cache.namespaces.values())
     return [
@@ -262,16 +264,16 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
             url=tier.name,
             up=tier.available(),
             breaker_trips=tier.breaker.opened,
-            promotions_failed=dict(level.failures),
-            promotions_unused=level.unused_blocks,
-            not_written=dict(level.writer.not_written),
+            promotions_failed=dict(source.failures),
+            promotions_unused=source.unused_blocks,
+            not_written=dict(writer.not_written),
             full=tier.lifetime_bytes > 0,
-            write_mode=level.writer.mode.value,
+            write_mode=writer.mode.value,
             servers=[s.SharedServer(*server) for server in tier.servers],
             unshared_namespaces=unshared,
         )
-        for level in tiering.stores
-        for tier in level.tiers
+        for source, writer in zip(tiering.sources, tiering.writers, strict=True)
+        for tier in source.tiers
         if isinstance(tier, SharedTier)
     ]
 

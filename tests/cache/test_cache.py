@@ -43,7 +43,7 @@ def test_a_store_that_fails_inside_leaves_nothing() -> None:
     def fail(*given: object) -> bool:
         raise ZeroDivisionError
 
-    rig.cache._make_space = fail  # type: ignore[method-assign]
+    rig.cache._evict_for = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         rig.cache.begin_store(namespace, 0, [Part(0, keys_of(1)), Part(1, keys_of(*range(9)))])
     assert rig.cache.usage.free == rig.slots.pool_bytes
