@@ -42,7 +42,7 @@ lint: $(VENV)/.tools ## ruff, mypy and plain words; needs neither torch nor vLLM
 	$(BIN)/mypy
 	$(BIN)/python -m tests.tools.plain_words
 
-bench: $(VENV)/.tools ## measure lookups and copies, each beside a floor (1 minute)
+bench: $(VENV)/.tools ## measure lookups and copies, each beside a floor (1 minute); ARGS=loop: turns of the loop (minutes)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
 gpu: ## measure and try what only an NVIDIA GPU can tell (10 minutes, no internet); ARGS="--part vllm", or --double

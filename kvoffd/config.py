@@ -259,12 +259,13 @@ PER_DAY = Kind(_per_day, f"SIZE|{AUTO}", lambda nbytes: AUTO if nbytes is None e
 class Limits:
     """Bounds and deadlines that no user needs to change. Units end the names.
 
-    They are small enough that one request keeps the loop for about 10 ms at most. Clients learn theirs from Welcome and
-    split what is larger.
+    They are small enough that one request keeps the loop for 5 ms at most (``make bench ARGS=loop``). Clients learn
+    theirs from Welcome and split what is larger.
     """
 
     max_frame_bytes: int = 2 * 1024**2
     max_keys_per_request: int = 8192
+    max_keys_per_submit: int = 2048
     max_jobs_per_message: int = 1024
     max_jobs_in_flight: int = 4096
     max_pieces_in_flight: int = 65_536

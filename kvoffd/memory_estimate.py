@@ -6,7 +6,7 @@ from kvoffd.cache.policy import GHOST_PART
 from kvoffd.config import Config
 from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.system.limits import MemoryLimit
-from kvoffd.tiering.level import FILL_BYTES, MOST_QUEUED
+from kvoffd.tiering.promotions import FILL_BYTES, MOST_QUEUED
 from kvoffd.tiering.writer import MAX_WAITING, WAITING_BYTES
 from kvoffd.tiers.disk import index_bytes
 from kvoffd_proto.units import format_size

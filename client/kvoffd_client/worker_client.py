@@ -252,7 +252,7 @@ class WorkerClient(Session):
             if len(jobs) > accepted:
                 self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
             self._role_due = min(self._role_due, now + JOB_PATIENCE_S)
-            most_keys, most_bytes = most = limits.max_keys_per_request, limits.max_frame_bytes // 2
+            most_keys, most_bytes = most = limits.max_keys_per_submit, limits.max_frame_bytes // 2
             messages: list[tuple[int, list[Job]]] = []
             """Jobs and parts of jobs of each message, with its request id."""
             keys = nbytes = 0

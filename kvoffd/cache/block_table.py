@@ -41,6 +41,8 @@ RESERVED, WRITING_SHARD, WRITTEN = 0, 1, 2
 """State of a shard: its slot is taken; a store writes it; all of it is there."""
 SHARD_STATE, UNVERIFIED, CORRUPT = 3, 4, 8
 """Bits of ``shard``: its state; its bytes are not compared yet, or have no checksum yet; they are wrong."""
+MAX_SEEN = 8192
+"""Blocks that one search for those of a group that may go looks at: about a millisecond."""
 KNOWN_MISSES = 2**19
 """Keys of which it is known why they left, 8 bytes each. A key replaces one at random."""
 
@@ -88,7 +90,7 @@ class BlockTable(Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("generation", "pinned_blocks", "pinned_bytes")),
         *((f"at_{name}", ctypes.c_void_p) for name in ("records", "state", "shard", "pins", "missing", "group")),
-        *((f"at_{name}", ctypes.c_void_p) for name in ("next", "pages", "misses")),
+        *((f"at_{name}", ctypes.c_void_p) for name in ("next", "pages", "older", "newer", "misses")),
         *((f"at_{name}", ctypes.c_void_p) for name in ("bytes", "numbers", "offsets", "counts")),
         ("index", SlotIndex),
         ("crc", ctypes.c_uint32 * 256 * 8),
@@ -114,14 +116,18 @@ class BlockTable(Structure):
         """The slot of the next rank; behind the last comes the first."""
         self.pages = np.zeros(slots, np.uint32)
         """Of a block: pages of its slots."""
+        self._older, self._newer = np.zeros(slots, np.uint32), np.zeros(slots, np.uint32)
         self._misses = np.zeros(KNOWN_MISSES, np.uint64)
-        arrays = self.state, self.shard, self.pins, self.missing, self.group, self.next, self.pages, self._misses
+        lists = self.next, self.pages, self._older, self._newer, self._misses
+        arrays = self.state, self.shard, self.pins, self.missing, self.group, *lists
         self._native = native()
         self._counts = array("Q", bytes(8 * 18))
         """The most that C writes there: ``struct found`` of blocks.c."""
         self.at_records = records.ctypes.data
         self.at_state, self.at_shard, self.at_pins, self.at_missing = (one.ctypes.data for one in arrays[:4])
-        self.at_group, self.at_next, self.at_pages, self.at_misses = (one.ctypes.data for one in arrays[4:])
+        self.at_group, self.at_next, self.at_pages, self.at_older, self.at_newer, self.at_misses = (
+            one.ctypes.data for one in arrays[4:]
+        )
         self._arrays_bytes = sum(one.nbytes for one in arrays)
         self.address = ctypes.addressof(self)  # type: ignore[arg-type]
         if not self._native.blocks_open(self.address, os.urandom(16)):
@@ -260,16 +266,44 @@ class BlockTable(Structure):
         self.shard[slot] = (self.shard[slot] & ~np.uint8(UNVERIFIED)) | CORRUPT
         self.records["state"][slot] = BAD_RECORD
 
-    def drop(self, blocks: BlockIds, key_bytes: int, ranks: int, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
-        """Take blocks of one group out of the index, for a reason that is noted if it is not 0. They are DROPPED then,
+    def append(self, group: Group, blocks: BlockIds) -> None:
+        """Enter blocks that are in the index into their group's list, as its newest."""
+        self._native.blocks_append(self.address, group.packed, packed(blocks), len(blocks))
+
+    def oldest(self, group: Group, count: int, *, loose: bool = False) -> BlockIds:
+        """Up to ``count`` of the blocks of a group that were entered first. ``loose``: READY ones that nothing pins,
+        of the first ``MAX_SEEN``; the others of these become the newest."""
+        self._fit(count)
+        return self._numbers[
+            : self._native.blocks_oldest(self.address, group.packed, count, MAX_SEEN if loose else count, loose)
+        ].copy()
+
+    def make_space(
+        self, slots: SlotAllocator, group: Group, count: int, order: BlockIds, *, last: bool
+    ) -> tuple[BlockIds, bool]:
+        """Blocks to evict so that slots for ``count`` blocks of a group come free, and whether they are enough: see
+        ``Victims.for_space``.
+
+        ``order``: READY blocks that nothing pins, the next to go first; ``last``: there are no others.
+        """
+        room = len(order) + 2 * slots.slots_per_region
+        self._fit(room)
+        wanted = slots.address, group.packed, count
+        found = self._native.blocks_make_space(self.address, *wanted, packed(order), len(order), room, last)
+        if found == NO_BLOCK:
+            raise MemoryError
+        return self._numbers[:found].copy(), bool(self._counts[0])
+
+    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
+        """Take blocks of a group out of the index, for a reason that is noted if it is not 0. They are DROPPED then,
         no successor brings them back, and those that nothing holds are ended.
 
         Returns their keys, and what ``release`` does.
         """
-        self._fit(len(blocks) * ranks)
-        dropped = self._native.blocks_drop(self.address, packed(blocks), len(blocks), reason)
+        self._fit(len(blocks) * len(group.sizes))
+        dropped = self._native.blocks_drop(self.address, group.packed, packed(blocks), len(blocks), reason)
         assert dropped == len(blocks), "a block is not in the index"
-        return self._bytes[: len(blocks) * key_bytes].tobytes(), *self._released()
+        return self._bytes[: len(blocks) * group.key_bytes].tobytes(), *self._released()
 
     def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
         """End the DROPPED ones of blocks that nothing holds. Returns their slots, and how many were UNVERIFIED, and
@@ -311,18 +345,6 @@ class BlockTable(Structure):
         for rank in range(1, ranks):
             found[:, rank] = self.next[found[:, rank - 1]]
         return found
-
-    def all_slots(self, blocks: BlockIds) -> SlotIds:
-        """The slots of all ranks of blocks of any groups, those of each block together."""
-        at, place = blocks, np.arange(len(blocks))
-        slots, places = [], []
-        while at.size:
-            slots.append(at)
-            places.append(place)
-            at = self.next[at]
-            further = self.state[at] == NOT_FIRST
-            at, place = at[further], place[further]
-        return np.concatenate(slots)[np.argsort(np.concatenate(places), kind="stable")] if slots else blocks
 
     def first_slots(self, slots: SlotIds) -> BlockIds:
         """The blocks that slots belong to. One that is free, or in quarantine, stands for itself."""

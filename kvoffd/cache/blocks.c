@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 /* Of everything that C and Python share: system/native.py has it too, and refuses another one. */
-const uint32_t kvoffd_version = 10;
+const uint32_t kvoffd_version = 11;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
@@ -150,6 +150,48 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
     }
 }
 
+static void append(const struct blocks *x, struct block_list *list, uint32_t block)
+{
+    x->older[block] = list->newest;
+    x->newer[block] = NONE;
+    *(list->newest == NONE ? &list->oldest : &x->newer[list->newest]) = block;
+    list->newest = block;
+}
+
+static void take_out(const struct blocks *x, struct block_list *list, uint32_t block)
+{
+    uint32_t older = x->older[block], newer = x->newer[block];
+
+    *(older == NONE ? &list->oldest : &x->newer[older]) = newer;
+    *(newer == NONE ? &list->newest : &x->older[newer]) = older;
+}
+
+/* Puts blocks of a group, which are in the index, into its list. */
+void kvoffd_blocks_append(const struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++)
+        append(x, g->list, blocks[i]);
+}
+
+/* Finds up to `count` of the oldest blocks of a group, among as many as `seen` of them; if `loose`, READY ones that nothing
+ * pins, and the others become its newest: they are in use. Returns how many. */
+uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uint64_t count, uint64_t seen, uint32_t loose)
+{
+    uint32_t next = g->list->oldest, last = g->list->newest, found = 0, block = NONE;
+
+    while (block != last && found < count && seen--) {
+        block = next;
+        next = x->newer[block];
+        if (!loose || (x->state[block] == READY && !x->pins[block])) {
+            x->numbers[found++] = block;
+        } else if (block != last) {
+            take_out(x, g->list, block);
+            append(x, g->list, block);
+        }
+    }
+    return found;
+}
+
 /* Makes blocks of free slots, [count][ranks], for keys none of which is there: their records name the namespace and its
  * group, and all their shards are still to be written. Returns how many: fewer where a key is there. */
 static uint64_t enter(struct blocks *x, const struct block_group *g, const uint32_t *slots, uint64_t count,
@@ -178,6 +220,7 @@ static uint64_t enter(struct blocks *x, const struct block_group *g, const uint3
         }
         x->missing[of_block[0]] = g->ranks;
         x->pages[of_block[0]] = g->pages;
+        append(x, g->list, of_block[0]);
         *new_place(&x->index, hashed) = entry_of(hashed, of_block[0]);
     }
     return count;
@@ -348,9 +391,10 @@ static void note(const struct blocks *x, uint64_t hashed, uint64_t reason)
     x->misses[hashed & (MISSES - 1)] = (hashed & ~REASON) | reason;
 }
 
-/* Takes blocks out of the index, and finds their keys. They are DROPPED then, no successor brings them back, and those that
+/* Takes blocks of a group out of the index, and finds their keys. They are DROPPED then, no successor brings them back, and those that
  * nothing holds are ended. Notes why they left where there is a reason. Returns how many: fewer where one is not there. */
-uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t reason)
+uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count,
+                            uint64_t reason)
 {
     uint8_t *keys = x->bytes;
 
@@ -358,13 +402,14 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t c
     for (uint64_t i = 0; i < count; i++) {
         uint32_t block = blocks[i], at = block;
         const uint8_t *key = key_of(x, block);
-        uint64_t key_bytes = record_of(x, block)[KEY_BYTES], hashed = hash(x, x->group[block], key, key_bytes);
-        uint64_t *entry = find(x, hashed, x->group[block], key, key_bytes);
+        uint64_t hashed = hash(x, g->number, key, g->key_bytes);
+        uint64_t *entry = find(x, hashed, g->number, key, g->key_bytes);
         if (!*entry || slot_of(*entry) != block)
             return i;
         remove_at(&x->index, entry);
-        memcpy(keys, key, key_bytes);
-        keys += key_bytes;
+        take_out(x, g->list, block);
+        memcpy(keys, key, g->key_bytes);
+        keys += g->key_bytes;
         if (reason)
             note(x, hashed, reason);
         x->state[block] = DROPPED;
@@ -384,7 +429,7 @@ uint64_t kvoffd_blocks_replace(struct blocks *x, const struct block_group *g, co
 {
     const struct released *released = (struct released *)x->counts;
 
-    if (kvoffd_blocks_drop(x, blocks, count, reason) < count)
+    if (kvoffd_blocks_drop(x, g, blocks, count, reason) < count)
         return 0;
     if (released->slots < count * g->ranks || released->corrupt)
         return 0;
@@ -398,6 +443,173 @@ uint32_t kvoffd_blocks_alike(const struct blocks *x, const uint32_t *blocks, uin
         if (x->group[blocks[i]] != x->group[blocks[0]] || (loose && x->pins[blocks[i]]))
             return 0;
     return count ? x->group[blocks[0]] : 0;
+}
+
+/* What is chosen so that slots come free for blocks of a group. Of READY blocks `missing` is 0: here it has their marks. */
+enum { CHOSEN = 1, PASSED, REGIONS_COMPARED = 16 };
+struct choice {
+    struct blocks *x;
+    const struct slots *slots;
+    uint64_t sizes, found, room, passed_pages, met;
+    struct {
+        uint64_t bytes;
+        int64_t lacking; /* slots */
+    } size[MOST_RANKS];
+    uint32_t *passed; /* by region, slots of blocks that were passed over */
+    uint32_t *regions; /* those where there were any, in the order in which they were met */
+};
+
+static int64_t *lacking_of(struct choice *c, uint32_t slot)
+{
+    uint64_t bytes = c->slots->slot_bytes[slot / c->slots->slots_per_region];
+
+    for (uint64_t i = 0; i < c->sizes; i++)
+        if (c->size[i].bytes == bytes)
+            return &c->size[i].lacking;
+    return NULL;
+}
+
+static int lacks(const struct choice *c)
+{
+    for (uint64_t i = 0; i < c->sizes; i++)
+        if (c->size[i].lacking > 0)
+            return 1;
+    return 0;
+}
+
+static uint64_t used_in(const struct slots *slots, uint64_t region)
+{
+    return slots_in(slots, region, slots->slot_bytes[region]) - slots->free[region];
+}
+
+static void choose(struct choice *c, uint32_t block)
+{
+    struct blocks *x = c->x;
+    uint32_t at = block;
+
+    if (x->missing[block] == CHOSEN)
+        return;
+    if (x->missing[block] == PASSED) {
+        c->passed_pages -= x->pages[block];
+        do
+            c->passed[at / c->slots->slots_per_region]--;
+        while ((at = x->next[at]) != block);
+    }
+    x->missing[block] = CHOSEN;
+    x->numbers[c->found++] = block;
+}
+
+/* Chooses all blocks of the region of which most was passed over, among the first ones that were met; returns whether there
+ * is one whose blocks may all go. */
+static int choose_region(struct choice *c)
+{
+    const struct slots *slots = c->slots;
+    struct blocks *x = c->x;
+    uint64_t tried = 0; /* bits */
+
+    for (;;) {
+        uint64_t best = NONE, best_at = 0, first, count, i, compared = 0, most = 0;
+        for (uint64_t at = 0; at < c->met && compared < REGIONS_COMPARED; at++) {
+            uint64_t region = c->regions[at];
+            if (!c->passed[region])
+                continue;
+            if (!(tried >> compared & 1) &&
+                (best == NONE || c->passed[region] * used_in(slots, best) > c->passed[best] * used_in(slots, region))) {
+                best = region;
+                best_at = compared;
+            }
+            compared++;
+        }
+        if (best == NONE)
+            return 0;
+        tried |= 1ULL << best_at;
+        first = best * slots->slots_per_region;
+        count = slots_in(slots, best, slots->slot_bytes[best]);
+        for (i = 0; i < count && c->found + count <= c->room; i++) {
+            uint32_t block = first + i;
+            if (!slots->in_use[block])
+                continue;
+            while (x->state[block] == NOT_FIRST && x->group[block])
+                block = x->next[block];
+            if (x->state[block] != READY || x->pins[block])
+                break;
+        }
+        if (i < count)
+            continue;
+        for (i = 0; i < count; i++) {
+            uint32_t block = first + i;
+            while (x->state[block] == NOT_FIRST)
+                block = x->next[block];
+            if (slots->in_use[first + i])
+                choose(c, block);
+        }
+        for (i = 1; i < c->sizes; i++)
+            most = c->size[i].lacking > c->size[most].lacking ? i : most;
+        c->size[most].lacking -= slots_in(slots, best, c->size[most].bytes);
+        return 1;
+    }
+}
+
+/* Finds blocks, at most `room` of them, whose slots make space for `count` blocks of a group: see Victims.for_space. `order`
+ * has READY blocks that nothing pins; `last`: there are no others. Returns how many; NONE where there is no memory. Counts 1
+ * where they are enough. */
+uint64_t kvoffd_blocks_make_space(struct blocks *x, const struct slots *slots, const struct block_group *g, uint64_t count,
+                                  const uint32_t *order, uint64_t blocks, uint64_t room, uint32_t last)
+{
+    struct choice c = { .x = x, .slots = slots, .room = room };
+    uint64_t patience = 0, seen = 0;
+
+    c.passed = calloc(3 * slots->regions, sizeof *c.passed);
+    if (!c.passed)
+        return NONE;
+    c.regions = c.passed + slots->regions;
+    uint32_t *met = c.regions + slots->regions;
+    for (uint64_t rank = 0, i; rank < g->ranks; rank++) {
+        for (i = 0; i < c.sizes && c.size[i].bytes != g->rank[rank].slot_bytes; i++)
+            ;
+        c.sizes += i == c.sizes;
+        c.size[i].bytes = g->rank[rank].slot_bytes;
+        c.size[i].lacking += count;
+    }
+    for (; seen < blocks && lacks(&c) && c.found < room; seen++) {
+        uint32_t block = order[seen], at = block;
+        int64_t *lacking;
+        int useful = 0;
+        if (x->missing[block])
+            continue;
+        do
+            useful |= (lacking = lacking_of(&c, at)) && *lacking > 0;
+        while ((at = x->next[at]) != block);
+        if (useful) {
+            do
+                if ((lacking = lacking_of(&c, at)))
+                    --*lacking;
+            while ((at = x->next[at]) != block);
+            choose(&c, block);
+            continue;
+        }
+        x->missing[block] = PASSED;
+        c.passed_pages += x->pages[block];
+        do {
+            uint64_t region = at / slots->slots_per_region;
+            c.passed[region]++;
+            if (!met[region]++)
+                c.regions[c.met++] = region;
+        } while ((at = x->next[at]) != block);
+        if (!patience)
+            patience = used_in(slots, c.regions[0]) * slots->slot_bytes[c.regions[0]] / PAGE;
+        if (c.passed_pages >= patience && !choose_region(&c))
+            patience = 2 * c.passed_pages;
+    }
+    if (last && lacks(&c) && c.passed_pages)
+        choose_region(&c);
+    x->counts[0] = !lacks(&c);
+    while (seen--)
+        x->missing[order[seen]] = 0;
+    for (uint64_t i = 0; i < c.found; i++)
+        x->missing[x->numbers[i]] = 0;
+    free(c.passed);
+    return c.found;
 }
 
 /* Finds the keys of blocks. */

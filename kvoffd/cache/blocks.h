@@ -18,8 +18,14 @@ enum { RESERVED, WRITING_SHARD, WRITTEN, SHARD_STATE, UNVERIFIED = 4, CORRUPT = 
 
 #define READ(record, type, field) ({ type value_; memcpy(&value_, (record) + (field), sizeof value_); value_; })
 
+/* The blocks of a group that are in the index, in the order in which they were entered: NONE where there is none. */
+struct block_list {
+    uint32_t oldest, newest;
+};
+
 /* A group, as policy.py packs it. */
 struct block_group {
+    struct block_list *list;
     uint32_t number, namespace, index, key_bytes, ranks, pages; /* `pages`: of a block's slots */
     struct {
         uint32_t slot_bytes;
@@ -35,7 +41,7 @@ struct blocks {
     uint8_t *state, *shard;
     uint32_t *pins;
     uint8_t *missing;
-    uint32_t *group, *next, *pages;
+    uint32_t *group, *next, *pages, *older, *newer; /* the last two: neighbours in the list of the block's group */
     uint64_t *misses; /* why keys left: see blocks.c */
     /* What a call finds, until the next one: bytes or keys, numbers of blocks or slots, offsets in the pool, and counts. */
     uint8_t *bytes;

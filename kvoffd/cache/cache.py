@@ -20,12 +20,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress, takewhile
+from itertools import compress, repeat, takewhile
 from math import inf
 
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import replace
+from msgspec import msgpack
 
 from kvoffd.cache.block_table import (
     CORRUPT,
@@ -50,7 +50,6 @@ from kvoffd.cache.namespace import (
     MissReason,
     Namespace,
     NamespaceRecord,
-    NamespaceSnapshot,
 )
 from kvoffd.cache.policy import REJECTED, Chain, Group, Policy
 from kvoffd.cache.tickets import (
@@ -67,20 +66,21 @@ from kvoffd.cache.tickets import (
 from kvoffd.cache.victims import Victims
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
-from kvoffd.pool.slot_table import SlotTable
+from kvoffd.pool.slot_table import Deflated, SlotTable
 from kvoffd_proto.admin import BlockInfo, ShardSpec
 from kvoffd_proto.messages import ABSENT, KeyState
 
 logger = logging.getLogger(__name__)
+# np.unique is called nowhere here: it imports numpy.ma at its first call, for 20 ms.
 
-SWEPT_AT_ONCE = 4096
-"""Slots of which one step looks whether their namespace was reset."""
+LOOKED_AT_ONCE = 4096
+"""Slots of which one step looks whether they were compared with their checksums."""
+SWEPT_AT_ONCE, ENDED_AT_ONCE = 1024, 1024
+"""Slots of what was reset that one step frees, and leases whose blocks one step lets go."""
 MAX_OVER_QUOTA = 2048
 """Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its quota."""
 PARTIAL_GRACE_S = 2.0
 """Partial blocks that are older go first when space is wanted."""
-LONG_DESCRIPTION = 256
-"""A longer description of a namespace is not kept for the next daemon, where there is no room for it."""
 MOST_WRITING_PART = 4
 """Where blocks that lack a shard have more of the pool, those that nobody writes go as soon as space is wanted."""
 MAX_REQUESTS_TO_NOTE = 8
@@ -89,7 +89,7 @@ RECOVERED_AT_ONCE = 4096
 """Recovered blocks of which those of one group are entered together: about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
-_REASONS = list(MissReason)
+_REASONS, _KEY_STATES = list(MissReason), {int(state): state for state in KeyState}
 _LACKING = bytes([Verdict.LACKING])
 
 
@@ -144,7 +144,7 @@ class Cache:
         """By state, bytes of all blocks, of forgotten namespaces too."""
         self._next_number = 1
         self._warned_of_no_space = False
-        self._saves_late = self._save_due = False
+        self._saves_late = self._save_due = self._saves_short = False
         self._unverified_at = 0
         """Slots before this one were looked at by ``next_unverified``."""
         self._groups: dict[int, Group] = {}
@@ -159,13 +159,14 @@ class Cache:
         """What was asked for, oldest first, until ``note_requests``."""
         self._some_left = False
         """READY blocks left the index since then."""
-        self._dead: set[int] = set()
-        """Numbers of groups that were reset and are to be swept out."""
+        self.swept_at_once, self.ended_at_once = SWEPT_AT_ONCE, ENDED_AT_ONCE
+        self._dead: dict[int, Group] = {}
+        """By number, groups that were reset and are to be swept out."""
+        self._ended: deque[Lease] = deque()
+        """Leases that nobody can use any more, and whose blocks are still to be let go."""
         self.unannounced = np.zeros(len(self.blocks.state), np.bool_)
         """By slot: a recovered block that listeners have not heard of yet."""
         self._to_announce = _NOTHING
-        self._sweeping: set[int] = set()
-        self._swept_to = 0
 
     # --- namespaces -----------------------------------------------------------------------------
 
@@ -231,22 +232,24 @@ class Cache:
         if new:
             self._save()
 
-    def _save(self) -> bool:
-        """Write down what a successor must know of the namespaces; False where there is no room for it.
+    def _save(self) -> None:
+        """Write down what a successor must know of the namespaces. It has no block of those that are left out.
 
-        Where there is too little, what nobody needs to read the blocks is left out.
+        Where there is too little room, that is first what nobody needs to read the blocks, then namespaces, those with
+        the fewest blocks first.
         """
         self._save_due = self._saves_late
         if self._saves_late:
-            return True
-        kept = [namespace.record() for namespace in self.namespaces.values() if any(namespace.shard_bytes)]
-        for records in (kept, map(_shortened_record, kept)):
-            if self.table.save_namespaces(NamespaceSnapshot(self._next_number, tuple(records))):
-                return True
-        if not self._warned_of_no_space:
+            return
+        kept = [one for one in self.namespaces.values() if any(one.shard_bytes)]
+        count = len(kept)
+        while not self.table.save_namespaces(_snapshot(self._next_number, kept, short=self._saves_short)):
+            if self._saves_short:
+                kept = sorted(kept, key=lambda one: one.ready_blocks, reverse=True)[: len(kept) // 2]
+            self._saves_short = True
+        if len(kept) < count and not self._warned_of_no_space:
             self._warned_of_no_space = True
-            logger.warning("Some of the %d namespaces will not outlive the daemon: they are too many.", len(kept))
-        return False
+            logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
 
     def group(self, namespace: Namespace, group: int) -> Group:
         """The group as it is until the next reset. Raises BadGeometry."""
@@ -272,9 +275,8 @@ class Cache:
             self._retire(group)
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
         self._partial = {block: since for block, since in self._partial.items() if not self._of_block(block).dead}
-        self._victims.forget(namespace)
-        self._end([lease for lease in self.leases.values() if lease.namespace is namespace])
-        self._save_or_sweep()
+        self._end(list(namespace.leases))
+        self._save()
         if tiers is not None:
             dropped += tiers.forget_all(namespace)
         self._events.cleared(namespace)
@@ -289,18 +291,13 @@ class Cache:
         finally:
             self._saves_late = False
             if self._save_due:
-                self._save_or_sweep()
-
-    def _save_or_sweep(self) -> None:
-        if not self._save():  # a successor would believe the old numbers
-            while self.background():
-                pass
+                self._save()
 
     def _retire(self, group: Group) -> None:
         """Nothing is looked for in the group any more."""
         group.dead = True
         if group.blocks_in[WRITING] or group.blocks_in[READY]:
-            self._dead.add(group.number)
+            self._dead[group.number] = group
         for state in (WRITING, READY):
             self._count(group, state, DROPPED, group.blocks_in[state])
         if not group.blocks_in[DROPPED]:
@@ -312,8 +309,8 @@ class Cache:
         for group in self._current.pop(namespace):
             self._retire(group)
         del self.namespaces[namespace.fingerprint]
-        self._victims.forget(namespace)
         self._requested = deque(request for request in self._requested if request[0] is not namespace)
+        self._saves_short = False
         self._save()
 
     def restore_namespace(self, record: NamespaceRecord) -> list[Group]:
@@ -343,6 +340,7 @@ class Cache:
                 self.blocks.pages[alike] = group.block_bytes // PAGE_BYTES
                 self.unverified_slots += len(alike) * len(group.sizes)
                 self._count(group, FREE, READY, len(alike))
+                self.blocks.append(group, alike)
                 self.policy.insert(group, alike, self.blocks.keys(alike, group.key_bytes))
         self._to_announce = blocks
         self.unannounced[blocks] = True
@@ -406,7 +404,7 @@ class Cache:
         held = self.held.get(session) or Held()
         if is_new and (ready.size or lease.coming):
             self.leases[lease_id], self.held[session] = lease, held
-            held.leases += 1
+            held.leases[lease] = namespace.leases[lease] = None
         if ready.size:
             if is_new:
                 fresh, loose_bytes = ready, sum([one.loose_bytes for one in found])
@@ -521,7 +519,7 @@ class Cache:
 
     def _note_reset(self, group: Group, keys: bytes) -> None:
         """Note which of these keys were reset, as ``background`` does when it comes to their blocks."""
-        for number in self._dead.intersection(group.unswept):
+        for number in self._dead.keys() & group.unswept:
             states, _ = self.blocks.find(number, keys, group.key_bytes)
             gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
             names = _some(keys, gone, group.key_bytes)
@@ -573,21 +571,31 @@ class Cache:
 
     def end_session(self, session: int) -> int:
         """End all leases of a session that is gone. Returns how many."""
-        return self._end([lease for lease in self.leases.values() if lease.session == session])
+        return self._end([one for one in self.leases_of(session).leases if self.leases.get(one.lease_id) is one])
 
     def _end(self, leases: Sequence[Lease]) -> int:
+        """End leases. Where they are many, ``background`` lets go what they hold."""
         for lease in leases:
             del self.leases[lease.lease_id]
+            del lease.namespace.leases[lease]
+        self._ended.extend(leases)
+        if len(self._ended) <= self.ended_at_once:
+            self._let_go()
+        return len(leases)
+
+    def _let_go(self) -> None:
+        some = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
+        for lease in some:
             held = self.held[lease.session]
-            held.leases -= 1
+            del held.leases[lease]
             held.keys -= len(lease.blocks)
             held.nbytes -= lease.nbytes
             if not held.leases:
                 del self.held[lease.session]
-            self.unpin(lease.blocks)
             if self.tiers is not None:
                 self.tiers.lease_ended(lease)
-        return len(leases)
+        if some:
+            self.unpin(some[0].blocks if len(some) == 1 else np.concatenate([lease.blocks for lease in some]))
 
     def tick(self) -> int:
         """End overdue leases, drop blocks that were partial for too long. Returns how many of both."""
@@ -658,8 +666,10 @@ class Cache:
         short = -inf  # what has a score up to here gets no space
         try:
             if part.starts is not None and lacking and group.sizes and not group.namespace.of_bench:
-                starts = part.starts if len(part.starts) == 1 else np.unique(np.searchsorted(lacking, part.starts))
-                runs = self.policy.admit(group, names, list(starts))
+                starts = list(part.starts)
+                if len(starts) > 1:
+                    starts = sorted({*np.searchsorted(lacking, starts).tolist()})
+                runs = self.policy.admit(group, names, starts)
                 if self.slots.free_bytes < group.block_bytes and not self._dead and not self._partial:
                     short = self.policy.lowest
             for count, score in runs:
@@ -849,6 +859,7 @@ class Cache:
         if self.quotas and count and group.namespace.fingerprint in self.quotas:
             count = self._within_quota(group, count, below)
         found: list[npt.NDArray[np.uint32]] = []
+        swept = not self._dead
         try:
             while entered < count:
                 left, slots = keys[entered * size :] if entered else keys, _NO_SLOTS
@@ -856,7 +867,11 @@ class Cache:
                     slots = self.blocks.take(self.slots, group, left, count - entered)
                 if len(slots):
                     self._count(group, FREE, WRITING, len(slots))
-                elif (victims := self._make_space(group, count - entered, below)) is None:
+                elif not swept:  # where that is not enough, others go
+                    swept = True
+                    self._sweep(sorted(self._dead.values(), key=lambda one: group.sizes != one.sizes), count - entered)
+                    continue
+                elif (victims := self._evict_for(group, count - entered, below)) is None:
                     break
                 elif not victims.size:
                     continue
@@ -877,13 +892,15 @@ class Cache:
         """How many of ``count`` blocks the namespace may take, evicting its own where it has its quota."""
         namespace, each = group.namespace, group.block_bytes
         quota = self.quotas[namespace.fingerprint]
-        if namespace.held_bytes + count * each > quota and self._dead:
-            while self.background():
-                pass
-        if (excess := namespace.held_bytes + count * each - quota) > 0:
-            own = [one.number for one in self._current[namespace]]
-            victims = self._victims.of_namespace(namespace, own, excess, count + MAX_OVER_QUOTA, below)
-            self._evict(victims, reason=MissReason.QUOTA)
+        most = count + MAX_OVER_QUOTA
+        if (excess := namespace.held_bytes + count * each - quota) > 0 and self._dead:
+            dead = [one for one in self._dead.values() if one.namespace is namespace]
+            excess -= each * (taken := self._sweep(dead, min(most, -(-excess // each))))
+            most -= taken
+        if excess > 0:
+            self._evict(
+                self._victims.of_namespace(self._current[namespace], excess, most, below), reason=MissReason.QUOTA
+            )
         return max(0, min(count, (quota - namespace.held_bytes) // each))
 
     def no_space_cause(self, group: Group) -> str:
@@ -897,12 +914,9 @@ class Cache:
             return "sizes"
         return "pinned" if usage.pinned >= usage.writing else "writing"
 
-    def _make_space(self, group: Group, count: int, below: float) -> BlockIds | None:
+    def _evict_for(self, group: Group, count: int, below: float) -> BlockIds | None:
         """Blocks of a group, up to ``count``, for others of it to replace; none where space was made otherwise, and
         None where nothing may go."""
-        if self._dead:
-            self.background()
-            return _NOTHING
         if self._partial:
             # Where ranks store what others never do, that must not take the pool from what can be read.
             crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_PART
@@ -956,7 +970,7 @@ class Cache:
         dropped = 0
         for number, keys in groups:
             states, blocks = self.blocks.find(self.group(namespace, number).number, keys, namespace.key_bytes)
-            there = np.unique(blocks[np.frombuffer(states, np.uint8) != FREE])
+            there = np.array(sorted(set(blocks[np.frombuffer(states, np.uint8) != FREE].tolist())), np.uint32)
             dropped += len(there)
             self.drop(there, MissReason.INVALIDATED)
             if self.tiers is not None:
@@ -980,8 +994,10 @@ class Cache:
         """Take blocks, all of one state, out of index and policy, and free the slots of those that nothing holds."""
         if not blocks.size:
             return
-        noted = reason if reason is not None and not group.dead else 0
-        names, slots, unverified, corrupt = self.blocks.drop(blocks, group.key_bytes, len(group.sizes), noted)
+        names, slots, unverified, corrupt = self.blocks.drop(group, blocks, reason or 0)
+        if group.dead and group.namespace in self._current:
+            now = self._current[group.namespace][group.index]
+            self.blocks.note_misses(now.number, names, group.key_bytes, MissReason.INVALIDATED)
         if state == READY:
             self._left(group, blocks, names)
         for block in blocks.tolist() if self._partial else ():
@@ -1027,25 +1043,27 @@ class Cache:
         self.blocks.group[slots] = 0
 
     def background(self) -> bool:
-        """Free some of what was reset. Returns whether there is more."""
-        if not self._sweeping:
-            self._sweeping, self._swept_to = set(self._dead), 0
-        if not self._sweeping:
-            return False
-        begin = self._swept_to
-        end = self._swept_to = min(begin + SWEPT_AT_ONCE, len(self.blocks.state))
-        dead = np.isin(self.blocks.group[begin:end], list(self._sweeping))
-        for state in (READY, WRITING):
-            found = (np.flatnonzero(dead & (self.blocks.state[begin:end] == state)) + begin).astype(np.uint32)
-            for group, alike in self.by_group(found):
-                if group.namespace in self._current:
-                    now, names = self._current[group.namespace][group.index], self.blocks.keys(alike, group.key_bytes)
-                    self.blocks.note_misses(now.number, names, group.key_bytes, MissReason.INVALIDATED)
-                self._remove(group, state, alike)
-        if end == len(self.blocks.state):
-            self._dead -= self._sweeping
-            self._sweeping = set()
-        return bool(self._dead)
+        """Free some of what was reset, and let go what ended leases hold. Returns whether there is more."""
+        if self._ended:
+            self._let_go()
+        elif self._dead:
+            group = next(iter(self._dead.values()))
+            self._sweep([group], max(1, self.swept_at_once // len(group.sizes)))
+        return bool(self._ended or self._dead)
+
+    def _sweep(self, groups: Sequence[Group], count: int) -> int:
+        """Free so many blocks of groups that were reset, or as many as there are. Returns how many it took."""
+        taken = 0
+        for group in groups:
+            blocks = self.blocks.oldest(group, count - taken)
+            if (taken := taken + len(blocks)) < count:
+                del self._dead[group.number]
+            states = self.blocks.state[blocks]
+            for state in (READY, WRITING):
+                self._remove(group, state, blocks[states == state])
+            if taken == count:
+                break
+        return taken
 
     def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
         """Blocks that have slots by their groups, in each in the order in which they were given."""
@@ -1054,7 +1072,7 @@ class Cache:
         if only := self.blocks.group_of(blocks):
             return [(self._groups[only], blocks)]
         numbers = self.blocks.group[blocks]
-        return [(self._groups[number], blocks[numbers == number]) for number in np.unique(numbers).tolist()]
+        return [(self._groups[number], blocks[numbers == number]) for number in sorted(set(numbers.tolist()))]
 
     def _of_block(self, block: int) -> Group:
         return self._groups[int(self.blocks.group[block])]
@@ -1136,7 +1154,7 @@ class Cache:
         checksum, or whose checksum is still to be taken. They come again unless they are checked."""
         passes = 0
         while self.unverified_slots and passes < 2:
-            begin, end = self._unverified_at, min(self._unverified_at + SWEPT_AT_ONCE, len(self.blocks.shard))
+            begin, end = self._unverified_at, min(self._unverified_at + LOOKED_AT_ONCE, len(self.blocks.shard))
             shards = self.blocks.shard[begin:end]
             found = np.flatnonzero((shards & UNVERIFIED != 0) & (shards & SHARD_STATE == WRITTEN))[:limit] + begin
             if found.size:
@@ -1148,19 +1166,24 @@ class Cache:
 
     # --- facts ----------------------------------------------------------------------------------
 
-    def block(self, block: int) -> BlockInfo:
-        """What there is to say of a block that has slots."""
-        group = self._of_block(block)
-        slots = self.blocks.slots(np.array([block], np.uint32), len(group.sizes))[0]
+    def describe(self, blocks: BlockIds) -> list[BlockInfo]:
+        """What there is to say of blocks of one group that have slots."""
+        if not blocks.size:
+            return []
+        group = self._of_block(int(blocks[0]))
+        slots = self.blocks.slots(blocks, len(group.sizes))
         written = self.blocks.shard[slots] & SHARD_STATE == WRITTEN
         records = self.table.records[slots]
-        return BlockInfo(
-            self.blocks.keys(slots[:1], group.key_bytes),
-            KeyState(self.blocks.state[block]),
-            group.block_bytes,
-            int(self.blocks.pins[block]),
-            int(records["first_block"][written].max(initial=0)),
-            np.where(written, records["checksum"], 0).astype(">u8").tobytes(),
+        return list(
+            map(
+                BlockInfo,
+                self.blocks.split_keys(blocks, group.key_bytes),
+                map(_KEY_STATES.__getitem__, self.blocks.state[blocks].tolist()),
+                repeat(group.block_bytes),
+                self.blocks.pins[blocks].tolist(),
+                np.where(written, records["first_block"], 0).max(axis=1).tolist(),
+                [row.tobytes() for row in np.where(written, records["checksum"], 0).astype(">u8")],
+            )
         )
 
     def page(
@@ -1168,23 +1191,30 @@ class Cache:
     ) -> tuple[BlockIds, int]:
         """Some of a group's blocks whose keys begin with these hex digits, and the position behind them; 0 at the end.
 
-        ``places`` slots are looked into from ``position`` on, 0 at first. A block that is there from the first page to
-        the last is on exactly one.
+        About ``places`` slots are looked into from ``position`` on, 0 at first. A block that is there from the first
+        page to the last is on exactly one.
         """
-        known, begin, end = self.group(namespace, group), position, min(position + places, len(self.blocks.state))
-        if begin >= end:
-            return _NOTHING, 0
+        known, slots, seen = self.group(namespace, group), self.slots, list[SlotIds]()
         if len(prefix) == 2 * namespace.key_bytes:
             states, blocks = self.blocks.find(known.number, bytes.fromhex(prefix), namespace.key_bytes)
             return blocks[np.frombuffer(states, np.uint8) != FREE], 0
-        there = (self.blocks.group[begin:end] == known.number) & np.isin(self.blocks.state[begin:end], (WRITING, READY))
-        blocks = (np.flatnonzero(there) + begin).astype(np.uint32)
+        end = len(self.blocks.state)
+        while position < end and places > 0:
+            region, first = position // slots.slots_per_region, position % slots.slots_per_region
+            size = int(slots.slot_bytes[region])
+            seen.append(np.arange(first, slots.slots_in(region, size) if size else 0, dtype=np.uint32))
+            seen[-1] += region * slots.slots_per_region
+            places -= len(seen[-1])
+            position = (region + 1) * slots.slots_per_region
+        blocks = np.concatenate([_NOTHING, *seen])
+        blocks = blocks[self.blocks.group[blocks] == known.number]
+        blocks = blocks[np.isin(self.blocks.state[blocks], (WRITING, READY))]
         if prefix:
             keys = self.blocks.split_keys(blocks, namespace.key_bytes)
             blocks = blocks[[key.hex().startswith(prefix) for key in keys]]
         if len(blocks) > limit:
-            blocks, end = blocks[:limit], int(blocks[limit])
-        return blocks, 0 if end == len(self.blocks.state) else end
+            blocks, position = blocks[:limit], int(blocks[limit])
+        return blocks, position if position < end else 0
 
     @property
     def usage(self) -> PoolUsage:
@@ -1201,10 +1231,10 @@ def _some(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], size: int)
     return np.frombuffer(keys, np.dtype((np.void, size)))[numbers].tobytes()
 
 
-def _shortened_record(record: NamespaceRecord) -> NamespaceRecord:
-    """The record without what nobody needs to read the blocks."""
-    description = record.description if len(record.description) <= LONG_DESCRIPTION else ""
-    return replace(record, description=description, shards=(None,) * record.world_size)
+def _snapshot(next_number: int, namespaces: Sequence[Namespace], *, short: bool) -> list[Deflated]:
+    """A ``NamespaceSnapshot`` as msgpack."""
+    head = b"\x92" + msgpack.encode(next_number) + b"\xdc" + len(namespaces).to_bytes(2, "big")
+    return [Deflated.of(head), *[one.record(short=short) for one in namespaces]]
 
 
 def _shortened(found: Found, held: BlockIds, part: float) -> Found:

@@ -45,10 +45,10 @@ class HitRatioCurve:
         self._free = weakref.finalize(self, self._native.curve_free, self._at)
         self._clock = clock
         self._halved_at = clock()
-        self._counts: dict[Namespace, tuple[_Row, int]] = {}
-        """With their address."""
-        self._gone = np.zeros(_ROW)
-        """What those of namespaces that were forgotten had come to."""
+        self._rows = np.zeros((1, _ROW))
+        """What was counted: first of namespaces that were forgotten, then of each; and unused ones."""
+        self._row_of: dict[Namespace, int] = {}
+        self._unused: list[int] = []
 
     @property
     def nbytes(self) -> int:
@@ -63,36 +63,42 @@ class HitRatioCurve:
         """Note a request."""
         for chain in chains:
             group, keys, size = chain.group, chain.keys, chain.group.key_bytes
-            if (counted := self._counts.get(group.namespace)) is None:
-                row = np.zeros(_ROW)
-                counted = self._counts[group.namespace] = row, row.ctypes.data
-            tokens = group.tokens or UNKNOWN_TOKENS
+            if (row := self._row_of.get(group.namespace)) is None:
+                row = self._new_row(group.namespace)
+            tokens, row_at = group.tokens or UNKNOWN_TOKENS, self._rows_at + row * 8 * _ROW
             self._native.curve_asked(
-                self._at, counted[1], group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run
+                self._at, row_at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run
             )
+
+    def _new_row(self, namespace: Namespace) -> int:
+        if not self._unused:
+            count = len(self._rows)
+            self._rows, self._unused = np.concatenate([self._rows, np.zeros((count, _ROW))]), [*range(count, 2 * count)]
+            self._rows_at = self._rows.ctypes.data
+        row = self._row_of[namespace] = self._unused.pop()
+        return row
 
     def tick(self) -> None:
         """Have what is old weigh less."""
         if self._clock() - self._halved_at >= HALVED_EVERY_S:
             self._halved_at = self._clock()
-            for row in self._rows():
-                row *= 0.5
+            self._rows *= 0.5
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Go on to count what was asked for in it: it is a part of all."""
-        if (counted := self._counts.pop(namespace, None)) is not None:
-            self._gone += counted[0]
+        if (row := self._row_of.pop(namespace, None)) is not None:
+            self._rows[0] += self._rows[row]
+            self._rows[row] = 0
+            self._unused.append(row)
 
     def of_namespaces(self, namespaces: Sequence[Namespace]) -> list[HitCurve]:
         """What requests of each namespace had found, in pools of all namespaces."""
-        return _curves([self._counts.get(namespace, (_NOTHING, 0))[0] for namespace in namespaces])
+        rows = [self._row_of.get(namespace) for namespace in namespaces]
+        return _curves([_NOTHING if row is None else self._rows[row] for row in rows])
 
     def in_all(self) -> HitCurve:
         """All namespaces together, those that were forgotten among them."""
-        return _curves([np.sum(self._rows(), axis=0)])[0]
-
-    def _rows(self) -> list[_Row]:
-        return [self._gone, *(row for row, _ in self._counts.values())]
+        return _curves([self._rows.sum(axis=0)])[0]
 
 
 def _curves(rows: Sequence[_Row]) -> list[HitCurve]:

@@ -148,7 +148,7 @@ class Learned(InOrder):
 
     def _is_learned_of(self, group: Group) -> bool:
         """Whether what was learned is of this group's keys, too: its namespace asked for as much as the pool holds."""
-        return group.namespace.counters.keys_asked * group.block_bytes >= self._pool_bytes
+        return group.namespace.totals.keys_asked * group.block_bytes >= self._pool_bytes
 
     def rejected(self, group: Group, keys: bytes) -> None:
         self._native.learned_rejected(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)

@@ -6,17 +6,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, msgpack
 
 from kvoffd.cache.block_table import READY, WITH_SLOTS, WRITING
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
+from kvoffd.pool.slot_table import Deflated
 from kvoffd_proto import messages
 from kvoffd_proto.admin import ShardSpec
 from kvoffd_proto.events import kv_topic
 from kvoffd_proto.messages import GroupSpec
+
+if TYPE_CHECKING:
+    from kvoffd.cache.tickets import Lease
+
+LONG_DESCRIPTION = 256
+"""A longer description of a namespace is not kept for the next daemon, where there is no room for it."""
 
 
 class MissReason(IntEnum):
@@ -132,19 +139,30 @@ class Namespace:
         """Of its blocks: it is raised whenever all that there are become stale."""
         self.number = 0
         """By which the slot table's records name it: a new one with each reset."""
-        self.counters = Counters()
+        self.totals, self.has_counted = Counters(), False
+        """What it has counted, and whether that changed since ``has_counted`` was made false."""
         self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
         """By state, the number of blocks: WRITING, READY, and DROPPED ones that something still holds."""
         self.bytes_in = dict.fromkeys(WITH_SLOTS, 0)
         """By state, the pool bytes of its blocks."""
+        self.leases: dict[Lease, None] = {}
+        """Those that can be used."""
         self.nodes: dict[int, int | None] = {}
         """By rank, the NUMA node of its slots."""
         self.shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
         """By rank and group, bytes of a shard; None for a rank of which no worker has registered yet."""
         self.shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
         """By rank and group, what a shard is made of; None for a rank where no worker described it."""
+        self._records: dict[bool, tuple[int, int, Deflated, Deflated]] = {}
+        """By whether they are short: number, generation, what is between them, all of it."""
         self.key_type = np.dtype((np.void, key_bytes))
         """Of an array whose elements are keys."""
+
+    @property
+    def counters(self) -> Counters:
+        """To count."""
+        self.has_counted = True
+        return self.totals
 
     @property
     def ready_blocks(self) -> int:
@@ -212,12 +230,24 @@ class Namespace:
         if known is not None and (_names_layers(known) or not _names_layers(shards)):
             return False
         self.shards[rank] = tuple(shards)
+        self._records.clear()
         return True
 
-    def record(self) -> NamespaceRecord:
-        """What a successor must know to go on with the blocks."""
-        spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, self.description
-        return NamespaceRecord(self.number, *spec, tuple(self.shard_bytes), tuple(self.shards), self.generation)
+    def record(self, *, short: bool) -> Deflated:
+        """What a successor must know to go on with the blocks, a ``NamespaceRecord`` as msgpack. ``short``: without
+        what nobody needs to read them."""
+        number, generation, body, whole = self._records.get(short, (0, 0, None, None))
+        if whole is not None and number == self.number and generation == self.generation:
+            return whole
+        if body is None:
+            shards = [None] * self.world_size if short else self.shards
+            description = "" if short and len(self.description) > LONG_DESCRIPTION else self.description
+            spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, description
+            body = Deflated.of(msgpack.encode((*spec, self.shard_bytes, shards))[1:])
+        head, tail = b"\x9a" + msgpack.encode(self.number), msgpack.encode(self.generation)
+        whole = Deflated.joined([Deflated.of(head), body, Deflated.of(tail)])
+        self._records[short] = self.number, self.generation, body, whole
+        return whole
 
     def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int]) -> bool:
         """Set the bytes of a rank's shards, by group; False where they were set already.
@@ -238,6 +268,8 @@ class Namespace:
                 f"group, not {list(shard_bytes)}; engines whose shards differ need different fingerprints."
             )
         self.shard_bytes[rank] = tuple(shard_bytes)
+        if known is None:
+            self._records.clear()
         return known is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from struct import pack
@@ -10,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import WITH_SLOTS, BlockIds
+from kvoffd.cache.block_table import NO_BLOCK, WITH_SLOTS, BlockIds
 from kvoffd.cache.namespace import Namespace
 from kvoffd.pool.allocator import NO_NODE, PAGE_BYTES
 from kvoffd_proto.stats import LearnedStats
@@ -41,6 +42,8 @@ class Group:
         """Numbers that this group of its namespace had before resets, as long as some of those blocks may be there."""
         self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
         """By state, the number of blocks that have slots."""
+        self._list = array("I", [NO_BLOCK, NO_BLOCK])
+        """``struct block_list`` of blocks.h."""
         self.set_sizes([], [])
 
     def set_sizes(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
@@ -49,7 +52,8 @@ class Group:
         whose = self.number, self.namespace.number, self.index, self.key_bytes
         nodes = [self.namespace.nodes.get(rank) for rank in range(len(sizes))]
         by_rank = [pack("=Ii", size, NO_NODE if at is None else at) for size, at in zip(sizes, nodes, strict=True)]
-        self.packed = pack("=6I", *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
+        list_at, _ = self._list.buffer_info()
+        self.packed = pack("=Q6I", list_at, *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
         """``struct block_group`` of blocks.h."""
 
 

@@ -43,7 +43,7 @@ class Lease:
 class Held:
     """What one session has leased. A block counts once for each lease."""
 
-    leases: int = 0
+    leases: dict[Lease, None] = field(default_factory=dict)
     keys: int = 0
     nbytes: int = 0
     """See ``Lease``."""

@@ -17,8 +17,7 @@ from kvoffd_proto.stats import Histogram
 logger = logging.getLogger(__name__)
 
 BEAT_S, IDLE_BEAT_S = 0.05, 0.25
-"""Seconds between two beats of a loop that works, and of one that does not: a wake-up costs 0.1 ms of CPU. A block is
-seen from the next beat on, so at most so much of it is missed."""
+"""Seconds between two beats of a loop that works, and of one that does not: a wake-up costs 0.1 ms of CPU."""
 WORKING_SHARE = 0.01
 """Share of a core from which on a loop works."""
 SAMPLED_S = 0.06
@@ -33,7 +32,8 @@ STOP = (
 
 
 class LoopWatch:
-    """Beats in the loop and measures how late each is, less the time for which the thread had no CPU to run on.
+    """Beats in the loop and measures how late each is, less the time for which the thread had no CPU to run on. Where a
+    turn of the loop (``with watch``) took longer since the last beat, that counts.
 
     A thread of its own wakes about as often. It looks at the loop's stack when a beat is late, which costs the loop
     nothing and knows every callback. Where it did not run either for most of that time, and the process used little
@@ -44,16 +44,19 @@ class LoopWatch:
         self._blocked = DurationHistogram(BOUNDS_S)
         self.loop_blocked_maximum_seconds = 0.0
         self._due_at = 0.0
+        self._turns, self._turn_at, self._longest_turn_s = 0, 0.0, 0.0
+        """Those that are under way, one inside the other; when the outermost began; the longest since the last beat."""
         # The beat that was late, what ran then, and for how long at a stretch the thread that looks did not run.
         self._seen = 0.0, "", 0.0
         self._wake_at = 0.0
         self._warnings = RareWarnings(logger)
         self._ended = threading.Event()
         self._schedstat = -1
+        self._waited_seen_s = 0.0
 
     @property
     def loop_blocked(self) -> Histogram:
-        """All beats by how late they were, in seconds."""
+        """All beats by how long the loop was blocked since the one before, in seconds."""
         return self._blocked.counted()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -63,13 +66,26 @@ class LoopWatch:
         except OSError:
             pass  # a kernel without scheduler statistics: waits for a CPU count as blocked
         self._loop = loop
-        self._waited_s = self._waited_for_cpu_s()
+        self._waited_s = self._waited_seen_s = self._waited_for_cpu_s()
         self._used_s = self._beat_at = 0.0
         self._beat_again(time.monotonic())
         self._thread = threading.Thread(
             target=self._watch, args=(threading.get_ident(),), name="loop-watch", daemon=True
         )
         self._thread.start()
+
+    def __enter__(self) -> None:
+        """What the loop calls takes from here to the end of the block."""
+        if not self._turns:
+            self._turn_at = time.monotonic()
+        self._turns += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._turns -= 1
+        if not self._turns and (seconds := time.monotonic() - self._turn_at) > max(BOUNDS_S[0], self._longest_turn_s):
+            waited_s = self._waited_for_cpu_s()  # since the last long turn or beat
+            self._longest_turn_s = max(self._longest_turn_s, seconds - (waited_s - self._waited_seen_s))
+            self._waited_seen_s = waited_s
 
     def stop(self) -> None:
         self._ended.set()
@@ -83,7 +99,8 @@ class LoopWatch:
         now, waited_s = time.monotonic(), self._waited_for_cpu_s()
         # The wait for a CPU since the last beat, of which some may have been before this one was due.
         late_s = max(0.0, now - self._due_at - (waited_s - self._waited_s))
-        self._waited_s = waited_s
+        self._waited_s = self._waited_seen_s = waited_s
+        late_s, self._longest_turn_s = max(late_s, self._longest_turn_s), 0.0
         self._blocked.observe(late_s)
         self.loop_blocked_maximum_seconds = max(self.loop_blocked_maximum_seconds, late_s)
         if late_s > LOGGED_S:

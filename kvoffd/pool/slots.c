@@ -8,7 +8,7 @@
 
 enum { NOT_OUT = -1, OUT = 1, RETURNED };
 
-static uint64_t slots_in(const struct slots *x, uint64_t region, uint64_t slot_bytes)
+uint64_t slots_in(const struct slots *x, uint64_t region, uint64_t slot_bytes)
 {
     uint64_t begin = region * x->region_bytes, end = begin + x->region_bytes;
 

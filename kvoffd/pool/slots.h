@@ -25,5 +25,6 @@ static inline uint64_t offset_of(const struct slots *x, uint32_t slot)
 uint64_t kvoffd_slots_take(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_t node, uint32_t *slots,
                            uint64_t stride);
 void free_slot(struct slots *x, uint32_t slot);
+uint64_t slots_in(const struct slots *x, uint64_t region, uint64_t slot_bytes); /* how many a region has of a size */
 
 #endif

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 FLEET_WAIT_S = 1.5
 """For a reset to reach all shared stores; the client waits for 2 s."""
-LISTED_PLACES, LISTED_SHARDS = 65536, 2048
-"""One page of a listing looks at so many places of the index, and has so many shards: a few milliseconds."""
+LISTED_PLACES, LISTED_SHARDS = 16384, 1024
+"""One page of a listing looks at so many slots or a few more, and has so many shards: a few milliseconds."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
 
 
@@ -35,7 +35,7 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
         count = service.reset(cache.namespace(message.namespace))
     else:
         service.state.raise_all()
-        count = service.tiers.remove_all(None)
+        count = service.tiering.remove_all(None) if service.tiering is not None else 0
         with cache.saving_once():
             for namespace in cache.namespaces.values():
                 count += cache.reset(namespace, generation=service.state.generation(namespace.fingerprint))
@@ -47,7 +47,7 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
 @answers(a.ResetFleet)
 def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pending:
     """Make a namespace's blocks void for all nodes; the count is that of the stores that know it."""
-    stores = service.tiers.shared
+    stores = service.tier_supervisor.shared
     if not stores:
         why = "No tier is shared with other nodes; start the daemon with --shared URL."
         raise KvoffdError(why, ErrorCode.NOT_READY)
@@ -125,4 +125,4 @@ def list_blocks(service: Service, session: Session, message: a.ListBlocks) -> a.
         raise KvoffdError(f"{prefix[:80]!r} is not the beginning of a key; give hex digits.", ErrorCode.BAD_KEYS)
     limit = min(message.limit, max(1, LISTED_SHARDS // namespace.world_size))
     blocks, position = service.cache.page(namespace, message.group, message.position, LISTED_PLACES, prefix, limit)
-    return a.BlocksListed(message.request_id, list(map(service.cache.block, blocks.tolist())), position)
+    return a.BlocksListed(message.request_id, service.cache.describe(blocks), position)

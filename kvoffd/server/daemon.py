@@ -178,7 +178,10 @@ class Daemon:
 
     def stats(self) -> DaemonStats | None:
         """For HTTP, in the loop's thread; None while the daemon starts or stops."""
-        return daemon_stats(self._service) if self._serving else None
+        if not self._serving:
+            return None
+        with self._service.loop_watch:
+            return daemon_stats(self._service)
 
     def unreachable(self) -> str:
         """Why no engine can connect, a sentence; empty where one can. For HTTP, in any thread."""
@@ -246,7 +249,7 @@ class Daemon:
             f", and people at http://{config.http_address}/" if config.http_address and not self._http_problem else ""
         )
         logger.info("Serving %s%s.", config.directory, page)
-        self._service.tiers.start(self._shared_stores)
+        self._service.tier_supervisor.start(self._shared_stores)
         if self._pool.resident:
             loop = asyncio.get_running_loop()
             running = self._service.jobs.running
@@ -284,12 +287,13 @@ class Daemon:
     def _tick(self) -> None:
         """What is due a few times a second. A failure in it is ours, and no reason to stop serving."""
         ticks = self._service.tick, self._lifelines.tick, self._policy_file.tick
-        for tick in ticks:
-            try:
-                tick()
-            except Exception:
-                text = "Periodic work failed inside the daemon; it is tried again, and logged once a minute."
-                self._tick_failures.warn(text, exc_info=True)
+        with self._service.loop_watch:
+            for tick in ticks:
+                try:
+                    tick()
+                except Exception:
+                    text = "Periodic work failed inside the daemon; it is tried again, and logged once a minute."
+                    self._tick_failures.warn(text, exc_info=True)
 
     def _lose_gpu(self, why: str) -> None:
         """Stop as at SIGTERM, but end with EXIT_GPU_LOST."""
@@ -335,7 +339,7 @@ class Daemon:
     async def _shutdown(self) -> None:
         """Close all sockets, end all threads but for what hangs, and send what that has left."""
         self._serving = False
-        if not self._service.tiers.close(DISKS_CLOSE_S):
+        if not self._service.tier_supervisor.close(DISKS_CLOSE_S):
             self.copy_stuck = True
         self._policy_file.close()
         self._service.save_totals()

@@ -57,7 +57,7 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
             f"The pool file {service.config.pool_file} was removed. Blocks are served until the daemon stops; the next "
             "one starts empty, with a new file. Keep cleaners of temporary files away from it.",
         )
-    yield from service.tiers.problems
+    yield from service.tier_supervisor.problems
     usage, over = service.cache.usage, format_duration(recent.seconds)
     usable_bytes = max(1, service.cache.slots.pool_bytes - usage.quarantined)
     if usage.pinned >= PINNED_SHARE * usable_bytes:
@@ -110,7 +110,7 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
 
 def _full_quota(service: Service) -> str:
     """The namespace whose quota refused the most, as the middle of a sentence."""
-    one = max(service.cache.namespaces.values(), key=lambda one: one.counters.no_space["quota"], default=None)
+    one = max(service.cache.namespaces.values(), key=lambda one: one.totals.no_space["quota"], default=None)
     quota_bytes = None if one is None else service.cache.quotas.get(one.fingerprint)
     if one is None or quota_bytes is None:  # it was forgotten, or its quota was taken away
         return ""

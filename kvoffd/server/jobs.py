@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
@@ -81,7 +81,7 @@ class DirectionCounters:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class GroupPart:
     """What the stores, or the loads, of a message name of one group. It is sound."""
 
     group: int
@@ -121,10 +121,10 @@ class Part:
 
 def checked_parts(
     registration: Registration, batch: Stores | Loads, *, storing: bool, is_offered: bool = True
-) -> list[Part]:
+) -> list[GroupPart]:
     """What some jobs ask for, by group; ``is_offered``: the policy may refuse stores. Raises KvoffdError where one of
     them is not in order."""
-    namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[Part]()
+    namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[GroupPart]()
     named: set[int] = set()
     for part in batch.groups:
         group = part.group
@@ -161,7 +161,7 @@ def checked_parts(
             sent = f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens} tokens"
             raise BadKeys(f"{sent}; send all or none.")
         parts.append(
-            Part(
+            GroupPart(
                 group,
                 layout,
                 part.keys,
@@ -194,11 +194,21 @@ class Job:
     registration: Registration
     accepted_at: float
     """Before slots are taken: to evict for it is part of what it costs its engine."""
-    plan: Plan = field(init=False)
+    copies: list[BlockCopy] = field(default_factory=list, init=False)
+    nbytes: int = field(default=0, init=False)
+    """That it copies."""
     checksums: SlotChecksums | None = field(default=None, init=False)
     transfer: Transfer | None = field(default=None, init=False)
     answered: bool = field(default=False, init=False)
     """It has its results. Where its copy hangs it still holds its slots and the client's memory."""
+
+    @property
+    def pieces(self) -> int:
+        """That it copies at most."""
+        return sum([copy.block_ids.size * len(copy.layout.layers) for copy in self.copies])
+
+    def plan(self) -> Plan:
+        return plan_blocks(self.direction, self.copies)
 
     def withdraw(self) -> bool:
         """Take its transfer out of the queue. False where there is none, or its copy has begun."""
@@ -211,14 +221,14 @@ class StoreBatch(Job):
     """The stores of one message. Checksums are by part and key."""
 
     direction = Direction.STORE
-    parts: Sequence[Part]
+    parts: Sequence[GroupPart]
     ticket: StoreTicket | None = field(default=None, init=False)
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """By store."""
 
     def begin(self, cache: Cache, pool: Pool) -> None:
-        """Take slots for what is absent, and plan the copy. ``abort`` undoes it, also where it raises."""
-        registration, copies = self.registration, list[BlockCopy]()
+        """Take slots for what is absent. ``abort`` undoes it, also where it raises."""
+        registration = self.registration
         self.copied_bytes = [0] * len(self.ids)
         places: list[tuple[int, int]] = []
         self.ticket = cache.begin_store(registration.namespace, registration.rank, self.parts)
@@ -226,19 +236,19 @@ class StoreBatch(Job):
             if not stored.copy:
                 continue
             layout, length = part.layout, stored.group.lengths[registration.rank]
-            places += [(offset, length) for offset in stored.offsets.tolist()]
+            places += zip(stored.offsets.tolist(), repeat(length))
             slots = stored.offsets + np.uint64(pool.mapping.address)
             if len(stored.copy) < len(part.split):
                 of_copied, slots = slots, np.zeros(len(part.split), np.uint64)
                 slots[stored.copy] = of_copied
-            copies.append(BlockCopy(layout, part.block_ids, slots, part.first_blocks))
+            self.copies.append(BlockCopy(layout, part.block_ids, slots, part.first_blocks))
             for span in part.spans:
                 at, end = (bisect_left(stored.copy, number) for number in (span.key, span.keys_end))
                 blocks = (end - at) * layout.blocks_per_key
                 if at < end and stored.copy[at] == span.key:
                     blocks -= span.first_block
                 self.copied_bytes[span.job] += blocks * layout.block_bytes
-        self.plan = plan_blocks(self.direction, copies)
+        self.nbytes = sum(self.copied_bytes)
         if places:
             self.checksums = SlotChecksums(pool.digests, places, [0] * len(places), pool_address=pool.mapping.address)
 
@@ -262,7 +272,7 @@ class StoreBatch(Job):
                     tokens.update(part.tokens())
             cache.commit_store(self.ticket, checksums, tokens)
             if not self.session.operator:
-                self.registration.namespace.counters.stored_bytes += self.plan.nbytes
+                self.registration.namespace.counters.stored_bytes += self.nbytes
         failed: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         for part, stored in zip(self.parts, self.ticket.parts, strict=True):
@@ -300,7 +310,7 @@ class LoadJob(Job):
     """A load. Tickets are by part, checksums those of ``checks``."""
 
     direction = Direction.LOAD
-    parts: Sequence[tuple[Part, JobSpan]]
+    parts: Sequence[tuple[GroupPart, JobSpan]]
     lease_id: int
     keep_lease: bool
     tickets: list[LoadTicket] = field(default_factory=list, init=False)
@@ -312,12 +322,12 @@ class LoadJob(Job):
     """Why it cannot be done, where that is known before it is copied."""
 
     def begin(self, cache: Cache, pool: Pool, *, verify: bool) -> None:
-        """Hold the slots, and plan the copy; nothing is copied where a block is not ready. ``abort`` undoes it.
+        """Hold the slots; nothing is copied where a block is not ready. ``abort`` undoes it.
 
         ``verify``: all slots are compared with their checksums, else those that nobody has compared since an earlier
         daemon wrote them.
         """
-        registration, copies = self.registration, list[BlockCopy]()
+        registration = self.registration
         whose = registration.namespace, registration.rank, self.lease_id
         size = registration.namespace.key_bytes
         for part, span in self.parts:
@@ -336,10 +346,10 @@ class LoadJob(Job):
             if verify or first or cache.unverified_slots:
                 self.checks += cache.checks_of_load(ticket, verify, first)
             slots = ticket.offsets + np.uint64(pool.mapping.address)
-            copies.append(BlockCopy(part.layout, block_ids, slots, {0: first} if first else {}))
+            self.copies.append(BlockCopy(part.layout, block_ids, slots, {0: first} if first else {}))
+            self.nbytes += block_ids.size * part.layout.block_bytes
         if self.error is not None:
-            copies, self.checks = [], []
-        self.plan = plan_blocks(self.direction, copies)
+            self.copies, self.checks, self.nbytes = [], [], 0
         if self.checks:
             places = [(check.offset, check.length) for check in self.checks]
             expected = [check.checksum for check in self.checks]
@@ -361,7 +371,7 @@ class LoadJob(Job):
             corrupt = [GroupKeys(one.group.index, keys) for one in self.tickets if (keys := cache.corrupt_keys(one))]
             self.failed += corrupt
             error = ErrorCode.CHECKSUM if corrupt else error
-        copied_bytes = self.plan.nbytes if error is None else 0
+        copied_bytes = self.nbytes if error is None else 0
         error = error or self.error
         counts = error is None and not self.session.operator
         cache.end_load(self.tickets, counts=counts, ends_lease=error is None and not self.keep_lease)
@@ -423,12 +433,12 @@ class Jobs:
         session = job.session
         session.jobs.update(dict.fromkeys(job.ids, job))
         session.in_flight += len(job.ids)
-        session.pieces += len(job.plan.size)
+        session.pieces += job.pieces
         assert job.registration.on_closed is None, "memory that is being closed takes no jobs"
         job.registration.jobs += 1
         self.running[job] = None
         self.quiet_at = inf
-        if not len(job.plan.size):
+        if not job.copies:
             self.finished(job, Outcome.DONE)
             return
         job.transfer = Transfer(
@@ -487,7 +497,7 @@ class Jobs:
         del self.running[job]
         self.quiet_at = inf if self.running else now + QUIET_S
         session.in_flight -= len(job.ids)
-        session.pieces -= len(job.plan.size)
+        session.pieces -= job.pieces
         job.transfer = None  # they refer to each other
         job.registration.jobs -= 1
         if job.registration.on_closed is not None:
@@ -528,7 +538,7 @@ def submit(service: Service, session: Session, message: Submit) -> None:
     of_memory = sum([layout.block_limit * len(layout.layers) for layout in registration.layouts])
     for count, most, what in (
         (len(ids), limits.max_jobs_per_message, "jobs in one message"),
-        (keys, limits.max_keys_per_request, "keys in one message"),
+        (keys, limits.max_keys_per_submit, "keys in one message"),
         (session.in_flight + len(ids), limits.max_jobs_in_flight, "jobs in flight with these"),
         (session.pieces + pieces, max(limits.max_pieces_in_flight, 2 * of_memory), "pieces in flight with these"),
     ):
@@ -537,7 +547,7 @@ def submit(service: Service, session: Session, message: Submit) -> None:
             raise KvoffdError(why, ErrorCode.TOO_MANY)
     if log.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
         raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
-    wanted: list[list[tuple[Part, JobSpan]]] = [[] for _ in loads.job_ids]
+    wanted: list[list[tuple[GroupPart, JobSpan]]] = [[] for _ in loads.job_ids]
     for part in of_loads:
         for span in part.spans:
             wanted[span.job].append((part, span))

@@ -196,7 +196,8 @@ class LifelineServer:
             stream.setblocking(False)
             connection = Connection(stream, self._page_faulter.close_descriptor)
             try:
-                self._admit(connection)
+                with self._service.loop_watch:
+                    self._admit(connection)
             except Exception:
                 logger.exception("A connection failed inside the daemon.")
                 connection.close()
@@ -226,6 +227,10 @@ class LifelineServer:
             self._end(connection, Ending.GONE)
 
     def _readable(self, connection: Connection) -> None:
+        with self._service.loop_watch:
+            self._read(connection)
+
+    def _read(self, connection: Connection) -> None:
         try:
             for frame in connection.receive():
                 if isinstance(frame, lifeline.Leaving):

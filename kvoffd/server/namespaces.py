@@ -41,13 +41,13 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
         _forget(service, known)
         known = None
     if known is None:
-        _make_space(service)
+        _forget_unused(service)
     label, description = printable(message.label), printable(message.description)
     namespace, created = cache.open_namespace(Namespace(fingerprint, label, *geometry, description))
     session.namespaces[fingerprint] = namespace
     if created:
         namespace.generation = service.state.generation(fingerprint)
-    return m.NamespaceOpened(message.request_id, created, namespace.counters.prefill_tokens_per_second)
+    return m.NamespaceOpened(message.request_id, created, namespace.totals.prefill_tokens_per_second)
 
 
 def forget_idle(service: Service, after_s: float = 0.0) -> None:
@@ -64,7 +64,7 @@ def forget_idle(service: Service, after_s: float = 0.0) -> None:
                 _forget(service, namespace)
 
 
-def _make_space(service: Service) -> None:
+def _forget_unused(service: Service) -> None:
     """Forget a namespace that nobody has open, if there must be room for one more. Raises KvoffdError where none may
     go."""
     cache, most = service.cache, service.config.limits.max_namespaces
@@ -96,5 +96,5 @@ def _forget(service: Service, namespace: Namespace) -> None:
     service.cache.forget_namespace(namespace)
     service.traffic.namespace_forgotten(namespace)
     service.curve.namespace_forgotten(namespace)
-    if service.tiers.tiering is not None:
-        service.tiers.tiering.namespace_forgotten(namespace)
+    if service.tiering is not None:
+        service.tiering.namespace_forgotten(namespace)

@@ -194,7 +194,7 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     started, limits = service.clock(), service.config.limits
     namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
     _check_count(groups, namespace, limits)
-    if (held := service.cache.held.get(session.id)) is not None and held.leases >= limits.max_leases:
+    if (held := service.cache.held.get(session.id)) is not None and len(held.leases) >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     again = message.again or session.operator
     states, pinned = service.cache.lookup(namespace, session.id, message.lease_id, groups, again=again)
@@ -266,8 +266,8 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
 def reset(service: Service, session: Session, message: m.Reset) -> Pending:
     """Drop every block of a namespace that the session has opened, and share nothing of it from now on."""
     count = service.reset(session.namespaces[message.namespace])
-    service.tiers.namespace_reset(message.namespace)
-    if service.tiers.shared and not service.state.file.outlives_reboot:
+    service.tier_supervisor.namespace_reset(message.namespace)
+    if service.tier_supervisor.shared and not service.state.file.outlives_reboot:
         raise KvoffdError(
             f"It is done, but a reboot undoes it: {service.state.file.path}, which says that the namespace is not "
             "shared any more, is in memory. Clear it on all nodes, or name a directory on a disk as STATE_DIRECTORY.",

@@ -33,9 +33,10 @@ from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Session, Sessions
-from kvoffd.server.tiers import Tiers
+from kvoffd.server.tiers import TierSupervisor, make_tiering
 from kvoffd.server.trace import Tracer
 from kvoffd.server.traffic import TrafficCounts
+from kvoffd.tiering.tiering import Tiering
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import CopyEngine
 from kvoffd_proto import admin as a
@@ -89,9 +90,11 @@ class Service:
         self.memory = MemoryMapper(engine, host, gpus)
         self.jobs = Jobs(config, cache, pool, host)
         self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
-        self.tiers = Tiers(
-            config, cache, pool, events, clock, host.post, lambda: host.now() < self.jobs.quiet_at, state
-        )
+        self.tiering: Tiering | None = None
+        """None where no tier is configured."""
+        if config.disk or config.shared:
+            self.tiering = make_tiering(config, cache, events, clock, lambda: clock() < self.jobs.quiet_at, state)
+        self.tier_supervisor = TierSupervisor(config, self.tiering, cache, pool, clock, host.post, state)
         self.scrubber = Scrubber(cache, clock)
         self.traffic = TrafficCounts(cache, clock, state.counted.lifetime)
         self.tracer = Tracer(cache, clock)
@@ -184,16 +187,13 @@ class Service:
     @property
     def urgent(self) -> bool:
         """Whether ``after_send`` may begin to bring up blocks that lookups wait for."""
-        for level in self.tiers.tiering.levels if self.tiers.tiering is not None else ():
-            if level.queued_blocks:
-                return True
-        return False
+        return self.tiering is not None and self.tiering.is_asked
 
     def after_send(self) -> None:
         """Work that may wait until the replies are out: what lookups leave behind."""
         self.cache.note_requests()
-        if (tiering := self.tiers.tiering) is not None:
-            tiering.pump()
+        if self.tiering is not None:
+            self.tiering.pump()
 
     def background(self) -> bool:
         """Do some milliseconds of what takes long: free blocks that were reset, tell of those that were recovered.
@@ -214,8 +214,8 @@ class Service:
         if self._lru_fallback is not None:
             self._lru_fallback.judge()
         forget_idle(self, FORGET_AFTER_S)
-        self.tiers.tick()
-        for fingerprint in self.tiers.take_voided():
+        self.tier_supervisor.tick()
+        for fingerprint in self.tier_supervisor.take_voided():
             self._void(fingerprint)
 
     def in_last_hour(self) -> tuple[int, dict[str, int]]:
@@ -299,13 +299,14 @@ class Service:
             self.reset(namespace)
         else:
             self.state.raise_generation(fingerprint)
-            self.tiers.remove_all(fingerprint)
-        self.tiers.namespace_reset(fingerprint, everywhere=True)
+            if self.tiering is not None:
+                self.tiering.remove_all(fingerprint)
+        self.tier_supervisor.namespace_reset(fingerprint, everywhere=True)
 
     def _warn_of_partial(self) -> None:
         """Say once for each namespace that blocks lack shards: its engine stores what nobody can ever read."""
         for namespace in self.cache.namespaces.values():
-            if namespace.counters.partial_blocks and namespace not in self._partial_warned:
+            if namespace.totals.partial_blocks and namespace not in self._partial_warned:
                 self._partial_warned.add(namespace)
                 logger.warning(
                     "Blocks of the namespace %s were dropped, since not all of its %d ranks stored their shard in "

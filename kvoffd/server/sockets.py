@@ -153,35 +153,36 @@ class Sockets:
         """
         if (service := self._service) is None:
             return True
-        until, more, jobs = time.monotonic() + DRAIN_S, False, self._jobs
-        try:
-            if due or self._posted:
-                more = self._make_calls(until)
-                self.flush()
-            for _ in range(DRAINED_AT_ONCE):
-                if not cast(int, jobs.get(_EVENTS)) & _POLLIN:
-                    break
-                route, frame = jobs.recv(_NOBLOCK), jobs.recv(_NOBLOCK, copy=False)
-                whole = not frame.more
-                while frame.more:
-                    frame = jobs.recv(_NOBLOCK, copy=False)
-                # Several frames are no request: the decoder refuses that, and the sender hears why.
-                service.handle(route, frame.bytes if whole else b"")
-                self.flush()  # a reply does not wait for the requests behind it
-                if time.monotonic() > until:
+        with service.loop_watch:
+            until, more, jobs = time.monotonic() + DRAIN_S, False, self._jobs
+            try:
+                if due or self._posted:
+                    more = self._make_calls(until)
+                    self.flush()
+                for _ in range(DRAINED_AT_ONCE):
+                    if not cast(int, jobs.get(_EVENTS)) & _POLLIN:
+                        break
+                    route, frame = jobs.recv(_NOBLOCK), jobs.recv(_NOBLOCK, copy=False)
+                    whole = not frame.more
+                    while frame.more:
+                        frame = jobs.recv(_NOBLOCK, copy=False)
+                    # Several frames are no request: the decoder refuses that, and the sender hears why.
+                    service.handle(route, frame.bytes if whole else b"")
+                    self.flush()  # a reply does not wait for the requests behind it
+                    if time.monotonic() > until:
+                        more = True
+                        break
+                else:
                     more = True
-                    break
-            else:
-                more = True
-            more = service.background() or more
-            if service.pending:
-                more = self.flush() or more  # what was sent may have consumed the edge
-        except Exception:  # the loop that serves engines must outlive it; the tick goes on
-            logger.exception("An iteration of the message loop failed.")
-            return False
-        if more:
-            self.wake()
-        return True
+                more = service.background() or more
+                if service.pending:
+                    more = self.flush() or more  # what was sent may have consumed the edge
+            except Exception:  # the loop that serves engines must outlive it; the tick goes on
+                logger.exception("An iteration of the message loop failed.")
+                return False
+            if more:
+                self.wake()
+            return True
 
     def _make_calls(self, until: float) -> bool:
         """Make the calls that have arrived; True when some are left."""

@@ -18,7 +18,6 @@ from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.sessions import Session
 from kvoffd.server.tiers import Disk
-from kvoffd.server.traffic import counts_of, figures
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
@@ -45,7 +44,9 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     hour_requests, hour_errors = service.in_last_hour()
     level, causes = health_of(service, recent)
     largest, others = traffic.choose_rows()
-    on_disk = sum((disk.tier.bytes_by_namespace() for disk in service.tiers if disk.tier is not None), Counter[bytes]())
+    on_disk = sum(
+        (disk.tier.bytes_by_namespace() for disk in service.tier_supervisor if disk.tier is not None), Counter[bytes]()
+    )
     return filled(
         s.DaemonStats,
         version=__version__,
@@ -83,7 +84,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         gone_namespaces=traffic.gone_namespaces,
         integrity=filled(s.IntegrityStats, cache),
         tiers=_tiering_stats(service),
-        disks=list(map(_disk_stats, service.tiers)),
+        disks=list(map(_disk_stats, service.tier_supervisor)),
         shared=_shared_stats(service),
         curve=curve.in_all(),
         curve_seen_bytes=curve.seen_bytes,
@@ -97,7 +98,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
 def _namespace_stats(
     service: Service, on_disk: Counter[bytes], namespace: Namespace, curve: s.HitCurve
 ) -> s.NamespaceStats:
-    counters = namespace.counters
+    counters = namespace.totals
     return filled(
         s.NamespaceStats,
         counters,
@@ -110,7 +111,7 @@ def _namespace_stats(
         disk_bytes=on_disk[namespace.fingerprint],
         quota_bytes=service.cache.quotas.get(namespace.fingerprint),
         curve=curve,
-        **figures(counts_of(namespace)),
+        **service.traffic.figures_of(namespace),
     )
 
 
@@ -131,7 +132,7 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
             role=one.role,
             age_seconds=now - one.opened_at,
             idle_seconds=now - one.last_request_at,
-            leases=cache.leases_of(one.id).leases,
+            leases=len(cache.leases_of(one.id).leases),
             jobs=len(one.jobs),
             registrations=len(one.registrations),
             registered_bytes=sum(size for each in one.registrations.values() for _, size in each.memory.spans),
@@ -216,9 +217,9 @@ def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
 
 
 def _tiering_stats(service: Service) -> s.TieringStats | None:
-    if (tiering := service.tiers.tiering) is None:
+    if (tiering := service.tiering) is None:
         return None
-    disks, writer = tiering.disks, tiering.disks.writer
+    disks, writer = tiering.disks, tiering.disk_writer
     return filled(
         s.TieringStats,
         disks,
@@ -253,7 +254,7 @@ def _disk_stats(disk: Disk) -> s.DiskStats:
 
 
 def _shared_stats(service: Service) -> list[s.SharedStats]:
-    if (tiering := service.tiers.tiering) is None:
+    if (tiering := service.tiering) is None:
         return []
     unshared = sum(tiering.is_unshared(one.fingerprint) for one in service.cache.namespaces.values())
     return [
@@ -263,16 +264,16 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
             url=tier.name,
             up=tier.available(),
             breaker_trips=tier.breaker.opened,
-            promotions_failed=dict(level.failures),
-            promotions_unused=level.unused_blocks,
-            not_written=dict(level.writer.not_written),
+            promotions_failed=dict(source.failures),
+            promotions_unused=source.unused_blocks,
+            not_written=dict(writer.not_written),
             full=tier.lifetime_bytes > 0,
-            write_mode=level.writer.mode.value,
+            write_mode=writer.mode.value,
             servers=[s.SharedServer(*server) for server in tier.servers],
             unshared_namespaces=unshared,
         )
-        for level in tiering.stores
-        for tier in level.tiers
+        for source, writer in zip(tiering.sources, tiering.writers, strict=True)
+        for tier in source.tiers
         if isinstance(tier, SharedTier)
     ]
 

@@ -1,4 +1,4 @@
-"""The tiers below the pool: the directories of the disk tier, opened in threads, and the stores that nodes share."""
+"""Opens, watches and closes the tiers below the pool: directories, in threads, and the stores that nodes share."""
 
 from __future__ import annotations
 
@@ -56,83 +56,79 @@ class Disk:
         return DiskState.FAILED if self.problem else DiskState.SERVING if self.tier else DiskState.OPENING
 
 
-class Tiers:
-    """All of them. For the service's thread, but for what ``_open`` does.
+def make_tiering(
+    config: Config,
+    cache: Cache,
+    events: CacheListener,
+    clock: Callable[[], float],
+    engines_busy: Callable[[], bool],
+    state: State,
+) -> Tiering:
+    """What moves blocks between the pool and the tiers, which come later. The cache knows of it from now on."""
+    mode, per_day = WriteMode(config.disk_write), config.disk_write_bytes_per_day
+    if per_day is None:
+        per_day = sum(one.size_bytes for one in config.disk) if mode is WriteMode.AUTO else 0
+    settings = TieringSettings(mode, per_day, config.disk_deadline_s, _trickle_bytes())
+    cache.tiers = tiering = Tiering(cache, events, clock, settings, engines_busy, state.is_unshared)
+    spent, at = state.counted.disk_spent
+    tiering.disk_writer.budget.restore(spent, time.time() - at)
+    return tiering
+
+
+def _trickle_bytes() -> int:
+    return TRICKLE_BYTES * len(usable_cpus())
+
+
+class TierSupervisor:
+    """For the service's thread, but for what ``_open`` does.
+
+    Args:
+        tiering: uses the tiers that are open; None where nothing is configured.
 
     Attributes:
         shared: the stores that nodes share, where any are configured.
-        tiering: None where nothing is configured: then nothing knows of tiers.
     """
 
     def __init__(
         self,
         config: Config,
+        tiering: Tiering | None,
         cache: Cache,
         pool: Pool,
-        events: CacheListener,
         clock: Callable[[], float],
         post: Post,
-        engines_busy: Callable[[], bool],
         state: State,
     ) -> None:
-        self._config, self._cache, self._pool, self._events, self._clock = config, cache, pool, events, clock
-        self._post, self._engines_busy, self._state = post, engines_busy, state
+        self._config, self._tiering, self._cache, self._pool = config, tiering, cache, pool
+        self._clock, self._post, self._state = clock, post, state
         self._disks: list[Disk] = []
         self._stopping = False
-        self._trickle_bytes = TRICKLE_BYTES * len(usable_cpus())
         self.shared: list[SharedTier] = []
-        self.tiering: Tiering | None = None
 
     def start(self, stores: OpenStores) -> None:
         """Begin to open what the configuration names; ``stores``: of ``shared_stores``. Raises NoMoreThreads."""
-        config = self._config
-        for size in config.disk:
-            self._begin_to_open(size, self.use())
-        if config.shared:
-            self.share(
-                [
-                    SharedTier(
-                        url,
-                        open_one,
-                        pool=self._pool.buffer,
-                        clock=self._clock,
-                        post=self._post,
-                        listener=self.use(),
-                        ask_deadline_s=config.shared_ask_deadline_s,
-                        generations=dict(self._state.resets.fleet.get(url, {})),
-                    )
-                    for url, open_one in zip(config.shared, stores, strict=True)
-                ]
+        if (tiering := self._tiering) is None:
+            return
+        for size in self._config.disk:
+            self._begin_to_open(size, tiering)
+        for url, open_one in zip(self._config.shared, stores, strict=True):
+            tier = SharedTier(
+                url,
+                open_one,
+                pool=self._pool.buffer,
+                clock=self._clock,
+                post=self._post,
+                listener=tiering,
+                ask_deadline_s=self._config.shared_ask_deadline_s,
+                generations=dict(self._state.resets.fleet.get(url, {})),
             )
+            self._share(tier, tiering)
 
-    def share(self, shared: list[SharedTier]) -> None:
-        """Use the stores that nodes share."""
-        config, tiering, self.shared = self._config, self.use(), shared
-        mode = WriteMode(config.shared_write)
-        settings = TieringSettings(mode, deadline_s=config.shared_deadline_s, trickle_bytes=self._trickle_bytes)
-        for tier in shared:
-            tiering.share(tier, settings)
-
-    def use(self) -> Tiering:
-        """Have the cache know of tiers from now on."""
-        if self.tiering is not None:
-            return self.tiering
-        config = self._config
-        mode, per_day = WriteMode(config.disk_write), config.disk_write_bytes_per_day
-        if per_day is None:
-            per_day = sum(one.size_bytes for one in config.disk) if mode is WriteMode.AUTO else 0
-        settings = TieringSettings(
-            mode,
-            per_day,
-            deadline_s=config.disk_deadline_s,
-            trickle_bytes=self._trickle_bytes,
-        )
-        parts = self._cache, self._events, self._clock, settings, self._engines_busy
-        self.tiering = Tiering(*parts, self._state.is_unshared)
-        spent, at = self._state.counted.disk_spent
-        self.tiering.disks.writer.budget.restore(spent, time.time() - at)
-        self._cache.tiers = self.tiering
-        return self.tiering
+    def _share(self, tier: SharedTier, tiering: Tiering) -> None:
+        """Use a store that nodes share."""
+        mode, deadline_s = WriteMode(self._config.shared_write), self._config.shared_deadline_s
+        tiering.share(tier, TieringSettings(mode, deadline_s=deadline_s, trickle_bytes=_trickle_bytes()))
+        self.shared.append(tier)
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         """A namespace's blocks are stale, as when its weights changed; ``everywhere``: on all nodes."""
@@ -143,12 +139,8 @@ class Tiers:
             if self.shared:
                 logger.info("An engine reset a namespace; its blocks are not shared with other nodes any more.")
 
-    def remove_all(self, fingerprint: bytes | None) -> int:
-        """Remove what disks have of a namespace that need not be open, or of all; returns how many blocks."""
-        return 0 if self.tiering is None else self.tiering.remove_all(fingerprint)
-
     def tick(self) -> None:
-        if (tiering := self.tiering) is None:
+        if (tiering := self._tiering) is None:
             return
         for tier in self.shared:
             for fingerprint in self._cache.namespaces if tier.available() else ():
@@ -157,7 +149,7 @@ class Tiers:
         for disk in self._disks:
             if disk.tier is not None:
                 disk.errors.sample(disk.tier.stats().errors)
-        if (spent := tiering.disks.writer.budget.to_note()) is not None:
+        if (spent := tiering.disk_writer.budget.to_note()) is not None:
             self._state.note_disk_spent(spent)
 
     def take_voided(self) -> set[bytes]:
@@ -218,9 +210,9 @@ class Tiers:
         """Close all within the deadline. False where something hangs still, in pool memory. For the daemon's end."""
         until = time.monotonic() + deadline_s
         self._stopping = True
-        if self.tiering is not None:
-            self.tiering.stop()
-            if (budget := self.tiering.disks.writer.budget).left_bytes is not None:
+        if self._tiering is not None:
+            self._tiering.stop()
+            if (budget := self._tiering.disk_writer.budget).left_bytes is not None:
                 self._state.note_disk_spent(budget.spent_bytes)
         for disk in self._disks:
             if disk.opener is not None:
@@ -296,11 +288,11 @@ class Tiers:
             if not self._state.found(fingerprint, generation):
                 tier.remove_all(fingerprint)
             if self._state.generation(fingerprint) > known:
-                self._raised_elsewhere(fingerprint)
-        tiering.disks.writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
+                self._raised_elsewhere(fingerprint, tiering)
+        tiering.disk_writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
         tiering.disks.tiers.append(tier)
 
-    def _raised_elsewhere(self, fingerprint: bytes) -> None:
+    def _raised_elsewhere(self, fingerprint: bytes, tiering: Tiering) -> None:
         """A disk has shown that a namespace was reset and that this was forgotten, as when the machine started. So what
         the pool and other disks have of it may be from before."""
         generation = self._state.generation(fingerprint)
@@ -308,8 +300,7 @@ class Tiers:
             if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
                 disk.tier.remove_all(fingerprint)
         if (namespace := self._cache.namespaces.get(fingerprint)) is not None:
-            if self.tiering is not None:  # what comes up is of before
-                self.tiering.namespace_forgotten(namespace)
+            tiering.namespace_forgotten(namespace)  # what comes up is of before
             self._cache.reset(namespace, keep_tiers=True, generation=generation)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
+from kvoffd.cache.block_table import READY
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Counters, MissReason, Namespace
 from kvoffd.observe.meters import CounterWindows
@@ -18,8 +19,8 @@ COUNTED = tuple(
     name for name in Counters.__slots__ if name not in ("misses", "no_space") and not name.endswith("per_second")
 )
 _counted = attrgetter(*COUNTED)
-_MISSES, _NO_SPACE = "misses ", "no_space "
-_MISSES_OF = {reason: f"{_MISSES}{reason.name.lower()}" for reason in MissReason}
+_MISSES, _NO_SPACE = "misses", "no_space"
+_MISSES_OF = {reason: f"{_MISSES} {reason.name.lower()}" for reason in MissReason}
 _COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
 """Counters that statistics have under their own name."""
 
@@ -36,8 +37,13 @@ class TrafficCounts:
         self._started_at, self._began = clock(), time.time()
         self._windows = CounterWindows(clock)
         self._sampled_at = float("-inf")
-        self._gone: Counter[str] = Counter()
-        """What the counters of namespaces that were forgotten since had come to: sums never fall."""
+        self._total: Counter[str] = Counter()
+        self._others: Counter[str] = Counter()
+        """Of the namespaces without a row, those among them that were forgotten: sums never fall."""
+        self._counted: dict[Namespace, Mapping[str, float]] = {}
+        """What is in the sums of each namespace."""
+        self._figures: dict[Namespace, dict[str, Any]] = {}
+        """Of namespaces that have counted nothing since."""
         self.gone_namespaces = 0
         """That had counted something."""
         self._has_row: dict[Namespace, bool] = {}
@@ -51,19 +57,40 @@ class TrafficCounts:
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Go on to count what the namespace counted."""
-        self._has_row.pop(namespace, None)
-        if not namespace.of_bench:
-            counts = counts_of(namespace)
-            self._gone.update(counts)
-            self.gone_namespaces += bool(counts)
+        self._add(namespace)
+        counts, has_row = self._counted.pop(namespace, {}), self._has_row.pop(namespace, True)
+        self.gone_namespaces += bool(counts)
+        if has_row:
+            self._others.update(counts)
 
     def total(self) -> Mapping[str, float]:
         """What all namespaces have counted since the start."""
-        total = self._gone.copy()
         for namespace in self._cache.namespaces.values():
-            if not namespace.of_bench:
-                total.update(counts_of(namespace))
-        return total
+            if namespace.has_counted:
+                self._add(namespace)
+        return self._total.copy()
+
+    def _add(self, namespace: Namespace) -> None:
+        """Add to the sums what the namespace has counted since the last time: there may be a thousand, most idle."""
+        namespace.has_counted = False
+        self._figures.pop(namespace, None)
+        if namespace.of_bench:
+            return
+        counts, before = counts_of(namespace), self._counted.get(namespace, {})
+        gained = {name: count - before.get(name, 0) for name, count in counts.items()}
+        self._total.update(gained)
+        if not self._has_row.get(namespace, True):
+            self._others.update(gained)
+        if counts:
+            self._counted[namespace] = counts
+
+    def figures_of(self, namespace: Namespace) -> dict[str, Any]:
+        """The fields of the namespace's Traffic."""
+        if namespace.has_counted:
+            self._add(namespace)
+        if (found := self._figures.get(namespace)) is None:
+            found = self._figures[namespace] = figures(counts_of(namespace))
+        return found
 
     def choose_rows(self) -> tuple[list[Namespace], list[NamespaceStats]]:
         """The namespaces that have a row of their own, the largest first, and one row for all others, if there are any.
@@ -71,26 +98,26 @@ class TrafficCounts:
         A namespace keeps its row, or has none for good, so that no counter falls. With the others are those that were
         forgotten.
         """
-        known = sorted(self._cache.namespaces.values(), key=lambda one: one.ready_bytes, reverse=True)
-        ids = {namespace_id(one.fingerprint) for one, has_row in self._has_row.items() if has_row}
-        for one in known:
-            if one not in self._has_row:
+        known = sorted(self._cache.namespaces.values(), key=lambda one: one.bytes_in[READY], reverse=True)
+        if new := [one for one in known if one not in self._has_row]:
+            ids = {namespace_id(one.fingerprint) for one, has_row in self._has_row.items() if has_row}
+            for one in new:
                 name = namespace_id(one.fingerprint)  # two rows, or series, cannot have one
                 self._has_row[one] = len(ids) < MAX_NAMESPACE_ROWS and name not in ids
                 if self._has_row[one]:
                     ids.add(name)
+                else:
+                    self._others.update(self._counted.get(one, {}))
         largest = [one for one in known if self._has_row[one]]
         rest = [one for one in known if not self._has_row[one] and not one.of_bench]
         if not rest:
             return largest, []
-        counts = self._gone.copy()
-        for one in rest:
-            counts.update(counts_of(one))
+        self.total()
         row = NamespaceStats(
             id=OTHERS,
-            ready_blocks=sum(one.ready_blocks for one in rest),
-            ready_bytes=sum(one.ready_bytes for one in rest),
-            **figures(counts),
+            ready_blocks=sum([one.blocks_in[READY] for one in rest]),
+            ready_bytes=sum([one.bytes_in[READY] for one in rest]),
+            **figures(self._others),
         )
         return largest, [row]
 
@@ -114,22 +141,23 @@ class TrafficCounts:
 
 
 def counts_of(namespace: Namespace) -> dict[str, float]:
-    """What a namespace has counted that is not 0: there may be a thousand, most of them idle."""
-    counters = namespace.counters
+    """What a namespace has counted that is not 0."""
+    counters = namespace.totals
     counts = {name: count for name, count in zip(COUNTED, _counted(counters), strict=True) if count}
     for reason, count in counters.misses.items():
         counts[_MISSES_OF[reason]] = count
     for cause, count in counters.no_space.items():
-        counts[_NO_SPACE + cause] = count
+        counts[f"{_NO_SPACE} {cause}"] = count
     return counts
 
 
 def figures(counts: Mapping[str, float]) -> dict[str, Any]:
     """The fields of a Traffic: every key that was asked for is loaded, not needed, or a miss."""
-    misses, causes = (
-        {name.removeprefix(prefix): int(n) for name, n in counts.items() if name.startswith(prefix) and n}
-        for prefix in (_MISSES, _NO_SPACE)
-    )
+    misses, causes = dict[str, int](), dict[str, int]()
+    for name, count in counts.items():
+        if " " in name and count:
+            kind, what = name.split(" ")
+            (misses if kind == _MISSES else causes)[what] = int(count)
     sources = {"pool": "keys_ready", "disk": "found_disk", "shared": "found_shared"}
     found = {source: int(count) for source, name in sources.items() if (count := counts.get(name, 0))}
     loaded = int(counts.get("loaded_keys", 0))

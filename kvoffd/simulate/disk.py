@@ -18,8 +18,8 @@ from kvoffd.system.files import FileCalls
 from kvoffd.system.threads import DaemonThreads, Workers
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiers.disk import DiskOptions, DiskTier, Note
-from kvoffd.tiers.disk_reads import End, Job, Reads
+from kvoffd.tiers.disk import DiskOptions, DiskTier
+from kvoffd.tiers.disk_reads import End, Reads, SlotJob
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import Result
 
@@ -55,6 +55,7 @@ class _DoneAtOnce(Workers[Any, Any]):
 
     def _start(self) -> None:
         self._threads = DaemonThreads((), lambda: None)
+        self._works = [lambda tasks: [End(Result.DONE)] * len(tasks)]
 
     def put(self, task: Any) -> None:
         super().put(task)
@@ -68,21 +69,13 @@ class _ReadAtOnce(Reads):
     def _open(self) -> None:
         """There is nothing to read."""
 
-    def put(self, job: Job) -> None:
-        ones = (1,) * len(job.space.lengths)
-        block = Block(job.space, job.key, tuple(0 for _ in ones), ones)
+    def put(self, job: SlotJob) -> None:
+        ones = (1,) * len(job.group.lengths)
+        block = Block(job.group, job.key, tuple(0 for _ in ones), ones)
         self._post(lambda: self._finish(job, End(Result.DONE, block)))
 
     def _stop(self, until: float) -> bool:
         return True
-
-
-class _DiskWithoutBytes(DiskTier):
-    def _write(self, jobs: list[Job]) -> list[End]:
-        return [End(Result.DONE)] * len(jobs)
-
-    def _note(self, notes: list[Note]) -> list[End]:
-        return [End(Result.DONE)] * len(notes)
 
 
 class SimulatedDisk:
@@ -107,7 +100,7 @@ class SimulatedDisk:
         self._tiering = Tiering(cache, events, clock, TieringSettings(mode, per_day_blocks * block_bytes))
         region_blocks = max(1, min(MAX_REGION_BLOCKS, blocks // REGIONS))
         regions, region_bytes = blocks // region_blocks, region_blocks * (PAGE_BYTES + block_bytes)
-        self.tier = _DiskWithoutBytes(
+        self.tier = DiskTier(
             Path(gettempdir()),
             int(regions * region_bytes * OVERHEAD) + region_bytes // 2,
             pool=memoryview(bytearray(1)),
@@ -121,7 +114,7 @@ class SimulatedDisk:
             make_reads=_ReadAtOnce,
             make_workers=_DoneAtOnce,
         )
-        self._tiering.disks.writer.budget.first_filling_bytes = blocks * block_bytes
+        self._tiering.disk_writer.budget.first_filling_bytes = blocks * block_bytes
         self._tiering.disks.tiers.append(self.tier)
         cache.tiers = self._tiering
 
@@ -143,7 +136,7 @@ class SimulatedDisk:
 
     @property
     def written(self) -> int:
-        return self._tiering.disks.writer.written_blocks
+        return self._tiering.disk_writer.written_blocks
 
     def close(self) -> None:
         self.tier.close(0.0)

@@ -128,7 +128,7 @@ def replay(trace: Trace, policy: str, blocks: int, disk: DiskPlan | None = None)
     for number, keys in enumerate(trace.requests):
         now = trace.seconds[number] if trace.seconds else 0.0
         hits += request(cache, namespace, keys, below, step_blocks)
-    in_pool, written = namespace.counters.prefix_keys_ready, namespace.counters.stored_blocks
+    in_pool, written = namespace.totals.prefix_keys_ready, namespace.totals.stored_blocks
     if below is None:
         return Replayed(policy, blocks, trace.accesses, hits, written)
     below.close()

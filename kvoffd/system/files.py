@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -38,6 +39,15 @@ class FileCalls:
     def allocate(self, fd: int, offset: int, length: int) -> None:
         """Reserves room for a part of the file. What is there already stays as it is."""
         os.posix_fallocate(fd, offset, length)
+
+    def has_data(self, fd: int, offset: int, nbytes: int) -> bool:
+        """Whether a part of the file may have been written to."""
+        try:
+            return os.lseek(fd, offset, os.SEEK_DATA) < offset + nbytes
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing at all from there on
+                return False
+            raise
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)

@@ -8,16 +8,15 @@ import fcntl
 import logging
 import mmap
 import os
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 
 from kvoffd.errors import UnsafeSegment
 from kvoffd.system.files import held_bytes, open_directory
+from kvoffd.system.threads import TaskThread
 
 _log = logging.getLogger(__name__)
 
@@ -204,44 +203,38 @@ class PageFaulter:
     """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="kvoffd-fault", daemon=True).start()
+        self._thread = TaskThread("kvoffd-fault")
+        self._closed = False
 
     def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
         """As the function ``map_memfd``, for the whole memory of a client; the thread then faults the pages in. Only
         ``close_segments`` may close it.
         """
         segment = map_memfd(fd, size_bytes, whole=True)
-        self._calls.put(partial(self._fault, segment, 0))
+        self._thread.put(partial(self._fault, segment, 0))
         return segment
 
     def close_segments(self, segments: Sequence[MappedSegment], on_closed: Callable[[], None]) -> None:
         """As the function ``close_segments``, in the thread: where their client is gone, closing them frees its memory,
         which takes tenths of a second for each GiB.
         """
-        self._calls.put(partial(close_segments, segments, on_closed))
+        self._thread.put(partial(close_segments, segments, on_closed))
 
     def close_descriptor(self, fd: int) -> None:
         """Close what a client sent, in the thread too: it may be the last that holds a dead client's memory."""
-        self._calls.put(partial(os.close, fd))
+        self._thread.put(partial(os.close, fd))
 
     def close(self) -> None:
-        """End the thread. What is left is not waited for."""
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            try:
-                call()
-            except Exception:
-                _log.exception("Memory of an engine was not unmapped.")
+        """End the thread once memory is unmapped. It is not waited for."""
+        self._closed = True
+        self._thread.stop()
 
     def _fault(self, segment: MappedSegment, done: int) -> None:
-        if segment.closed:
+        if segment.closed or self._closed:
             return
         length = min(STEP_BYTES, segment.size_bytes - done)
         if _fault_in(segment.address + done, length) and (done := done + length) < segment.size_bytes:
-            self._calls.put(partial(self._fault, segment, done))  # behind all others, lest they wait for terabytes
+            self._thread.put(partial(self._fault, segment, done))  # behind all others, lest they wait for terabytes
 
 
 def _fault_in(address: int, length: int) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 10
+VERSION = 11
 """Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
 changes: an old library would read wrong memory."""
 
@@ -61,6 +61,9 @@ class Native:
             self.host_copy = without_gil("host_copy", count, *columns, *columns, address)
             self.digests = without_gil("digests", None, *columns)
             self.gpu_copy = without_gil("gpu_copy", None, address, address)
+            self.plan_blocks = without_gil(
+                "plan_blocks", None, address, number, number, number, text, number, text, number, text, address
+            )
             self.receive = without_gil("receive", ctypes.c_int64, *(number,) * 3, *(number,) * 2, *columns)
             self.reader_work = without_gil("reader_work", ctypes.c_int, address)
             self.disk_enter = without_gil("disk_enter", count, address, *some, address)
@@ -80,17 +83,18 @@ class Native:
                 "blocks_publish", ctypes.c_uint32, address, address, *some, address, number, address
             )
             self.blocks_set_checksum = with_gil("blocks_set_checksum", None, address, number, number)
-            self.blocks_drop = with_gil("blocks_drop", count, address, *some, number)
+            self.blocks_append = with_gil("blocks_append", None, address, text, *some)
+            self.blocks_oldest = with_gil("blocks_oldest", count, address, text, number, number, number)
+            self.blocks_drop = with_gil("blocks_drop", count, address, text, *some, number)
             self.blocks_replace = with_gil("blocks_replace", count, address, text, *some, text, number)
             self.blocks_alike = with_gil("blocks_alike", ctypes.c_uint32, address, *some, number)
+            of_space = address, address, text, number, *some, number, number
+            self.blocks_make_space = with_gil("blocks_make_space", count, *of_space)
             self.blocks_release = with_gil("blocks_release", None, address, *some)
             self.blocks_pin = with_gil("blocks_pin", None, address, *some)
             self.blocks_unpin = with_gil("blocks_unpin", count, address, *some)
             self.blocks_keys = with_gil("blocks_keys", None, address, *some, number)
             self.blocks_plan = with_gil("blocks_plan", count, address, *keys, number, address)
-            self.plan_blocks = with_gil(
-                "plan_blocks", None, address, number, number, number, text, number, text, number, text, address
-            )
             self.slots_take = with_gil("slots_take", count, address, number, number, number, address, number)
             self.slots_free = with_gil("slots_free", ctypes.c_int, address, *some)
             self.reader_open = with_gil("reader_open", address, number, number)

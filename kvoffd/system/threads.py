@@ -70,6 +70,70 @@ class DaemonThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
 
+class TaskThread:
+    """Runs tasks one after the other: one that never returns keeps only the later ones from running.
+
+    Args:
+        clock: what ``busy_s`` is measured on, in seconds.
+
+    Raises NoMoreThreads.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._clock = name, clock
+        self._changed = threading.Condition()
+        self._tasks: deque[Callable[[], object]] = deque()
+        self._began: float | None = None
+        self._stopped = False
+        self._threads = DaemonThreads([(name, self._run)], self.stop)
+
+    @property
+    def busy_s(self) -> float:
+        """For how long the current task has been running; 0 when there is none."""
+        began = self._began
+        return 0.0 if began is None else self._clock() - began
+
+    @property
+    def waiting(self) -> int:
+        return len(self._tasks)
+
+    def put(self, task: Callable[[], object], most_waiting: int | None = None) -> bool:
+        """Have the thread run a task after those before it; False where ``most_waiting`` wait already."""
+        with self._changed:
+            if most_waiting is not None and len(self._tasks) >= most_waiting:
+                return False
+            self._tasks.append(task)
+            self._changed.notify()
+        return True
+
+    def stop(self) -> None:
+        """Run what waits, then end the thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def close(self, timeout_s: float) -> bool:
+        """As ``stop``, and wait for it; False when the thread still runs after ``timeout_s``."""
+        self.stop()
+        return self._threads.join(time.monotonic() + timeout_s)
+
+    def _run(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                task()
+            except Exception:
+                logger.exception("A task of %s failed; the thread continues.", self._name)
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._changed:
+            self._began = None
+            self._changed.wait_for(lambda: self._tasks or self._stopped)
+            if not self._tasks:
+                return None
+            self._began = self._clock()
+            return self._tasks.popleft()
+
+
 class Workers(Generic[T, R]):
     """A queue and its threads, which do not keep a process from ending. Each task ends once.
 

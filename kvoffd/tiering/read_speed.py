@@ -1,4 +1,4 @@
-"""How fast blocks come up from a level, and so how long those take that lookups wait for."""
+"""How fast blocks come up from one source, and so how long those take that lookups wait for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SILENCE_S = 0.5
 
 
 class ReadSpeed:
-    """The speed of reading from one level, from what it has read.
+    """The speed of reading from one source, from what it has read.
 
     Attributes:
         measured: bytes a second, by samples of the last seconds of reading; 0 while it is not known.

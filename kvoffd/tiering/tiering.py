@@ -18,9 +18,9 @@ from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.level import SLOWER, Coming, Fill, Level, Wanted
-from kvoffd.tiering.writer import space_of
-from kvoffd.tiers.header import Space
+from kvoffd.tiering.promotions import SLOWER, Coming, Fill, Promotions, Wanted
+from kvoffd.tiering.writer import Writer, block_group_of
+from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Tier
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
@@ -43,7 +43,7 @@ SETTLED = bytes([READY, *COMING])
 class _Lookup:
     lease: Lease
     again: bool
-    levels: Sequence[Level]
+    sources: Sequence[Promotions]
     """Those that are of use to it now, in the order in which they are asked."""
     left_bytes: int
     """What may come up for it: more than leases may pin would evict its own beginning."""
@@ -56,41 +56,41 @@ class _Lookup:
 class _Range:
     """Some keys of one group of a lookup, and what is known of them by their places."""
 
-    def __init__(self, space: Space, keys: Sequence[bytes], states: memoryview, coming: Mapping[bytes, Fill]) -> None:
-        self.space, self.keys, self.states, self.coming = space, keys, states, coming
+    def __init__(
+        self, block_group: BlockGroup, keys: Sequence[bytes], states: memoryview, coming: Mapping[bytes, Fill]
+    ) -> None:
+        self.group, self.keys, self.states, self.coming = block_group, keys, states, coming
         """``states``: to be answered with. ``coming``: what is on its way already."""
         free = len(states) if not any(states) else 0
         self.left = list(range(free)) or [at for at, state in enumerate(states) if state == FREE]
         """Keys that are neither in the pool nor on their way, nor in a tier that was asked."""
         if coming:
             self.left = [at for at in self.left if keys[at] not in coming]
-        self.there: dict[int, tuple[Level, Tier]] = {}
+        self.there: dict[int, tuple[Promotions, Tier]] = {}
         self.asked: list[int] = []
         """Keys that a store is being asked for."""
 
-    def look(self, levels: Sequence[Level], *, prefix: bool) -> None:
-        """Ask each tier of some levels for what none before it has."""
-        for level in levels:
-            for tier in level.tiers:
+    def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
+        """Ask each tier of some sources for what none before it has."""
+        for source in sources:
+            for tier in source.tiers:
                 if not self.left:
                     return
-                found = tier.find(self.space, [self.keys[at] for at in self.left], prefix=prefix)
+                found = tier.find(self.group, [self.keys[at] for at in self.left], prefix=prefix)
                 if any(found):
                     answers = list(zip(self.left, found, strict=True))
-                    source = level, tier
+                    both = source, tier
                     self.left = [at for at, one in answers if one == ABSENT]
                     self.asked += [at for at, one in answers if one == ASKED]
-                    self.there.update([(at, source) for at, one in answers if one == PRESENT])
+                    self.there.update([(at, both) for at, one in answers if one == PRESENT])
 
 
 class Tiering:
-    """Looks after the levels below the pool for one cache: its ``TierHooks``, and the ``TierListener`` of all tiers.
+    """Looks after the sources below the pool for one cache: its ``TierHooks``, and the ``TierListener`` of all tiers.
 
     ``pump`` begins what lookups asked for, once their replies are out; ``tick`` is for deadlines and the cold end.
 
     Attributes:
-        disks: the level of this node's disks, which may have none.
-        stores: a level for each store that nodes share, in the order in which they are asked.
         is_unshared: whether a namespace's blocks here became stale, by its fingerprint: what others have under the same
             keys may be stale too, so no store is asked for it or given anything of it.
     """
@@ -106,51 +106,77 @@ class Tiering:
     ) -> None:
         self._cache, self._clock = cache, clock
         self._coming: Coming = {}
-        self._parts = cache, clock, self._coming, engines_busy, self._promoted
-        self.is_unshared = is_unshared
-        self.disks = Level([], settings, *self._parts, shared=False)
-        self.levels = [self.disks]
+        self._engines_busy, self.is_unshared = engines_busy, is_unshared
+        self.sources: list[Promotions] = []
+        """The disks of this node together, which may be none, and then stores that nodes share, in the order in which
+        they are asked."""
+        self.writers: list[Writer] = []
+        """In the same order."""
+        self._add([], settings, shared=False)
         self._answers_due = 0.0
         self._uncounted: dict[Namespace, Counter[tuple[int, bytes]]] = {}
         """By tag and key that is being asked for: lookups that got that answer and have not counted it yet."""
         self._awaits: dict[Lease, dict[Fill, None]] = {}
         """What comes up for each lease."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
-        """By block: 1 and the number of its level if it was promoted and not loaded since, else 0."""
-        self._evicted: list[tuple[Space, list[bytes]]] = []
+        """By block: 1 and the number of its source if it was promoted and not loaded since, else 0."""
+        self._evicted: list[tuple[BlockGroup, list[bytes]]] = []
         self._events = events
         self._logged: dict[tuple[str, str], float] = {}
         """Tiers and kinds of their errors that were logged, and when; the tiers count them."""
 
     @property
-    def stores(self) -> list[Level]:
-        return self.levels[1:]
+    def disks(self) -> Promotions:
+        return self.sources[0]
+
+    @property
+    def disk_writer(self) -> Writer:
+        return self.writers[0]
+
+    @property
+    def stores(self) -> list[Promotions]:
+        return self.sources[1:]
 
     def share(self, tier: Tier, settings: TieringSettings) -> None:
-        """Use a store that nodes share, for what the pool and the levels before it do not have."""
-        self.levels.append(Level([tier], settings, *self._parts, self.is_unshared, shared=True))
+        """Use a store that nodes share, for what the pool and the sources before it do not have."""
+        self._add([tier], settings, shared=True)
+
+    def _add(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> None:
+        cache, clock = self._cache, self._clock
+        source = Promotions(tiers, settings, cache, clock, self._coming, self._promoted, shared=shared)
+        writer = Writer(
+            *(cache, tiers, clock, settings),
+            shared=shared,
+            idle=lambda: not source.waiting_blocks,
+            engines_busy=self._engines_busy,
+            leaves_out=self.is_unshared if shared else lambda fingerprint: False,
+        )
+        self.sources.append(source)
+        self.writers.append(writer)
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 
     def find(self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], again: bool) -> list[bytes]:
         namespace = lease.namespace
-        levels = [level for level in self.levels if level.available]
-        if levels and self.is_unshared(namespace.fingerprint):
-            levels = [level for level in levels if not level.shared]
+        sources = [source for source in self.sources if source.available]
+        if sources and self.is_unshared(namespace.fingerprint):
+            sources = [source for source in sources if not source.shared]
         every = [self._cache.group(namespace, group) for group, _ in groups]
-        if not levels or not groups or not every[0].lengths:
+        if not sources or not groups or not every[0].lengths:
             return states
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
         # Other requests of the same lookup may have found the beginning of its prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
         held_bytes += sum(fill.wanted.block_bytes for fill in self._awaited_by(lease))
-        lookup = _Lookup(lease, again, levels, self._cache.most_leased_bytes - held_bytes)
+        lookup = _Lookup(lease, again, sources, self._cache.most_leased_bytes - held_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             start = run_end(answer[number]) if limit is None else 0
             names: list[bytes] = np.frombuffer(groups[number][1], namespace.key_type)[start:limit].tolist()
-            space = space_of(every[number])
-            some = _Range(space, names, memoryview(answer[number])[start:limit], self._coming.get(space.tag, {}))
+            block_group = block_group_of(every[number])
+            some = _Range(
+                block_group, names, memoryview(answer[number])[start:limit], self._coming.get(block_group.tag, {})
+            )
             if limit is None:
                 asking |= self._find_run(lookup, some)
             else:
@@ -159,7 +185,7 @@ class Tiering:
         if lease.coming:
             awaits = self._awaits.get(lease, {})
             answers_s = max(0.0, self._answers_due - self._clock()) if lease.asking else 0.0
-            lease.wait_s = max(answers_s, *(level.wait_s(awaits) for level in self.levels))
+            lease.wait_s = max(answers_s, *(source.wait_s(awaits) for source in self.sources))
         return list(map(bytes, answer))
 
     def _awaited_by(self, lease: Lease) -> list[Fill]:
@@ -174,12 +200,12 @@ class Tiering:
             end = next((at for at in writing if some.keys[at] not in some.coming), end)
             some.left = [at for at in some.left if at < end]
         every = some.left
-        if not any(level.shared for level in lookup.levels):  # then mostly the first one is not there
+        if not any(source.shared for source in lookup.sources):  # then mostly the first one is not there
             some.left = every[:1]
-            some.look(lookup.levels, prefix=True)
+            some.look(lookup.sources, prefix=True)
             every = every[1:] if some.there else []
             some.left += every
-        some.look(lookup.levels, prefix=True)
+        some.look(lookup.sources, prefix=True)
         end = min([end, *some.left[:1]])
         some.asked = [at for at in some.asked if at < end]
         self._mark_asked(lookup, some)
@@ -195,10 +221,10 @@ class Tiering:
 
         Stores are not asked where the disks have all of the window at the end.
         """
-        spec = lookup.namespace.groups[some.space.group]
+        spec = lookup.namespace.groups[some.group.number]
         window = range(0)
         for shared in (False, True):
-            some.look([level for level in lookup.levels if level.shared is shared], prefix=False)
+            some.look([source for source in lookup.sources if source.shared is shared], prefix=False)
             there = [
                 state in SETTLED or key in some.coming or at in some.there
                 for at, (key, state) in enumerate(zip(some.keys, some.states, strict=True))
@@ -217,43 +243,43 @@ class Tiering:
         if some.asked:
             self._answers_due = self._clock() + ANSWER_S
             if not lookup.again:
-                names = [(some.space.tag, some.keys[at]) for at in some.asked]
+                names = [(some.group.tag, some.keys[at]) for at in some.asked]
                 self._uncounted.setdefault(lookup.namespace, Counter()).update(names)
 
     def _request(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> None:
         """Request keys that are there or come, up to the first that cannot come up, and mark them."""
         if not places:
             return
-        slower, lease, wants = self._slower_levels(lookup, some, places), lookup.lease, dict[Level, Wanted]()
-        block_bytes = self._cache.group(lease.namespace, some.space.group).block_bytes
+        slower, lease, wants = self._slower_sources(lookup, some, places), lookup.lease, dict[Promotions, Wanted]()
+        block_bytes = self._cache.group(lease.namespace, some.group.number).block_bytes
         for at in places:
             key = some.keys[at]
-            if (fill := self._coming.get(some.space.tag, {}).get(key)) is None:
-                level, tier = some.there[at]
-                no_space = level.no_space_until.get(lease.session, 0.0) > self._clock()
-                if level in slower or (lookup.again and no_space):
+            if (fill := self._coming.get(some.group.tag, {}).get(key)) is None:
+                source, tier = some.there[at]
+                no_space = source.no_space_until.get(lease.session, 0.0) > self._clock()
+                if source in slower or (lookup.again and no_space):
                     return
-                if (wanted := wants.get(level)) is None:
-                    wanted = wants[level] = Wanted(lease, some.space, level, block_bytes)
-                if lookup.left_bytes < block_bytes or (fill := level.request(wanted, key, tier)) is None:
+                if (wanted := wants.get(source)) is None:
+                    wanted = wants[source] = Wanted(lease, some.group, source, block_bytes)
+                if lookup.left_bytes < block_bytes or (fill := source.request(wanted, key, tier)) is None:
                     return
             lookup.left_bytes -= block_bytes * (lease not in fill.leases)
             self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
             fill.askers += not lookup.again
-            some.states[at] = SHARED if fill.wanted.level.shared else PENDING
+            some.states[at] = SHARED if fill.wanted.source.shared else PENDING
 
-    def _slower_levels(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> set[Level]:
-        """The levels from which what is there takes longer to read than to compute: none of that is read."""
-        sources = [some.there[at] for at in places if at in some.there]
+    def _slower_sources(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> set[Promotions]:
+        """The sources from which what is there takes longer to read than to compute: none of that is read."""
+        pairs = [some.there[at] for at in places if at in some.there]
         slower = {
-            level
-            for level, count in Counter(level for level, _ in sources).items()
-            if level.is_slower(lookup.namespace, some.space.group, count)
+            source
+            for source, count in Counter(source for source, _ in pairs).items()
+            if source.is_slower(lookup.namespace, some.group.number, count)
         }
-        for level, _ in sources if slower else ():
-            if level in slower:
-                level.failures[SLOWER] += 1
-                if lookup.again and level.shared:  # it was counted as found when it was answered
+        for source, _ in pairs if slower else ():
+            if source in slower:
+                source.failures[SLOWER] += 1
+                if lookup.again and source.shared:  # it was counted as found when it was answered
                     lookup.namespace.counters.misses[MissReason.SKIPPED] += 1
         return slower
 
@@ -264,58 +290,60 @@ class Tiering:
             if not (fill.leases or fill.withdrawn or fill.ticket):
                 left[fill.wanted] = None
         for wanted in left:
-            wanted.level.drop_unawaited(wanted)
+            wanted.source.drop_unawaited(wanted)
 
     def loaded(self, tickets: Sequence[LoadTicket]) -> None:
         for ticket in tickets:
             self._unused[ticket.blocks] = 0
 
-    def _promoted(self, level: Level, block: int) -> None:
-        self._unused[block] = 1 + self.levels.index(level)
+    def _promoted(self, source: Promotions, block: int) -> None:
+        at = self.sources.index(source)
+        self.writers[at].is_there(block)
+        self._unused[block] = 1 + at
 
     def used(self, blocks: BlockIds) -> None:
-        if levels := [level for level in self.levels if level.available]:
+        if writers := [writer for writer in self.writers if writer.available]:
             for group, alike in self._cache.by_group(blocks):
-                for level in levels:
-                    level.writer.used(group, alike)
+                for writer in writers:
+                    writer.used(group, alike)
 
     def stored(self, blocks: BlockIds) -> None:
         self._unused[blocks] = 0  # the number may be that of a block which was dropped
-        for level in self.levels:
-            level.writer.stored(blocks)
+        for writer in self.writers:
+            writer.stored(blocks)
 
     def evicted(self, blocks: BlockIds) -> None:
         unused, self._unused[blocks] = self._unused[blocks], 0
         for number in unused[unused > 0].tolist():
-            self.levels[number - 1].unused_blocks += 1
+            self.sources[number - 1].unused_blocks += 1
         # What leaves the pool is spared by the disks' hands. That waits for the next tick: a store waits for this call.
         for group, alike in self._cache.by_group(blocks):
             if group.dead:
                 continue
             keys = self._cache.blocks.split_keys(alike, group.key_bytes)
-            for level in self.levels:
-                level.writer.evicted(group, alike, keys)
+            for writer in self.writers:
+                writer.evicted(group, alike, keys)
             if self.disks.tiers:
-                self._evicted.append((space_of(group), keys))
+                self._evicted.append((block_group_of(group), keys))
 
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
-        levels = [level for level in self.levels if level.writer.waiting and level.available]
-        if not levels:
+        writers = [writer for writer in self.writers if writer.waiting and writer.available]
+        if not writers:
             return None
         found, numbers = np.zeros(len(blocks), np.bool_), blocks.tolist()
-        for level in levels:
-            found |= np.fromiter(map(level.writer.waiting.__contains__, numbers), np.bool_, len(numbers))
+        for writer in writers:
+            found |= np.fromiter(map(writer.waiting.__contains__, numbers), np.bool_, len(numbers))
         return found
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
-        names, space = namespace.split(group, keys), space_of(self._cache.group(namespace, group))
-        coming = self._coming.get(space.tag, {})
+        names, block_group = namespace.split(group, keys), block_group_of(self._cache.group(namespace, group))
+        coming = self._coming.get(block_group.tag, {})
         for fill in [coming[key] for key in names if key in coming]:
-            fill.wanted.level.forget(fill)
-        for level in self.levels:
+            fill.wanted.source.forget(fill)
+        for source in self.sources:
             # Others use what a store has; bytes that are wrong here are not wrong there.
-            for tier in level.tiers if not level.shared or why is not MissReason.CORRUPT else ():
-                tier.remove(space, names, why.name.lower())
+            for tier in source.tiers if not source.shared or why is not MissReason.CORRUPT else ():
+                tier.remove(block_group, names, why.name.lower())
 
     def forget_all(self, namespace: Namespace) -> int:
         # The event of the cache that the namespace is cleared tells of the disks' blocks too.
@@ -325,32 +353,42 @@ class Tiering:
     def remove_all(self, fingerprint: bytes | None) -> int:
         """Remove what the disks have of a namespace, open or not, or of all; returns how many blocks that were. Of
         stores what is known of it."""
-        return sum(tier.remove_all(fingerprint) for level in self.levels for tier in level.tiers)
+        return sum(tier.remove_all(fingerprint) for source in self.sources for tier in source.tiers)
 
     # --- what the daemon calls -------------------------------------------------------------------
 
     def pump(self) -> None:
         """Begin what was requested, and go on writing. For when the replies are out."""
-        for level in self.levels:
-            if level.queued_blocks:
-                level.pump()
-        for level in self.levels:
-            if level.writer.waiting:
-                level.writer.pump()
+        for source in self.sources:
+            if source.queued_blocks:
+                source.pump()
+        for writer in self.writers:
+            if writer.waiting:
+                writer.pump()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether something waits to be brought up."""
+        for source in self.sources:  # noqa: SIM110 - after each lookup, and a generator takes twice as long
+            if source.queued_blocks:
+                return True
+        return False
 
     def stop(self) -> None:
         """Begin nothing any more."""
-        for level in self.levels:
-            level.stop()
+        for source, writer in zip(self.sources, self.writers, strict=True):
+            source.stop()
+            writer.stop()
 
     def tick(self) -> None:
         """A few times a second: deadlines, the cold end of the pool."""
         evicted, self._evicted = self._evicted, []
-        for space, keys in evicted:
+        for block_group, keys in evicted:
             for tier in self.disks.tiers:
-                tier.used(space, keys)
-        for level in self.levels:
-            level.tick()
+                tier.used(block_group, keys)
+        for source, writer in zip(self.sources, self.writers, strict=True):
+            source.tick()
+            writer.tick()
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Nobody has the namespace open, and the pool nothing of it. What disks and stores have of it stays."""
@@ -359,18 +397,18 @@ class Tiering:
 
     # --- what the tiers call: see TierListener ----------------------------------------------------
 
-    def blocks_stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
-        if (namespace := self._namespace_of(space)) is not None:
-            self._events.stored(namespace, space.group, list(keys), MEDIUM_STORAGE)
+    def blocks_stored(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes]) -> None:
+        if (namespace := self._namespace_of(block_group)) is not None:
+            self._events.stored(namespace, block_group.number, list(keys), MEDIUM_STORAGE)
 
-    def blocks_removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
-        if (namespace := self._namespace_of(space)) is not None:
-            self._events.removed(namespace, space.group, list(keys), MEDIUM_STORAGE)
+    def blocks_removed(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes]) -> None:
+        if (namespace := self._namespace_of(block_group)) is not None:
+            self._events.removed(namespace, block_group.number, list(keys), MEDIUM_STORAGE)
 
-    def _namespace_of(self, space: Space) -> Namespace | None:
-        """The namespace of a space, if it is open and was not reset since."""
-        namespace = self._cache.namespaces.get(space.fingerprint)
-        return namespace if namespace is not None and namespace.generation == space.generation else None
+    def _namespace_of(self, block_group: BlockGroup) -> Namespace | None:
+        """The namespace of a group, if it is open and was not reset since."""
+        namespace = self._cache.namespaces.get(block_group.fingerprint)
+        return namespace if namespace is not None and namespace.generation == block_group.generation else None
 
     def error(self, tier: Tier, kind: str, sentence: str) -> None:
         now = self._clock()
@@ -378,28 +416,28 @@ class Tiering:
             logger.warning("%s: %s", tier.name, sentence)
             put_newest(self._logged, (tier.name, kind), now, MOST_LOGGED)
 
-    def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+    def answered(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Count what lookups answered with as being asked for."""
-        namespace = self._cache.namespaces.get(space.fingerprint)
+        namespace = self._cache.namespaces.get(block_group.fingerprint)
         if namespace is None or not (uncounted := self._uncounted.get(namespace)):
             return
-        lookups = [uncounted.pop((space.tag, key), 0) for key in keys]
+        lookups = [uncounted.pop((block_group.tag, key), 0) for key in keys]
         if not any(lookups):
             return
         absent: list[bytes] = []
         for key, count, there in zip(keys, lookups, found, strict=True):
-            if there and namespace.generation == space.generation:
+            if there and namespace.generation == block_group.generation:
                 namespace.counters.found_shared += count
             else:
                 absent += [key] * count
-        self._cache.count_misses(namespace, space.group, b"".join(absent))
+        self._cache.count_misses(namespace, block_group.number, b"".join(absent))
 
     def _forget_fills(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):
             for fill in list(keys.values()):
                 if fill.wanted.namespace is not namespace:
                     break  # all of a tag are of one
-                fill.wanted.level.forget(fill)
+                fill.wanted.source.forget(fill)
 
 
 def run_end(states: bytes | bytearray) -> int:

@@ -17,7 +17,7 @@ from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.policy import Group
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiers.header import Block, Space, make_space
+from kvoffd.tiers.header import Block, BlockGroup, make_block_group
 from kvoffd.tiers.tier import Result, Tier
 
 _Noted: TypeAlias = dict[int, int]
@@ -130,7 +130,7 @@ class WriteBudget:
 
 
 @dataclass(slots=True, eq=False)
-class Write:
+class BlockWrite:
     """A block that is being written to a tier. ``pump`` pins it before the loop does anything else, so that its number
     and bytes stay its own."""
 
@@ -145,12 +145,12 @@ class Write:
         return int(self.block[0])
 
 
-def space_of(group: Group) -> Space:
+def block_group_of(group: Group) -> BlockGroup:
     """As it is now. It has no lengths while a rank of the world has not registered."""
-    return make_space(group.namespace.fingerprint, group.namespace.generation, group.index, group.lengths)
+    return make_block_group(group.namespace.fingerprint, group.namespace.generation, group.index, group.lengths)
 
 
-def writes_of(cache: Cache, group: Group, space: Space, blocks: BlockIds) -> list[Write]:
+def writes_of(cache: Cache, group: Group, block_group: BlockGroup, blocks: BlockIds) -> list[BlockWrite]:
     """How READY blocks are to be written; without those that lack a checksum to keep with them, or have wrong bytes."""
     slots = cache.blocks.slots(blocks, len(group.sizes))
     records = cache.table.records[slots]
@@ -158,7 +158,7 @@ def writes_of(cache: Cache, group: Group, space: Space, blocks: BlockIds) -> lis
     keys = cache.blocks.split_keys(blocks, group.key_bytes)
     columns = bad, records["first_block"], records["checksum"], cache.slots.offsets(slots)
     return [
-        Write(group, blocks[at : at + 1], Block(space, key, tuple(firsts), tuple(sums)), offsets)
+        BlockWrite(group, blocks[at : at + 1], Block(block_group, key, tuple(firsts), tuple(sums)), offsets)
         for at, (key, is_bad, firsts, sums, offsets) in enumerate(
             zip(keys, *(column.tolist() for column in columns), strict=True)
         )
@@ -232,7 +232,7 @@ class _Left(NamedTuple):
 
 
 class Writer:
-    """Writes blocks to the tiers of one level ahead of their eviction, so that no eviction waits.
+    """Writes blocks to some tiers, all disks or one store, ahead of their eviction, so that no eviction waits.
 
     While a tier has space, what is stored is written in that order: the root of a chain before its tail. Once all are
     full, what is next to be evicted is judged, and written if it is likely to come back (``WriteMode.AUTO``). Blocks
@@ -277,7 +277,7 @@ class Writer:
         self._passed: dict[int, tuple[int, str]] = {}
         """Blocks at the cold end that are not to be written, with the generations of their records, and why."""
         self._left: list[_Left] = []
-        self.under_way: dict[int, Write] = {}
+        self.under_way: dict[int, BlockWrite] = {}
         """By block."""
         self.under_way_bytes = 0
         self.written_blocks = self.written_bytes = 0
@@ -290,7 +290,7 @@ class Writer:
         """Bytes that were asked for up to the last tick."""
 
     @property
-    def _available(self) -> bool:
+    def available(self) -> bool:
         return any(tier.available() for tier in self._tiers)
 
     @property
@@ -389,7 +389,7 @@ class Writer:
         if 2 * self.under_way_bytes > self._under_way_limit or len(self.under_way) > self._refused_above:
             return
         self._refused_above = inf
-        if not self._available:  # else each reply would wait for blocks to be looked at
+        if not self.available:  # else each reply would wait for blocks to be looked at
             return
         begun: list[BlockIds] = []
         try:
@@ -422,23 +422,23 @@ class Writer:
         )
         return [tier for tier, _ in figures]
 
-    def _choose(self) -> list[Write]:
+    def _choose(self) -> list[BlockWrite]:
         """Those of the next few that are to be written; the others do not wait any more."""
         some = dict(islice(self.waiting.items(), MAX_BEGUN))
-        chosen: dict[int, Write] = {}
+        chosen: dict[int, BlockWrite] = {}
         for group, alike in self._cache.by_group(self._still_ready(some)):
             blocks, _ = self._lacking(group, alike)
             if blocks.size:
-                space = space_of(group)
-                chosen |= {write.number: write for write in writes_of(self._cache, group, space, blocks)}
+                block_group = block_group_of(group)
+                chosen |= {write.number: write for write in writes_of(self._cache, group, block_group, blocks)}
         for block in some:
             if block not in chosen:
                 del self.waiting[block]
         return [chosen[block] for block in some if block in chosen]
 
-    def _begin(self, write: Write, targets: Sequence[Tier], busy: bool) -> bool:
+    def _begin(self, write: BlockWrite, targets: Sequence[Tier], busy: bool) -> bool:
         """Begin to write a block; False where no more can be begun now. Then it is the next one still."""
-        nbytes = write.copy.space.nbytes
+        nbytes = write.copy.group.nbytes
         if not self.budget.take(nbytes):
             self.waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
             return False
@@ -475,7 +475,7 @@ class Writer:
         """Which keys no tier has or is being given, and one is to have."""
         wanted = np.full(len(keys), self._takes(group))
         for tier in self._tiers if keys else ():
-            wanted &= tier.wants(space_of(group), keys)
+            wanted &= tier.wants(block_group_of(group), keys)
         return wanted
 
     def _lacking(self, group: Group, blocks: BlockIds) -> tuple[BlockIds, list[bytes]]:
@@ -503,8 +503,8 @@ class Writer:
         if full:
             self._selection.note_traffic(self._accessed_before - before, tier_bytes)
 
-    def _on_end(self, write: Write, result: Result) -> None:
-        nbytes = write.copy.space.nbytes
+    def _on_end(self, write: BlockWrite, result: Result) -> None:
+        nbytes = write.copy.group.nbytes
         if result is Result.DONE:
             self.written_blocks += 1
             self.written_bytes += nbytes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES, page_up
+from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
-from kvoffd.system.files import FileCalls, OnError, aligned_buffer, write_all
+from kvoffd.system.files import FileCalls, OnError
 from kvoffd.system.threads import Workers
-from kvoffd.tiers.disk_file import RECORD, DiskFile, runs_of
-from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NEVER, NO_SLOT, DiskMap, Known
-from kvoffd.tiers.disk_reads import End, Job, Reads, failed_end
-from kvoffd.tiers.header import HEADER_BYTES, Block, Space, encode_header, fits_header
+from kvoffd.tiers.disk_clearing import Clearing
+from kvoffd.tiers.disk_file import DiskFile
+from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NO_SLOT, REGIONS_AT_ONCE, DiskMap, Known
+from kvoffd.tiers.disk_reads import End, Reads, SlotJob
+from kvoffd.tiers.disk_writes import HOUR_S, BlockWriter
+from kvoffd.tiers.header import Block, BlockGroup, fits_header
 from kvoffd.tiers.tier import ABSENT, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
 from kvoffd_proto.stats import DiskFault
 from kvoffd_proto.units import format_size
@@ -32,11 +34,6 @@ BLOCK_MEMORY_BYTES = 128
 """Memory for what is known of a block, at most."""
 _LEAST_BLOCKS, _BLOCKS_SHIFT = 1 << 17, 16
 """A tier has a block for each 64 KiB, and so many at least."""
-REGIONS_AT_ONCE = 64
-"""In which blocks of a removed namespace are looked for before the daemon's thread does other work."""
-REMOVED_AT_ONCE = 2048
-"""Blocks of a namespace that is removed as a whole, whose slots are freed before the daemon's thread does other work:
-a few milliseconds."""
 HANG_TIMEOUT_S = 10.0
 """A disk hangs when a write takes longer, or none of its reads has ended for so long."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
@@ -45,7 +42,6 @@ _PUT_ASIDE_SHARE = 100
 """Slots of failed writes that are not used again: at most this fraction of the tier."""
 FULL_PART = 15 / 16
 """Of what it held when it last evicted, from which on it has no room: regions of several sizes are never all full."""
-_HOUR_S = 3600
 
 
 class DiskOptions(NamedTuple):
@@ -60,16 +56,6 @@ class DiskOptions(NamedTuple):
     region_bytes: int | None = None
     """Of new files; chosen by the size when None."""
     most_writes: int = 64
-
-
-@dataclass(slots=True, eq=False)
-class Note:
-    """Something to be written to the index. ``gone``: slots whose records are cleared."""
-
-    gone: list[int] = field(default_factory=list)
-    sizes: dict[int, int] = field(default_factory=dict)
-    """By region, the pages of a slot."""
-    written_bytes: int = 0
 
 
 class DiskTier(Tier):
@@ -111,25 +97,14 @@ class DiskTier(Tier):
         self.direct = file.direct
         self.hangs = False
         """Whether a call does not return: until it does, nothing is taken."""
-        self.removed = False
-        """Whether a file has no name any more: the next daemon finds nothing."""
         self._file, self._pool, self._options = file, pool, options
         self._clock, self._wall_clock, self._post = clock, wall_clock, post
-        self._physical_bytes = file.physical_bytes()
         self._map = DiskMap(file)
         self._most_blocks = most_blocks(file.size_bytes)
-        self._writing: dict[tuple[int, bytes], Job] = {}
-        self._put_aside: set[int] = set()
+        self._writing: dict[tuple[int, bytes], SlotJob] = {}
         self._used_when_full = 0
         self._evicted: dict[int, list[int]] = {}
         """By slot size, the slots that the hand took and that are written to next. Their records go then."""
-        self._leaving: deque[tuple[Known, list[int]]] = deque()
-        """Spaces that were removed as a whole and have slots still, and the regions that may have some of them."""
-        self._region_note: Note | None = None
-        """That of a region that goes."""
-        self._unsized: set[int] = set()
-        """Regions whose size could not be noted."""
-        self._noted_bytes = 0
         self._pause_s = 0.0
         self._write_at = -inf
         self._closed = False
@@ -138,11 +113,19 @@ class DiskTier(Tier):
             self.found_generations = self._map.open(generation, should_stop)
             """By fingerprint, the highest generations of which blocks were found."""
             self._reads = make_reads(name, file, pool, options.most_reads, self._read_ended, post, clock)
-            writes = [self._write] * options.writers, self._bug, self._write_ended, post, clock
+            writer = BlockWriter(file, pool, options.merge_bytes, wall_clock)
+            writes = [writer.write] * options.writers, self._bug, self._write_ended, post, clock
             with OnError(lambda: self._reads.close(time.monotonic() + HANG_TIMEOUT_S)):
-                self._writes = make_workers(f"{name}-w", *writes, self._next_write)
+                self._writes = make_workers(f"{name}-w", *writes, writer.next)
                 with OnError(lambda: self._writes.close(time.monotonic() + HANG_TIMEOUT_S)):
-                    self._notes = make_workers(f"{name}-n", [self._note], self._bug, self._note_ended, post, clock)
+                    self._clearing = Clearing(
+                        file,
+                        self._map,
+                        lambda write, ended: make_workers(f"{name}-n", [write], self._bug, ended, post, clock),
+                        post,
+                        lambda group, keys: listener.blocks_removed(self, group, keys),
+                        self._error,
+                    )
         self.found_blocks = self._map.blocks
         self._opened_at = clock()
         self.open_seconds = self._opened_at - begun
@@ -154,28 +137,28 @@ class DiskTier(Tier):
     def available(self) -> bool:
         return not (self.hangs or self._closed)
 
-    def find(self, space: Space, keys: Sequence[bytes], *, prefix: bool) -> bytes:
-        if self.hangs or self._map.known(space) is None:
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
+        if self.hangs or self._map.known(group) is None:
             return bytes(len(keys))
-        return np.where(self._map.find(space.tag, keys) == NO_SLOT, np.uint8(ABSENT), np.uint8(PRESENT)).tobytes()
+        return np.where(self._map.find(group.tag, keys) == NO_SLOT, np.uint8(ABSENT), np.uint8(PRESENT)).tobytes()
 
-    def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+    def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
         found = (
-            self._map.find(space.tag, keys).tolist() if self._map.known(space) is not None else [NO_SLOT] * len(keys)
+            self._map.find(group.tag, keys).tolist() if self._map.known(group) is not None else [NO_SLOT] * len(keys)
         )
         pairs = zip(keys, found, strict=True)
-        return [slot == NO_SLOT and (space.tag, key) not in self._writing for key, slot in pairs]
+        return [slot == NO_SLOT and (group.tag, key) not in self._writing for key, slot in pairs]
 
-    def used(self, space: Space, keys: Sequence[bytes]) -> None:
-        for slot in self._map.slots_of(space.tag, keys):
+    def used(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
+        for slot in self._map.slots_of(group.tag, keys):
             region, place = self._map.at(slot)
             region.used[place] = 1
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
         """See Tier. What the kernel reads cannot be stopped: patience ends what waits while none of that comes."""
-        if not self.available() or (known := self._map.known(space)) is None:
+        if not self.available() or (known := self._map.known(group)) is None:
             return False
         if (slot := self._map.find_one(known, key)) == NO_SLOT:
             return False
@@ -191,18 +174,18 @@ class DiskTier(Tier):
         on_end: Callable[..., None],
         patience_s: float = inf,
         block: Block | None = None,
-    ) -> Job:
+    ) -> SlotJob:
         """A read or write of a slot, which it pins until it has ended."""
         region, place = self._map.at(slot)
         region.pins[place] += 1
         at = slot, region, place, self._map.offset(slot), known.slot_bytes
-        return Job(known.space, key, *at, offsets, on_end, patience_s, block)
+        return SlotJob(known.group, key, *at, offsets, on_end, patience_s, block)
 
-    def _read_ended(self, job: Job, end: End) -> None:
+    def _read_ended(self, job: SlotJob, end: End) -> None:
         region, place = job.region, job.place
         # While it is pinned the slot gets no other block: what is there, if anything, is what was read.
-        known = self._map.numbered.get(region.spaces[place])
-        is_there = known is not None and self._map.spaces.get(known.space.tag) is known
+        known = self._map.numbered.get(region.groups[place])
+        is_there = known is not None and self._map.is_there(known)
         if not is_there and end.result in (Result.DONE, Result.CORRUPT):
             end = End(Result.GONE)  # it was removed during the read, which may have found its header cleared
         if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and region.found[place]:
@@ -210,22 +193,22 @@ class DiskTier(Tier):
         if end.fault is not None:
             self._error(end.fault, end.sentence)
         if is_there and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED):
-            self._drop(job.slot)
-            self._note_gone([job.slot])
+            self._clearing.drop([job.slot])
+            self._clearing.slots_gone([job.slot])
         if end.result is Result.DONE:
             region.found[place], region.used[place] = 0, 1
             self.counters.read_blocks += 1
             self.counters.read_bytes += job.nbytes
-        self._unpin([job.slot])
+        self._clearing.unpin([job.slot])
         job.on_end(end.result, end.block)
 
     # --- writing ---------------------------------------------------------------------------------
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
-        space, key, now = block.space, block.key, self._clock()
-        if not self.wants(space, [key])[0]:
+        group, key, now = block.group, block.key, self._clock()
+        if not self.wants(group, [key])[0]:
             return False
-        known = self._map.known(space) or Known(space, self._map.last_number + 1)
+        known = self._map.known(group) or Known(group, self._map.last_number + 1)
         takes = self.available() and len(self._writing) < self._options.most_writes and now >= self._write_at
         if not takes or not self._fits(known, key) or (taken := self._take(known.slot_bytes)) is None:
             self.counters.refused_writes += 1
@@ -233,24 +216,24 @@ class DiskTier(Tier):
         assert all(block.checksums), "without them nothing could tell that a block is whole"
         slot = taken
         if known.number > self._map.last_number:
-            if (before := self._map.spaces.get(space.tag)) is not None:  # its namespace has another geometry now
-                written = [name for tag, name in self._writing if tag == space.tag]
-                self.remove(before.space, [*self._map.keys_of(before), *written], "")
+            if (before := self._map.groups.get(group.tag)) is not None:  # its namespace has another geometry now
+                written = [name for tag, name in self._writing if tag == group.tag]
+                self.remove(before.group, [*self._map.keys_of(before), *written], "")
                 del self._map.numbered[before.number]
             self._map.last_number = known.number
-            self._map.spaces[space.tag] = self._map.numbered[known.number] = known
-        self._writing[space.tag, key] = job = self._job(known, key, slot, offsets, on_end, block=block)
+            self._map.groups[group.tag] = self._map.numbered[known.number] = known
+        self._writing[group.tag, key] = job = self._job(known, key, slot, offsets, on_end, block=block)
         self._writes.put(job)
         return True
 
     def _fits(self, known: Known, key: bytes) -> bool:
-        space = known.space
-        fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes and space.nbytes < 1 << 32
-        fits = fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(space, len(key))
+        group = known.group
+        fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes and group.nbytes < 1 << 32
+        fits = fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(group, len(key))
         if not fits and not self.counters.errors[DiskFault.TOO_LARGE]:  # reported once: there will be many such blocks
             self._error(
                 DiskFault.TOO_LARGE,
-                f"Blocks of {space.nbytes} bytes do not fit the regions of {self.name}, which have "
+                f"Blocks of {group.nbytes} bytes do not fit the regions of {self.name}, which have "
                 f"{format_size(self._map.slots.region_bytes)}; remove its files and make the tier larger.",
             )
         return fits
@@ -261,7 +244,7 @@ class DiskTier(Tier):
             slot = int(slots[0])
             if (number := slot // self._map.slots.slots_per_region) not in self._map.regions:
                 self._map.open_region(number, size)
-                self._notes.put(Note(sizes={number: size // PAGE_BYTES}))
+                self._clearing.region_opened(number, size)
             return slot
         if not self._evicted.get(size) and not self._evict_some(size):
             return None
@@ -273,212 +256,73 @@ class DiskTier(Tier):
         A region of another size at which it comes goes as a whole, unless most of it is of use; its slots are free when
         that is noted, and nothing else is evicted until then.
         """
-        if self._leaving or self._region_note is not None:  # slots come free without
+        if self._clearing.leaves:  # slots come free without
             return False
         left = LOOKED_AT_ONCE
         for _ in range(2 * len(self._map.regions)):
             number, region = next(iter(self._map.regions.items()))
             first, other, hand = number * self._map.slots.slots_per_region, region.slot_bytes != size, region.hand
-            victims = region.take_all() if other else region.take_some(left)
+            there, victims = (region.pass_all(), []) if other else (0, region.take_some(left))
+            left -= max(LOOKED_AT_ONCE // REGIONS_AT_ONCE, region.hand - hand)
             if region.hand == region.slots:
                 region.hand = 0
-                self._map.regions[number] = self._map.regions.pop(number)
-            self.counters.evicted_blocks += len(victims)
-            if victims and other:
-                for place in victims:
-                    self._drop(first + place)
-                self._region_note = self._note_gone([first + place for place in victims])
+                self._map.regions.move_to_end(number)
+            self.counters.evicted_blocks += there + len(victims)
+            if there:
+                self._clearing.leave(self._map.slots_of_region(number))
                 return False
             if victims:
                 self._used_when_full = self._map.slots.used_bytes
-                for place in victims:
-                    self._drop(first + place)
-                self._evicted.setdefault(size, []).extend(first + place for place in victims)
+                self._clearing.drop(slots := [first + place for place in victims])
+                self._evicted.setdefault(size, []).extend(slots)
                 return True
-            left -= region.slots if other else (region.hand or region.slots) - hand
             if left <= 0:  # it goes on from here with the next write
                 return False
         for unused in [one for one in self._evicted if one != size]:  # they keep regions for sizes that nobody writes
-            self._note_gone(self._evicted.pop(unused))
+            self._clearing.slots_gone(self._evicted.pop(unused))
         return False
 
-    def _next_write(self, waiting: deque[Job]) -> list[Job]:
-        """What goes into one call: blocks that follow one another."""
-        jobs = [waiting.popleft()]
-        end, left = jobs[0].offset + jobs[0].nbytes, self._options.merge_bytes - jobs[0].nbytes
-        while waiting and waiting[0].offset == end and (left := left - waiting[0].nbytes) >= 0:
-            jobs.append(waiting.popleft())
-            end = jobs[-1].offset + jobs[-1].nbytes
-        return jobs
-
-    def _write(self, jobs: list[Job]) -> list[End]:
-        """In a thread: write blocks that follow one another, each alone where that fails; then their records."""
-        file, buffers, headers = self._file, list[memoryview](), aligned_buffer(len(jobs) * HEADER_BYTES)
-        for number, job in enumerate(jobs):
-            assert job.block is not None
-            header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
-            header[:] = encode_header(job.block)
-            shards = zip(job.shards, job.space.lengths, strict=True)
-            buffers += [header, *(self._pool[offset : offset + page_up(length)] for offset, length in shards)]
-        try:
-            write_all(file.calls, file.fd, buffers, jobs[0].offset)
-        except OSError as error:
-            if len(jobs) > 1:
-                return [end for job in jobs for end in self._write([job])]
-            return [failed_end(file, jobs[0], "write", error)]
-        ends = list[End]()
-        for job in jobs:
-            hour, key = int(self._wall_clock()) // _HOUR_S, job.key.ljust(MAX_KEY_BYTES, b"\0")
-            record = np.array([(job.space.tag, job.space.nbytes, hour, len(job.key), key, b"")], RECORD)
-            end = End(Result.DONE)
-            try:
-                file.write_records(job.slot, record)
-            except OSError as error:
-                why = f"The disk tier could not note a block in the index of {file.path}: {error.strerror or error}."
-                end = End(Result.DONE, None, DiskFault.RECORD_FAILED, why)
-            ends.append(end)
-        return ends
-
-    def _write_ended(self, job: Job, end: End) -> None:
+    def _write_ended(self, job: SlotJob, end: End) -> None:
         if end.fault is not None:
             self._error(end.fault, end.sentence)
-        name, result = (job.space.tag, job.key), end.result
+        name, result = (job.group.tag, job.key), end.result
         if kept := self._writing.get(name) is job:  # else it was removed since
             del self._writing[name]
         if result is Result.DONE:
             self._pause_s = 0.0
             self.counters.written_blocks += 1
             self.counters.written_bytes += job.nbytes
-            self._noted_bytes += job.nbytes
+            self._clearing.written(job.nbytes)
         elif result is Result.FAILED:
             self._pause_s = min(_MOST_PAUSE_S, 2 * self._pause_s) or _LEAST_PAUSE_S
             self._write_at = self._clock() + self._pause_s
-            if (len(self._put_aside) + 1) * _PUT_ASIDE_SHARE <= self._map.blocks:
-                self._put_aside.add(job.slot)
+            if (len(self._clearing.put_aside) + 1) * _PUT_ASIDE_SHARE <= self._map.blocks:
+                self._clearing.put_aside.add(job.slot)
         if kept and result is Result.DONE:
-            region, place = job.region, job.place
-            known = self._map.spaces[job.space.tag]
-            region.keys[place, : len(job.key)] = np.frombuffer(job.key, np.uint8)
-            region.key_bytes[place], region.spaces[place] = len(job.key), known.number
-            region.used[place] = region.found[place] = 0
-            region.hours[place] = int(self._wall_clock()) // _HOUR_S
-            self._map.enter(job.slot.to_bytes(4, "little"), 1)
-            known.blocks += 1
-            self._map.blocks += 1
-            self._map.nbytes += job.space.nbytes
-            self._listener.blocks_stored(self, job.space, [job.key])
+            self._map.add(self._map.groups[job.group.tag], job.key, job.slot, int(self._wall_clock()) // HOUR_S)
+            self._listener.blocks_stored(self, job.group, [job.key])
         else:
-            self._note_gone([job.slot])
-        self._unpin([job.slot])
+            self._clearing.slots_gone([job.slot])
+        self._clearing.unpin([job.slot])
         job.on_end(Result.GONE if result is Result.DONE and not kept else result)
 
     # --- removing --------------------------------------------------------------------------------
 
-    def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
-        slots = self._map.slots_of(space.tag, list(dict.fromkeys(keys)))
-        for slot in slots:
-            self._drop(slot)
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
+        slots = self._map.slots_of(group.tag, list(dict.fromkeys(keys)))
+        self._clearing.drop(slots)
         for key in keys:
-            self._writing.pop((space.tag, key), None)  # it is dropped when it ends
-        self._note_gone(slots)
+            self._writing.pop((group.tag, key), None)  # it is dropped when it ends
+        self._clearing.slots_gone(slots)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
-        removed = {tag: one for tag, one in self._map.spaces.items() if fingerprint in (None, one.space.fingerprint)}
-        for name in [name for name in self._writing if name[0] in removed]:
+        gone = [known for known in self._map.groups.values() if fingerprint in (None, known.group.fingerprint)]
+        tags = {known.group.tag for known in gone}
+        for name in [name for name in self._writing if name[0] in tags]:
             del self._writing[name]
-        for tag, known in removed.items():
-            del self._map.spaces[tag]
-            self._map.blocks -= known.blocks
-            self._map.nbytes -= known.blocks * known.space.nbytes
-            if not self._leaving:
-                self._post(self._clear_some)
-            self._leaving.append((known, list(self._map.regions)))
-        return sum(known.blocks for known in removed.values())
-
-    def _clear_some(self) -> None:
-        """Free some slots of what was removed as a whole."""
-        if not self._leaving:
-            return
-        (known, regions), slots = self._leaving[0], list[int]()
-        for number in regions[-REGIONS_AT_ONCE:][::-1]:
-            if (region := self._map.regions.get(number)) is not None:  # or it was taken for others
-                there = np.flatnonzero(region.space_numbers == known.number)[: REMOVED_AT_ONCE - len(slots)]
-                for place in there.tolist():
-                    slots.append(number * self._map.slots.slots_per_region + place)
-                    self._map.clear(region, place, slots[-1])
-                if len(slots) == REMOVED_AT_ONCE:  # there may be more
-                    break
-            regions.pop()
-        if not regions:
-            self._leaving.popleft()
-            del self._map.numbered[known.number]
-        self._note_gone(slots)
-        if self._leaving and not self._closed:
-            self._post(self._clear_some)
-
-    def _note_gone(self, slots: Sequence[int]) -> Note:
-        """Have the records of slots cleared, and the slots free then: what was written there before would be lost."""
-        for slot in slots:
-            region, place = self._map.at(slot)
-            region.pins[place] += 1
-        note = Note(list(slots))
-        if slots:
-            self._notes.put(note)
-        return note
-
-    def _drop(self, slot: int) -> None:
-        """A block is not there any more; its slot is still taken."""
-        region, place = self._map.at(slot)
-        key, known = region.key(place), self._map.numbered[region.spaces[place]]
-        tag = known.space.tag
-        self._map.clear(region, place, slot)
-        if self._map.spaces.get(tag) is known:  # else it was removed with all of its namespace
-            known.blocks -= 1
-            self._map.blocks -= 1
-            self._map.nbytes -= known.space.nbytes
-            self._listener.blocks_removed(self, known.space, [key])
-
-    def _unpin(self, slots: Sequence[int]) -> None:
-        free: list[int] = []
-        for slot in slots:
-            region, place = self._map.at(slot)
-            region.pins[place] -= 1
-            if not region.pins[place] and not region.spaces[place] and slot not in self._put_aside:
-                free.append(slot)
-        if not free:
-            return
-        self._map.slots.free(np.array(free, np.uint32))
-        for number in {slot // self._map.slots.slots_per_region for slot in free}:
-            if not self._map.slots.slot_bytes[number]:
-                del self._map.regions[number]
-
-    # --- the index, in a thread of its own -------------------------------------------------------
-
-    def _note(self, notes: list[Note]) -> list[End]:
-        (note,) = notes
-        file = self._file
-        try:
-            for region, pages in note.sizes.items():
-                file.write_slot_pages(region, pages)
-            for first, count in runs_of(note.gone):
-                file.write_records(first, np.zeros(count, RECORD))
-            if note.written_bytes:
-                file.write_head(is_open=True, written_bytes=note.written_bytes)
-            self._physical_bytes = file.physical_bytes()
-            self.removed = file.is_removed()
-        except OSError as error:
-            why = f"The disk tier could not write to the index of {file.path}: {error.strerror or error}."
-            return [End(Result.FAILED, None, DiskFault.RECORD_FAILED, why)]
-        return [End(Result.DONE)]
-
-    def _note_ended(self, note: Note, end: End) -> None:
-        if end.result is not Result.DONE:
-            assert end.fault is not None
-            self._error(end.fault, end.sentence)
-            self._unsized |= note.sizes.keys()
-        if note is self._region_note:
-            self._region_note = None
-        self._unpin(note.gone)
+        if gone:
+            self._clearing.leave(self._map.remove_whole(gone))
+        return sum(known.blocks for known in gone)
 
     # --- the rest --------------------------------------------------------------------------------
 
@@ -489,26 +333,30 @@ class DiskTier(Tier):
 
     @property
     def lifetime_written_bytes(self) -> int:
-        """Bytes written since the files were made. A kill loses those of the last tick or two."""
-        return self._file.head.written_bytes + self._noted_bytes
+        return self._clearing.lifetime_written_bytes
+
+    @property
+    def removed(self) -> bool:
+        return self._clearing.removed
 
     @property
     def oldest_seconds(self) -> float:
         """Time since the oldest block was written, at most; 0 without blocks. The hour alone is written down."""
-        hours = [int(np.frombuffer(region.hours, np.uint32).min()) for region in self._map.regions.values()]
-        age_s = max(0.0, self._wall_clock() - min(hours, default=NEVER) * _HOUR_S)
+        if (hour := self._map.oldest_hour) is None:
+            return 0.0
+        age_s = max(0.0, self._wall_clock() - hour * HOUR_S)
         return age_s if self.found_blocks else min(age_s, self._clock() - self._opened_at)
 
     def bytes_by_namespace(self) -> Counter[bytes]:
         """By fingerprint, bytes of the blocks that can be read."""
         found = Counter[bytes]()
-        for known in self._map.spaces.values():
-            found[known.space.fingerprint] += known.blocks * known.space.nbytes
+        for known in self._map.groups.values():
+            found[known.group.fingerprint] += known.blocks * known.group.nbytes
         return found
 
     def tick(self) -> None:
         self._reads.end(Result.DEADLINE, self._reads.longest_s)
-        hangs = max(one.longest_s for one in (self._reads, self._writes, self._notes)) > HANG_TIMEOUT_S
+        hangs = max(one.longest_s for one in (self._reads, self._writes, self._clearing.threads)) > HANG_TIMEOUT_S
         if hangs and not self.hangs:
             self._error(
                 DiskFault.HUNG,
@@ -519,18 +367,15 @@ class DiskTier(Tier):
         if hangs:
             self._reads.end(Result.DEADLINE)
             self._writes.end(End(Result.DEADLINE))
-        elif not (self._notes.waiting or self._notes.running or self._closed):
-            regions = self._map.regions
-            sizes = {one: regions[one].slot_bytes // PAGE_BYTES for one in self._unsized & regions.keys()}
-            self._notes.put(Note(sizes=sizes, written_bytes=self._noted_bytes))
-            self._unsized, self._noted_bytes = set(), 0
+        else:
+            self._clearing.tick()
 
     def stats(self) -> TierStats:
         return replace(
             self.counters,
             size_bytes=self._file.size_bytes,
             used_bytes=self._map.nbytes,
-            physical_bytes=self._physical_bytes,
+            physical_bytes=self._clearing.physical_bytes,
             blocks=self._map.blocks,
             queued_reads=self._reads.waiting,
             queued_writes=self._writes.waiting,
@@ -548,14 +393,12 @@ class DiskTier(Tier):
             return True
         self._reads.end(Result.CANCELLED)
         self._writes.end(End(Result.CANCELLED))
-        while self._leaving:
-            self._clear_some()
-            if time.monotonic() >= until:
-                return False
-        if not all([one.close(until) for one in (self._reads, self._writes, self._notes)]):  # noqa: C419
+        if not self._clearing.finish(until):
+            return False
+        if not all([one.close(until) for one in (self._reads, self._writes, self._clearing.threads)]):  # noqa: C419
             return False
         try:
-            self._file.write_head(is_open=False, written_bytes=self._noted_bytes, sync=True)
+            self._clearing.close_files()
         except OSError as error:
             logger.warning("Closing %s: %s.", self._file.path, error.strerror or error)
         self._file.close()

@@ -40,7 +40,6 @@ from kvoffd.system.files import (
     is_regular,
     open_directory,
     read_all,
-    read_boot_id,
     write_all,
 )
 from kvoffd_proto.errors import ErrorCode
@@ -60,10 +59,10 @@ RECORD = np.dtype(
         ("zero", "V15"),
     ]
 )
-"""Of a slot: its block's space and key, the bytes of all its shards, and the hour in which it was written. The tag of
+"""Of a slot: its block's group and key, the bytes of all its shards, and the hour in which it was written. The tag of
 an empty slot is 0."""
 _DISK_MAGIC, _INDEX_MAGIC, _OLD_MAGIC = b"kvoffdD4", b"kvoffdI4", b"KVOFFDDK"
-_HEAD = Struct("<8s16sQQQQ?16s")
+_HEAD = Struct("<8s16sQQQQ?16x")
 _SUM = Struct("<Q")
 HEAD_PAGES = 2
 _SIZES_AT = HEAD_PAGES * PAGE_BYTES
@@ -101,11 +100,10 @@ class Head:
     written_bytes: int
     """Since the file was made, by all daemons."""
     is_open: bool
-    boot_id: bytes
 
     def pack(self) -> bytes:
         fields = self.file_id, self.number, self.region_bytes, self.regions, self.written_bytes, self.is_open
-        data = _HEAD.pack(_INDEX_MAGIC, *fields, self.boot_id)
+        data = _HEAD.pack(_INDEX_MAGIC, *fields)
         return (data + _SUM.pack(xxhash.xxh3_64_intdigest(data))).ljust(PAGE_BYTES, b"\0")
 
     @classmethod
@@ -188,13 +186,8 @@ class DiskFile:
 
     def write_head(self, *, is_open: bool, written_bytes: int = 0, sync: bool = False) -> None:
         """Raises OSError. ``written_bytes``: since the last time."""
-        head = replace(
-            *(self.head,),
-            number=self.head.number + 1,
-            is_open=is_open,
-            boot_id=read_boot_id(),
-            written_bytes=self.head.written_bytes + written_bytes,
-        )
+        number, total = self.head.number + 1, self.head.written_bytes + written_bytes
+        head = replace(self.head, number=number, is_open=is_open, written_bytes=total)
         write_all(self.calls, self.index_fd, [memoryview(head.pack())], head.number % HEAD_PAGES * PAGE_BYTES)
         if sync:
             self.calls.sync(self.index_fd)
@@ -217,12 +210,13 @@ class DiskFile:
 
     def clear_records(self, first: int, count: int) -> None:
         """Clear what records there are of slots that follow one another. Raises OSError."""
-        left = self.calls.stat(self.index_fd).st_size - (_RECORDS_AT + first * RECORD.itemsize)
-        there = min(count, -(-left // RECORD.itemsize))
-        if there > 0:
-            data = self._read_index(_RECORDS_AT + first * RECORD.itemsize, there * RECORD.itemsize)
-            if np.frombuffer(data, np.uint64).any():
-                self.write_records(first, np.zeros(there, RECORD))
+        at = _RECORDS_AT + first * RECORD.itemsize
+        there = min(count, -(-(self.calls.stat(self.index_fd).st_size - at) // RECORD.itemsize))
+        nbytes = there * RECORD.itemsize
+        # Of regions that were never used nothing is there, and to read that takes 70 s for each TiB.
+        is_there = there > 0 and self.calls.has_data(self.index_fd, at, nbytes)
+        if is_there and np.frombuffer(self._read_index(at, nbytes), np.uint64).any():
+            self.write_records(first, np.zeros(there, RECORD))
 
     def sync(self) -> None:
         """Returns when what was written is on the device. Raises OSError."""
@@ -323,7 +317,7 @@ class DiskFile:
     def _start_anew(self, region_bytes: int) -> Head:
         for fd in (self.fd, self.index_fd):
             self.calls.truncate(fd, 0)
-        return Head(secrets.token_bytes(16), 0, region_bytes, 0, 0, is_open=False, boot_id=bytes(16))
+        return Head(secrets.token_bytes(16), 0, region_bytes, 0, 0, is_open=False)
 
     def _end(self, regions: int) -> int:
         return PAGE_BYTES + regions * self.head.region_bytes

@@ -1,4 +1,4 @@
-/* Finds the blocks of a disk by the number of their space and their key: see disk.py, which owns the memory. */
+/* Finds the blocks of a disk by the number of their group and their key: see disk_map.py, which owns the memory. */
 #include "../system/slot_index.h"
 
 enum { ROW = 64 }; /* bytes for a key: MAX_KEY_BYTES of pool/slot_table.py */
@@ -7,10 +7,10 @@ enum { ROW = 64 }; /* bytes for a key: MAX_KEY_BYTES of pool/slot_table.py */
 struct disk_region {
     const uint8_t *keys; /* [slots][ROW] */
     const uint8_t *key_bytes;
-    const uint32_t *space; /* 0 where no block is */
+    const uint32_t *group; /* 0 where no block is */
 };
 
-/* _Index of disk.py has the same fields. */
+/* _Index of disk_map.py has the same fields. */
 struct disk_index {
     struct slot_index index;
     const struct disk_region *regions;
@@ -23,7 +23,7 @@ static inline const struct disk_region *region_of(const struct disk_index *x, ui
 }
 
 /* The place of the key's entry, or an empty one. */
-static uint64_t *find(const struct disk_index *x, uint64_t hashed, uint32_t space, const uint8_t *key, uint64_t key_bytes)
+static uint64_t *find(const struct disk_index *x, uint64_t hashed, uint32_t group, const uint8_t *key, uint64_t key_bytes)
 {
     uint64_t *place = home(&x->index, hashed);
 
@@ -32,7 +32,7 @@ static uint64_t *find(const struct disk_index *x, uint64_t hashed, uint32_t spac
             continue;
         const struct disk_region *region = region_of(x, slot_of(entry));
         uint64_t at = slot_of(entry) % x->slots_per_region;
-        if (region->space[at] == space && region->key_bytes[at] == key_bytes &&
+        if (region->group[at] == group && region->key_bytes[at] == key_bytes &&
             !memcmp(region->keys + at * ROW, key, key_bytes))
             break;
     }
@@ -46,8 +46,8 @@ static uint64_t *place_of(const struct disk_index *x, uint32_t slot, uint64_t *h
     uint64_t at = slot % x->slots_per_region;
     const uint8_t *key = region->keys + at * ROW;
 
-    *hashed = hash_of(&x->index, region->space[at], key, region->key_bytes[at]);
-    return find(x, *hashed, region->space[at], key, region->key_bytes[at]);
+    *hashed = hash_of(&x->index, region->group[at], key, region->key_bytes[at]);
+    return find(x, *hashed, region->group[at], key, region->key_bytes[at]);
 }
 
 /* Completes an index whose last fields are set; returns whether there was the memory. */
@@ -62,7 +62,7 @@ void kvoffd_disk_close(struct disk_index *x)
 }
 
 /* Writes the slot of each of `count` keys, which lie end to end; NONE where there is none. */
-void kvoffd_disk_find(const struct disk_index *x, uint32_t space, const uint8_t *keys, uint64_t count,
+void kvoffd_disk_find(const struct disk_index *x, uint32_t group, const uint8_t *keys, uint64_t count,
                       uint64_t key_bytes, uint32_t *slots)
 {
     uint64_t hashed[TOGETHER];
@@ -70,11 +70,11 @@ void kvoffd_disk_find(const struct disk_index *x, uint32_t space, const uint8_t 
     for (uint64_t begin = 0; begin < count; begin += TOGETHER) {
         uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
         for (uint64_t i = 0; i < together; i++) {
-            hashed[i] = hash_of(&x->index, space, keys + (begin + i) * key_bytes, key_bytes);
+            hashed[i] = hash_of(&x->index, group, keys + (begin + i) * key_bytes, key_bytes);
             __builtin_prefetch(home(&x->index, hashed[i]));
         }
         for (uint64_t i = 0; i < together; i++) {
-            uint64_t entry = *find(x, hashed[i], space, keys + (begin + i) * key_bytes, key_bytes);
+            uint64_t entry = *find(x, hashed[i], group, keys + (begin + i) * key_bytes, key_bytes);
             slots[begin + i] = entry ? slot_of(entry) : NONE;
         }
     }

@@ -6,7 +6,8 @@ import ctypes
 import os
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,37 +19,40 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import aligned_buffer, read_all
 from kvoffd.system.native import SlotIndex, native
 from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
-from kvoffd.tiers.header import HEADER_BYTES, Space, parse_header
+from kvoffd.tiers.header import HEADER_BYTES, BlockGroup, parse_header
 
 NO_SLOT = 2**32 - 1
-LOOKED_AT_ONCE = 4096
-"""Slots that the hand passes, or takes of a region of another size, before the daemon's thread does other work: a
-millisecond or two."""
+LOOKED_AT_ONCE, REGIONS_AT_ONCE = 4096, 64
+"""Slots and regions that the hand passes, or in which a removed namespace is looked for, before the daemon's thread
+does other work: a millisecond or two."""
+CLEARED_AT_ONCE = 256
+"""Blocks of a cleared namespace, or of a region that is taken for another size, whose slots are freed before the
+daemon's thread does other work: one or two milliseconds."""
 EVICTED_AT_ONCE = 16
 """Neighbours that the hand takes in one go, so that what is written into their slots is one write."""
 HEADERS_TRIED = 8
-"""Blocks of a space that are looked at when a disk is opened, to learn which space it is."""
+"""Blocks of a group that are looked at when a disk is opened, to learn which group it is."""
 NEVER = 2**32 - 1
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A space of which there are blocks, from its first one to its removal as a whole. ``number``: in ``Region``."""
+    """A group of which there are blocks, from its first one to its removal as a whole. ``number``: in ``Region``."""
 
-    space: Space
+    group: BlockGroup
     number: int
     blocks: int = 0
     slot_bytes: int = 0
     """Of a block in the file."""
 
     def __post_init__(self) -> None:
-        self.slot_bytes = HEADER_BYTES + sum(map(page_up, self.space.lengths))
+        self.slot_bytes = HEADER_BYTES + sum(map(page_up, self.group.lengths))
 
 
 class _RegionAddresses(ctypes.Structure):
     """``struct disk_region`` of disk_index.c."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "key_bytes", "space"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "key_bytes", "group"))
 
 
 class _Index(ctypes.Structure):
@@ -59,15 +63,15 @@ class _Index(ctypes.Structure):
 
 class Region:
     """What is known of the slots of a region, by their places in it. A slot is free in the allocator, or one of: there
-    (it has a space), pinned by what reads, writes or notes it, or put aside."""
+    (it has a group), pinned by what reads, writes or notes it, or put aside."""
 
     def __init__(self, slot_bytes: int, slots: int) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self.keys = np.zeros((slots, MAX_KEY_BYTES), np.uint8)
         self.key_bytes = np.zeros(slots, np.uint8)
-        self.spaces = array("I", bytes(4 * slots))
-        """Numbers of the spaces of the blocks that are there; 0 where none is."""
+        self.groups = array("I", bytes(4 * slots))
+        """Numbers of the groups of the blocks that are there; 0 where none is."""
         self.pins = array("H", bytes(2 * slots))
         self.used = bytearray(slots)
         """Whether it was of use since the hand last came by."""
@@ -78,23 +82,20 @@ class Region:
         self.hand = 0
 
     def addresses(self) -> _RegionAddresses:
-        return _RegionAddresses(self.keys.ctypes.data, self.key_bytes.ctypes.data, self.spaces.buffer_info()[0])
+        return _RegionAddresses(self.keys.ctypes.data, self.key_bytes.ctypes.data, self.groups.buffer_info()[0])
 
     @property
-    def space_numbers(self) -> npt.NDArray[np.uint32]:
-        return np.frombuffer(self.spaces, np.uint32)
+    def group_numbers(self) -> npt.NDArray[np.uint32]:
+        return np.frombuffer(self.groups, np.uint32)
 
     def key(self, place: int) -> bytes:
         return self.keys[place, : self.key_bytes[place]].tobytes()
 
-    def take_all(self) -> list[int]:
-        """The blocks that are there, if hardly any is of use."""
-        there: list[int] = np.flatnonzero(self.space_numbers).tolist()
-        of_use = any(self.pins) or 2 * sum(self.used) > len(there)
-        self.used = bytearray(len(self.used))
-        if of_use or len(there) <= LOOKED_AT_ONCE:
-            self.hand = self.slots
-        return [] if of_use else there[:LOOKED_AT_ONCE]
+    def pass_all(self) -> int:
+        """Have the hand pass all slots. Returns how many blocks are there; 0 where half of them were of use."""
+        there, used = int(np.count_nonzero(self.group_numbers)), np.count_nonzero(np.frombuffer(self.used, np.uint8))
+        self.hand, self.used = self.slots, bytearray(self.slots)
+        return 0 if 2 * used > there or np.frombuffer(self.pins, np.uint16).any() else there
 
     def take_some(self, looked_at: int) -> list[int]:
         """Blocks that the hand takes as it goes on over so many slots at most. What was used since it came by stays."""
@@ -104,7 +105,7 @@ class Region:
         while self.hand < end and len(victims) < most:
             place = self.hand
             self.hand += 1
-            if not self.spaces[place] or self.pins[place]:
+            if not self.groups[place] or self.pins[place]:
                 continue
             if self.used[place]:
                 self.used[place] = 0
@@ -124,9 +125,9 @@ class DiskMap:
         self._file = file
         head = file.head
         self.slots = SlotAllocator(head.regions * head.region_bytes, head.region_bytes)
-        self.regions: dict[int, Region] = {}
-        """By number, the one that the hand left first comes first."""
-        self.spaces: dict[int, Known] = {}
+        self.regions: OrderedDict[int, Region] = OrderedDict()
+        """By number, the one that the hand left first comes first. Of a dict it is looked for behind all that left."""
+        self.groups: dict[int, Known] = {}
         """By tag, those whose blocks can be read."""
         self.numbered: dict[int, Known] = {}
         """By number, those and what is leaving."""
@@ -136,7 +137,7 @@ class DiskMap:
         self._native = native()
         regions_at = ctypes.addressof(self._addresses)
         self._index = _Index(regions=regions_at, slots_per_region=self.slots.slots_per_region)
-        """Finds slots of blocks that are there by their space and key."""
+        """Finds slots of blocks that are there by their group and key."""
         self._index_at = ctypes.addressof(self._index)
         self._found = ctypes.c_uint32()
         self._found_at = ctypes.addressof(self._found)
@@ -144,39 +145,41 @@ class DiskMap:
             raise MemoryError
         self._close_index = weakref.finalize(self, self._native.disk_close, ctypes.pointer(self._index))
         self.blocks = self.nbytes = 0
+        self._hours: Counter[int] = Counter()
+        """By the hour in which they were written, blocks in slots."""
 
     def open(self, generation: Callable[[bytes], int], should_stop: Callable[[], bool]) -> dict[bytes, int]:
         """Take over the blocks of the index that may be there, and of no generation that is over."""
         samples = self._read_index(should_stop)
         newest: dict[bytes, int] = {}
         for tag, (number, slots) in samples.items():
-            if (space := self._space_of(tag, slots[:HEADERS_TRIED])) is not None:
-                self.spaces[tag] = Known(space, number)
-                newest[space.fingerprint] = max(space.generation, newest.get(space.fingerprint, 0))
-        for known in list(self.spaces.values()):
-            space = known.space
-            if space.generation < max(generation(space.fingerprint), newest[space.fingerprint]):
-                del self.spaces[space.tag]
+            if (group := self._group_of(tag, slots[:HEADERS_TRIED])) is not None:
+                self.groups[tag] = Known(group, number)
+                newest[group.fingerprint] = max(group.generation, newest.get(group.fingerprint, 0))
+        for known in list(self.groups.values()):
+            group = known.group
+            if group.generation < max(generation(group.fingerprint), newest[group.fingerprint]):
+                del self.groups[group.tag]
         self.last_number = len(samples)
-        self.numbered = {known.number: known for known in self.spaces.values()}
+        self.numbered = {known.number: known for known in self.groups.values()}
         is_known = np.zeros(self.last_number + 1, np.bool_)
         is_known[list(self.numbered)] = True
         gone: list[int] = []
         for number, region in self.regions.items():
-            first, numbers = number * self.slots.slots_per_region, region.space_numbers
+            first, numbers = number * self.slots.slots_per_region, region.group_numbers
             gone += (np.flatnonzero(numbers * ~is_known[numbers]) + first).tolist()
             there = (np.flatnonzero(is_known[numbers]) + first).astype(np.uint32)
             gone += self.enter(there.tobytes(), len(there))  # of two of one key the later one counts
         for slot in gone:
             region, place = self.at(slot)
-            region.spaces[place], region.hours[place] = 0, NEVER
+            region.groups[place], region.hours[place] = 0, NEVER
         for begin, count in runs_of(gone):  # whatever is known later, these do not come back
             self._file.write_records(begin, np.zeros(count, RECORD))
         self._take_over()
         return newest
 
     def _read_index(self, should_stop: Callable[[], bool]) -> dict[int, tuple[int, list[int]]]:
-        """Fill the regions with blocks that could be there. By tag: the number of its space, and some slots of it."""
+        """Fill the regions with blocks that could be there. By tag: the number of its group, and some slots of it."""
         file, samples = self._file, dict[int, tuple[int, list[int]]]()
         for number, pages in enumerate(file.read_slot_pages().tolist()):
             if should_stop():
@@ -200,23 +203,23 @@ class DiskMap:
             tags, of_tag, counts = np.unique(records["tag"], return_inverse=True, return_counts=True)
             by_tag, end, numbers = (places + first)[np.argsort(of_tag, kind="stable")], 0, list[int]()
             for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
-                space, found = samples.setdefault(tag, (len(samples) + 1, []))
+                group, found = samples.setdefault(tag, (len(samples) + 1, []))
                 found += by_tag[end : end + min(count, HEADERS_TRIED)].tolist()
-                numbers.append(space)
+                numbers.append(group)
                 end += count
-            region.space_numbers[places] = np.array(numbers, np.uint32)[of_tag]
+            region.group_numbers[places] = np.array(numbers, np.uint32)[of_tag]
         return samples
 
-    def _space_of(self, tag: int, slots: Iterable[int]) -> Space | None:
-        """What space a tag is of, by the headers of some slots; None where none of them has it."""
+    def _group_of(self, tag: int, slots: Iterable[int]) -> BlockGroup | None:
+        """What group a tag is of, by the headers of some slots; None where none of them has it."""
         for slot in slots:
             page = aligned_buffer(HEADER_BYTES)
             try:
                 read_all(self._file.calls, self._file.fd, [page], self.offset(slot))
             except OSError:
                 continue
-            if (block := parse_header(page)) is not None and block.space.tag == tag:
-                return block.space
+            if (block := parse_header(page)) is not None and block.group.tag == tag:
+                return block.group
         return None
 
     def _take_over(self) -> None:
@@ -224,26 +227,28 @@ class DiskMap:
         slots, sizes = [np.empty(0, np.uint32)], np.zeros(self.slots.regions, np.int64)
         counts = np.zeros(self.last_number + 1, np.int64)
         for number, region in list(self.regions.items()):
-            there = np.flatnonzero(region.space_numbers)
+            there = np.flatnonzero(region.group_numbers)
             if not len(there):
                 del self.regions[number]
                 continue
             slots.append((there + number * self.slots.slots_per_region).astype(np.uint32))
             sizes[number] = region.slot_bytes
-            counts += np.bincount(region.space_numbers[there], minlength=len(counts))
+            counts += np.bincount(region.group_numbers[there], minlength=len(counts))
+            hours, of_hour = np.unique(np.frombuffer(region.hours, np.uint32)[there], return_counts=True)
+            self._hours.update(dict(zip(hours.tolist(), of_hour.tolist(), strict=True)))
         self.slots.restore(np.concatenate(slots), sizes)
         for known in self.numbered.values():
             known.blocks = int(counts[known.number])
             self.blocks += known.blocks
-            self.nbytes += known.blocks * known.space.nbytes
+            self.nbytes += known.blocks * known.group.nbytes
 
-    def known(self, space: Space) -> Known | None:
-        known = self.spaces.get(space.tag)
-        return known if known is not None and known.space == space else None
+    def known(self, group: BlockGroup) -> Known | None:
+        known = self.groups.get(group.tag)
+        return known if known is not None and known.group == group else None
 
     def find(self, tag: int, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
         """The slots of blocks that can be read, by key; NO_SLOT where there is none."""
-        if (known := self.spaces.get(tag)) is None or not keys:
+        if (known := self.groups.get(tag)) is None or not keys:
             return np.full(len(keys), NO_SLOT, np.uint32)
         sizes, found = set(map(len, keys)), np.empty(len(keys), np.uint32)
         if len(sizes) > 1:  # its namespace had keys of another length once
@@ -271,8 +276,13 @@ class DiskMap:
         return [
             region.key(place)
             for region in self.regions.values()
-            for place in np.flatnonzero(region.space_numbers == known.number).tolist()
+            for place in np.flatnonzero(region.group_numbers == known.number).tolist()
         ]
+
+    @property
+    def oldest_hour(self) -> int | None:
+        """When the oldest block was written, in hours since 1970; None without blocks."""
+        return min(self._hours, default=None)
 
     def open_region(self, number: int, slot_bytes: int) -> Region:
         region = self.regions[number] = Region(slot_bytes, self.slots.slots_in(number, slot_bytes))
@@ -287,7 +297,71 @@ class DiskMap:
         number, place = divmod(slot, self.slots.slots_per_region)
         return PAGE_BYTES + number * self.slots.region_bytes + place * self.regions[number].slot_bytes
 
-    def clear(self, region: Region, place: int, slot: int) -> None:
-        """Have the block of a slot not be found any more."""
-        self._native.disk_remove(self._index_at, slot.to_bytes(4, "little"), 1)
-        region.spaces[place], region.hours[place] = 0, NEVER
+    def add(self, known: Known, key: bytes, slot: int, hour: int) -> None:
+        """Have a block found that was written to a slot."""
+        region, place = self.at(slot)
+        region.keys[place, : len(key)] = np.frombuffer(key, np.uint8)
+        region.key_bytes[place], region.groups[place], region.hours[place] = len(key), known.number, hour
+        region.used[place] = region.found[place] = 0
+        self._hours[hour] += 1
+        self.enter(slot.to_bytes(4, "little"), 1)
+        known.blocks += 1
+        self.blocks += 1
+        self.nbytes += known.group.nbytes
+
+    def drop(self, slots: Sequence[int]) -> list[tuple[Known, list[bytes]]]:
+        """Have the blocks of slots not be found any more. Returns their keys, where the group was not removed whole."""
+        self._native.disk_remove(self._index_at, np.array(slots, np.uint32).tobytes(), len(slots))
+        keys: dict[int, list[bytes]] = {}
+        for slot in slots:
+            region, place = self.at(slot)
+            keys.setdefault(region.groups[place], []).append(region.key(place))
+            hour = region.hours[place]
+            self._hours[hour] -= 1
+            if not self._hours[hour]:
+                del self._hours[hour]
+            region.groups[place], region.hours[place] = 0, NEVER
+        gone = [(known, keys[known.number]) for known in map(self.numbered.__getitem__, keys) if self.is_there(known)]
+        for known, its in gone:
+            known.blocks -= len(its)
+            self.blocks -= len(its)
+            self.nbytes -= len(its) * known.group.nbytes
+        return gone
+
+    def is_there(self, known: Known) -> bool:
+        """Whether it was not removed as a whole."""
+        return self.groups.get(known.group.tag) is known
+
+    def remove_whole(self, gone: Sequence[Known]) -> Iterator[list[int]]:
+        """Have no block of these be found. Gives, some at a time, the slots that have them still; nobody has them in
+        the end."""
+        for known in gone:
+            del self.groups[known.group.tag]
+            self.blocks -= known.blocks
+            self.nbytes -= known.blocks * known.group.nbytes
+        return self._slots_of_whole([known.number for known in gone], list(self.regions))
+
+    def _slots_of_whole(self, gone: Sequence[int], regions: Sequence[int]) -> Iterator[list[int]]:
+        yield from self._some_slots(regions, lambda region: np.isin(region.group_numbers, gone))
+        for number in gone:
+            del self.numbered[number]
+
+    def slots_of_region(self, number: int) -> Iterator[list[int]]:
+        """Some at a time, the slots of its blocks, but for what is being read."""
+        return self._some_slots([number], lambda one: (one.group_numbers > 0) & (np.frombuffer(one.pins, "H") == 0))
+
+    def _some_slots(
+        self, numbers: Sequence[int], chosen: Callable[[Region], npt.NDArray[np.bool_]]
+    ) -> Iterator[list[int]]:
+        """Those of some regions, each until none is chosen any more."""
+        for at in range(0, len(numbers), REGIONS_AT_ONCE):
+            slots = list[int]()
+            for number in numbers[at : at + REGIONS_AT_ONCE]:
+                while (region := self.regions.get(number)) is not None:  # else it was taken for others
+                    there = np.flatnonzero(chosen(region))[: CLEARED_AT_ONCE - len(slots)]
+                    slots += (there + number * self.slots.slots_per_region).tolist()
+                    if len(slots) < CLEARED_AT_ONCE:
+                        break
+                    yield slots
+                    slots = []
+            yield slots

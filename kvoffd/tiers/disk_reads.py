@@ -21,7 +21,7 @@ from kvoffd.system.files import OnError, ShortRead, address_of, aligned_buffer
 from kvoffd.system.native import native
 from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads
 from kvoffd.tiers.disk_file import DiskFile
-from kvoffd.tiers.header import HEADER_BYTES, Block, Space, decode_header, parse_header
+from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, parse_header
 from kvoffd.tiers.tier import READERS_NICE, Result
 from kvoffd_proto.stats import DiskFault
 
@@ -37,10 +37,10 @@ MOST_READ_BYTES = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SlotJob:
     """A read or write of a block: its slot, and by rank the offsets in the pool."""
 
-    space: Space
+    group: BlockGroup
     key: bytes
     slot: int
     region: Region
@@ -67,7 +67,7 @@ class End(NamedTuple):
     sentence: str = ""
 
 
-def failed_end(file: DiskFile, job: Job, verb: str, error: OSError) -> End:
+def failed_end(file: DiskFile, job: SlotJob, verb: str, error: OSError) -> End:
     if isinstance(error, ShortRead):
         kind = DiskFault.SHORT_READ
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -99,15 +99,15 @@ class Reads:
         file: DiskFile,
         pool: memoryview,
         most: int,
-        on_end: Callable[[Job, End], None],
+        on_end: Callable[[SlotJob, End], None],
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
         assert 0 < most <= 128, "more has no room in disk_reads.c"
         self._name, self._file, self._pool = name, file, pool
         self._on_end, self._post, self._clock = on_end, post, clock
-        self._waiting: deque[Job] = deque()
-        self._reading: dict[int, tuple[Job, array[int]]] = {}
+        self._waiting: deque[SlotJob] = deque()
+        self._reading: dict[int, tuple[SlotJob, array[int]]] = {}
         """By number: what is read, and its ``struct block_read``."""
         self._nbytes = 0
         """Of these blocks."""
@@ -138,7 +138,7 @@ class Reads:
         while self._native.reader_work(self._reader):
             self._post(self._deliver)
 
-    def put(self, job: Job) -> None:
+    def put(self, job: SlotJob) -> None:
         self._waiting.append(job)
         self._begin()
 
@@ -147,7 +147,7 @@ class Reads:
             if self._reading and self._nbytes + self._waiting[0].nbytes > MOST_READ_BYTES:
                 return
             job, number, parts = self._waiting.popleft(), self._free.pop(), list[int]()
-            lengths = job.space.lengths
+            lengths = job.group.lengths
             for at, length in zip(job.shards, lengths, strict=True):
                 parts += self._pool_at + at, page_up(length)
             header, count = (self._headers_at + number * HEADER_BYTES, HEADER_BYTES), 1 + len(lengths)
@@ -182,7 +182,7 @@ class Reads:
             self._finish(job, end)
         self._begin()
 
-    def _compared(self, job: Job, header: memoryview, read: array[int]) -> End:
+    def _compared(self, job: SlotJob, header: memoryview, read: array[int]) -> End:
         """Whether what was read is the block that was asked for, and as it was written."""
         found = ctypes.c_int64(read[2]).value
         if found < 0:
@@ -190,11 +190,11 @@ class Reads:
         if found < job.nbytes:
             ends = f"nothing is left to read at offset {job.offset + found}"
             return failed_end(self._file, job, "read", ShortRead(0, ends))
-        block = decode_header(header, job.space, job.key)
+        block = decode_header(header, job.group, job.key)
         if block is None and parse_header(header) is not None:
             return End(Result.GONE)  # the index was of another copy of the file, or of before a power cut
         if block is not None:
-            shards = zip(block.checksums, read[-len(job.shards) :], job.shards, job.space.lengths, strict=True)
+            shards = zip(block.checksums, read[-len(job.shards) :], job.shards, job.group.lengths, strict=True)
             if all(right == (found or digest(self._pool[at : at + length])) for right, found, at, length in shards):
                 return End(Result.DONE, block)
         sentence = (
@@ -203,7 +203,7 @@ class Reads:
         )
         return End(Result.CORRUPT, None, DiskFault.CORRUPT, sentence)
 
-    def _finish(self, job: Job, end: End) -> None:
+    def _finish(self, job: SlotJob, end: End) -> None:
         try:
             self._on_end(job, end)
         except Exception:

@@ -24,24 +24,24 @@ MOST_GENERATION = 2**62
 MOST_FIRST_BLOCK = 0xFFFF
 """The last engine block of a key that a shard may begin with: the cache has no room for more."""
 
-REMEMBERED_SPACES = 1024
+REMEMBERED_GROUPS = 1024
 """Whose hash is not taken again."""
 
 
-class Space(NamedTuple):
+class BlockGroup(NamedTuple):
     """One group of the blocks of a namespace. A reset raises ``generation``: what was written before is absent then.
 
     Attributes:
         fingerprint: of the namespace, 32 bytes.
         generation: when the namespace was last reset, in microseconds since 1970, or a little more; 0 for never.
-        group: index of the group in the namespace.
+        number: of the group in the namespace.
         lengths: bytes of a block's shard, by rank.
         tag: 64 bits of a hash of the first three.
     """
 
     fingerprint: bytes
     generation: int
-    group: int
+    number: int
     lengths: tuple[int, ...]
     tag: int
 
@@ -51,76 +51,76 @@ class Space(NamedTuple):
         return sum(self.lengths)
 
 
-def make_space(fingerprint: bytes, generation: int, group: int, lengths: Sequence[int]) -> Space:
-    return _space(fingerprint, generation, group, tuple(lengths))
+def make_block_group(fingerprint: bytes, generation: int, number: int, lengths: Sequence[int]) -> BlockGroup:
+    return _made(fingerprint, generation, number, tuple(lengths))
 
 
-@lru_cache(REMEMBERED_SPACES)
-def _space(fingerprint: bytes, generation: int, group: int, lengths: tuple[int, ...]) -> Space:
-    identity = fingerprint + generation.to_bytes(8, "little") + group.to_bytes(2, "little")
+@lru_cache(REMEMBERED_GROUPS)
+def _made(fingerprint: bytes, generation: int, number: int, lengths: tuple[int, ...]) -> BlockGroup:
+    identity = fingerprint + generation.to_bytes(8, "little") + number.to_bytes(2, "little")
     tag = int.from_bytes(blake2b(identity, digest_size=8).digest(), "little")
-    return Space(fingerprint, generation, group, lengths, tag)
+    return BlockGroup(fingerprint, generation, number, lengths, tag)
 
 
 class Block(NamedTuple):
     """A block as it is written, and as a read found it.
 
     Attributes:
-        space: its group.
+        group: that it is of.
         key: at most 64 bytes.
         first_blocks: by rank, the first engine block of the shard that is valid.
         checksums: by rank, as in the pool's slot table; never 0.
     """
 
-    space: Space
+    group: BlockGroup
     key: bytes
     first_blocks: tuple[int, ...]
     checksums: tuple[int, ...]
 
 
-def fits_header(space: Space, key_bytes: int) -> bool:
+def fits_header(group: BlockGroup, key_bytes: int) -> bool:
     """Whether there is room for the names and all shards of a block."""
-    named = _HEAD.size + len(space.fingerprint) + key_bytes + len(space.lengths) * _SHARD.size
+    named = _HEAD.size + len(group.fingerprint) + key_bytes + len(group.lengths) * _SHARD.size
     return named + _SUM.size <= HEADER_BYTES
 
 
-def _names(space: Space, key: bytes) -> bytes:
+def _names(group: BlockGroup, key: bytes) -> bytes:
     """What a header begins with."""
-    head = _HEAD.pack(MAGIC, space.generation, space.group, len(space.fingerprint), len(key), len(space.lengths))
-    return head + space.fingerprint + key
+    head = _HEAD.pack(MAGIC, group.generation, group.number, len(group.fingerprint), len(key), len(group.lengths))
+    return head + group.fingerprint + key
 
 
 def encode_header(block: Block) -> bytes:
-    shards = map(_SHARD.pack, block.space.lengths, block.checksums, block.first_blocks)
-    data = b"".join([_names(block.space, block.key), *shards]).ljust(HEADER_BYTES - _SUM.size, b"\0")
+    shards = map(_SHARD.pack, block.group.lengths, block.checksums, block.first_blocks)
+    data = b"".join([_names(block.group, block.key), *shards]).ljust(HEADER_BYTES - _SUM.size, b"\0")
     return data + _SUM.pack(xxhash.xxh3_64_intdigest(data))
 
 
-def decode_header(data: bytes | memoryview, space: Space, key: bytes) -> Block | None:
+def decode_header(data: bytes | memoryview, group: BlockGroup, key: bytes) -> Block | None:
     """The block that a header tells of; None where it is not a whole header of this very block, or of one that cannot
     be."""
-    names = _names(space, key)
-    end = len(names) + len(space.lengths) * _SHARD.size
+    names = _names(group, key)
+    end = len(names) + len(group.lengths) * _SHARD.size
     if data[: len(names)] != names or len(data) != HEADER_BYTES or end + _SUM.size > HEADER_BYTES:
         return None
     if data[-_SUM.size :] != _SUM.pack(xxhash.xxh3_64_intdigest(data[: -_SUM.size])):
         return None
     shards = list(_SHARD.iter_unpack(data[len(names) : end]))
     lengths, checksums, firsts = zip(*shards, strict=True) if shards else ((), (), ())
-    if lengths != space.lengths or not all(checksums) or max(firsts, default=0) > MOST_FIRST_BLOCK:
+    if lengths != group.lengths or not all(checksums) or max(firsts, default=0) > MOST_FIRST_BLOCK:
         return None
-    return Block(space, key, firsts, checksums)
+    return Block(group, key, firsts, checksums)
 
 
 def parse_header(data: bytes | memoryview) -> Block | None:
     """As ``decode_header``, of whatever block."""
     if len(data) != HEADER_BYTES:
         return None
-    _, generation, group, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)
+    _, generation, number, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)
     key_at = _HEAD.size + fingerprint_bytes
     shards_at = key_at + key_bytes
-    if generation > MOST_GENERATION or group > 0xFFFF or shards_at + ranks * _SHARD.size > HEADER_BYTES:
+    if generation > MOST_GENERATION or number > 0xFFFF or shards_at + ranks * _SHARD.size > HEADER_BYTES:
         return None
     lengths = [_SHARD.unpack_from(data, shards_at + rank * _SHARD.size)[0] for rank in range(ranks)]
-    space = make_space(bytes(data[_HEAD.size : key_at]), generation, group, lengths)
-    return decode_header(data, space, bytes(data[key_at:shards_at]))
+    group = make_block_group(bytes(data[_HEAD.size : key_at]), generation, number, lengths)
+    return decode_header(data, group, bytes(data[key_at:shards_at]))

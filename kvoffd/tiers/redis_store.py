@@ -50,8 +50,9 @@ REPLIES_BYTES = 65536
 MOST_PARTS = 256
 """Parts of one ``sendmsg``; the kernel takes 1024."""
 MOST_INFO_BYTES = 1 << 20
-MOST_SLOT_RANGES, MOST_FIELDS, MOST_NAME_BYTES = 16_384, 1024, 1024
-"""Most elements of a list, and longest name, in a cluster's answer: ranges of slots, fields of one, bytes."""
+MOST_ELEMENTS = 16_384, 1024, 1024, 1024, 0
+"""Of a list, and of lists in it, as of a cluster's ranges of slots, the fields of one, those of a server, its names."""
+MOST_NAME_BYTES, MOST_NUMBER = 1024, 10**18
 MOST_QUOTED_CHARACTERS = 200
 NEEDED_COMMANDS = (
     "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, of a cluster +cluster|slots, "
@@ -187,7 +188,7 @@ class Redis(Store):
 
     def filling(self, deadline: float) -> Filling | None:
         self._send_words([b"INFO"], deadline)
-        found = dict(_FIGURE.findall(self._text(self._line(deadline), deadline, MOST_INFO_BYTES)))
+        found = dict(_FIGURE.findall(self._reply(deadline, b"$", MOST_INFO_BYTES)))
         if not {"maxmemory", "used_memory", "evicted_keys"} <= found.keys():
             return None
         return Filling(*(int(found[name]) for name in ("maxmemory", "used_memory", "evicted_keys")))
@@ -299,52 +300,34 @@ class Redis(Store):
         """Which master has which slots, by CLUSTER SLOTS, at the endpoint that the cluster prefers clients to use."""
         self._send_words([b"CLUSTER", b"SLOTS"], deadline)
         found = []
-        for _ in range(self._length(self._line(deadline, REPLIES_BYTES), b"*", MOST_SLOT_RANGES)):
-            # First and last slot, then nodes: the master, and replicas. Of each: endpoint, port, id and more.
-            fields = self._length(self._line(deadline, REPLIES_BYTES), b"*", MOST_FIELDS)
-            first, last = self._integer(deadline), self._integer(deadline)
-            more = self._length(self._line(deadline, REPLIES_BYTES), b"*", MOST_FIELDS)
-            endpoint, port = self._text(self._line(deadline), deadline), self._integer(deadline)
-            if fields < 3 or more < 2:
-                raise self._broken("A range of slots has no master")
-            unread = fields - 3 + more - 2
-            if endpoint == "?" and more > 3:  # it prefers host names, and this master has none
-                self._skip_replies(1, deadline)
-                words = range(self._length(self._line(deadline), b"*", MOST_FIELDS))
-                said = [self._text(self._line(deadline), deadline) for _ in words]
-                endpoint, unread = dict(zip(said[::2], said[1::2], strict=False)).get("ip", ""), unread - 2
-            found.append(SlotRange(first, last, endpoint, port))
-            self._skip_replies(unread, deadline)
+        for one in self._reply(deadline, b"*"):
+            match one:
+                # First and last slot, then nodes: the master, and replicas. Of each: endpoint, port, id and more.
+                case [int(first), int(last), [str(endpoint), int(port), *more], *_]:
+                    if endpoint == "?" and isinstance(words := [*more, None, None][1], list):
+                        # It prefers host names, and this master has none.
+                        endpoint = str(dict(zip(words[::2], words[1::2], strict=False)).get("ip", ""))
+                    found.append(SlotRange(first, last, endpoint, port))
+                case _:
+                    raise self._broken("A range of slots has no master")
         return found
 
-    def _integer(self, deadline: float) -> int:
-        text = self._check(self._line(deadline), b":")
-        if not re.fullmatch(rb"-?[0-9]{1,18}", text):
-            raise self._broken(f"{self._quoted(text)} is no number")
-        return int(text)
-
-    def _length(self, line: bytes, kind: bytes, most: int) -> int:
-        """The length in the first line of a reply of this kind."""
-        text = self._check(line, kind)
-        if not re.fullmatch(rb"[0-9]{1,9}", text) or int(text) > most:
-            raise self._broken(f"{self._quoted(text)} is no length")
-        return int(text)
-
-    def _text(self, line: bytes, deadline: float, most: int = MOST_NAME_BYTES) -> str:
-        """A text of which this is the first line; empty for none."""
-        if line == b"$-1":
+    def _reply(self, deadline: float, kinds: bytes = b":$*", most_bytes: int = MOST_NAME_BYTES, depth: int = 0) -> Any:
+        """A short reply of one of these kinds: a number, a text, or a list of them; a null is an empty text."""
+        line = self._line(deadline, REPLIES_BYTES)
+        kind, text = line[:1], line[1:]
+        if line == b"$-1" and b"$" in kinds:
             return ""
-        length = self._length(line, b"$", most)
-        return self._take(length + 2, deadline)[:-2].decode(errors="replace")
-
-    def _skip_replies(self, count: int, deadline: float) -> None:
-        while count:
-            line = self._line(deadline, REPLIES_BYTES)
-            count -= 1
-            if line[:1] == b"*":
-                count += self._length(line, b"*", MOST_FIELDS)
-            elif line[:1] != b":":
-                self._text(line, deadline)
+        if kind not in kinds:
+            self._check(line, kinds[:1])
+        most = {b":": MOST_NUMBER, b"$": most_bytes, b"*": MOST_ELEMENTS[min(depth, 4)]}[kind]
+        if not re.fullmatch(rb"-?[0-9]{1,18}", text) or not (kind == b":" or 0 <= int(text) <= most):
+            raise self._broken(f"{self._quoted(text)} is no number, or no length")
+        if kind == b":":
+            return int(text)
+        if kind == b"$":
+            return self._take(int(text) + 2, deadline)[:-2].decode(errors="replace")
+        return [self._reply(deadline, depth=depth + 1) for _ in range(int(text))]
 
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
         if not seen:  # of several nodes that find it missing, after a server forgot it, only one may write it

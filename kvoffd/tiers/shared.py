@@ -16,7 +16,15 @@ from typing import Any, TypeAlias
 from kvoffd.pool.checksums import digest
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
-from kvoffd.tiers.header import HEADER_BYTES, Block, Space, decode_header, encode_header, fits_header, make_space
+from kvoffd.tiers.header import (
+    HEADER_BYTES,
+    Block,
+    BlockGroup,
+    decode_header,
+    encode_header,
+    fits_header,
+    make_block_group,
+)
 from kvoffd.tiers.store import (
     Filling,
     GetRequest,
@@ -171,19 +179,19 @@ class Raise:
 class Ask:
     """Asks for keys, if it begins by the deadline; without any for the generation alone."""
 
-    space: Space
+    group: BlockGroup
     keys: Sequence[bytes]
     prefix: bool
     deadline: float
 
 
 @dataclass(slots=True, eq=False)
-class Read:
-    """Reads a block into views of the pool, one a shard. ``stored``: the space as the object has it. ``again``: its
+class ObjectRead:
+    """Reads a block into views of the pool, one a shard. ``stored``: the group as the object has it. ``again``: its
     connection was lost once."""
 
-    space: Space
-    stored: Space
+    group: BlockGroup
+    stored: BlockGroup
     key: bytes
     views: Sequence[memoryview]
     patience_s: float
@@ -192,10 +200,10 @@ class Read:
 
 
 @dataclass(slots=True, eq=False)
-class Write:
+class ObjectWrite:
     """Writes a block from views of the pool, one a shard. ``stored``: the block as the object has it."""
 
-    space: Space
+    group: BlockGroup
     stored: Block
     views: Sequence[memoryview]
     on_end: WriteEnd
@@ -210,12 +218,13 @@ class Removal:
 
 
 Question: TypeAlias = Probe | Look | Raise | Ask
+BlockWork: TypeAlias = ObjectRead | ObjectWrite | Removal
 
 
 class SharedTier(Tier):
     """See ``Tier``. What the store has is only known by asking: others write to it as well, and it may forget.
 
-    Blocks of a namespace lie there under a generation of all nodes, which is not that of the space.
+    Blocks of a namespace lie there under a generation of all nodes, which is not that of the block group.
 
     Args:
         name: for operators: the URL, which has no password.
@@ -262,7 +271,7 @@ class SharedTier(Tier):
         self._poll_next = False
         self._voided: set[bytes] = set()
         self._asked_keys = 0
-        self._writes: dict[tuple[int, bytes], Write] = {}
+        self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
         self._write_at = self._steady_at = self._shown_until = 0.0
         self._filling: Filling | None = None
         """As the store said last."""
@@ -301,7 +310,9 @@ class SharedTier(Tier):
         del waiting[at]
         return [question]
 
-    def _next_blocks(self, waiting: deque[Read | Write | Removal]) -> list[Read | Write | Removal]:
+    def _next_blocks(
+        self, waiting: deque[ObjectRead | ObjectWrite | Removal]
+    ) -> list[ObjectRead | ObjectWrite | Removal]:
         """Half of the blocks that wait, if they are many, as far as a connection takes them at once; or a removal."""
         most = min(self._store.blocks_at_once, max(self._store.blocks_at_once // 4, len(waiting) // 2))
         batch = [waiting.popleft()]
@@ -315,10 +326,10 @@ class SharedTier(Tier):
 
     # --- what is known of keys -------------------------------------------------------------------
 
-    def find(self, space: Space, keys: Sequence[bytes], *, prefix: bool) -> bytes:
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
         if self.breaker.open or self.closed:
             return bytes(len(keys))
-        states = self._states(space.tag, keys)
+        states = self._states(group.tag, keys)
         gap = states.find(ABSENT) if prefix else -1
         unknown = [at for at in range(gap if gap >= 0 else len(keys)) if states[at] == UNKNOWN]
         if not prefix:
@@ -326,15 +337,15 @@ class SharedTier(Tier):
         if wanted := unknown[: MOST_ASKED - self._asked_keys]:
             for at in wanted:
                 states[at] = ASKED
-            self._ask(space, [keys[at] for at in wanted], prefix)
+            self._ask(group, [keys[at] for at in wanted], prefix)
         return bytes(states).replace(bytes([UNKNOWN]), bytes([ABSENT]))
 
-    def _ask(self, space: Space, keys: Sequence[bytes], prefix: bool) -> None:
+    def _ask(self, group: BlockGroup, keys: Sequence[bytes], prefix: bool) -> None:
         now = self._clock()
-        self._update(space.tag, dict.fromkeys(keys, (ASKED, now)))
+        self._update(group.tag, dict.fromkeys(keys, (ASKED, now)))
         self._asked_keys += len(keys)
         self.counters.asked_keys += len(keys)
-        self._asking.put(Ask(space, keys, prefix, now + self.ask_deadline_s))
+        self._asking.put(Ask(group, keys, prefix, now + self.ask_deadline_s))
 
     def _states(self, tag: int, keys: Sequence[bytes]) -> bytearray:
         given = list(map(self._answers.get(tag, {}).get, keys))
@@ -392,26 +403,26 @@ class SharedTier(Tier):
 
     # --- reading, writing, removing --------------------------------------------------------------
 
-    def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        tag, fits = space.tag, space.nbytes <= MOST_OBJECT_BYTES and fits_header(space, MOST_KEY_BYTES)
+    def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
+        tag, fits = group.tag, group.nbytes <= MOST_OBJECT_BYTES and fits_header(group, MOST_KEY_BYTES)
         return [fits and (tag, key) not in self._writes and not self._is_believed(tag, key) for key in keys]
 
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
-        if not self.available() or not self._is_believed(space.tag, key) or self._reading.waiting >= MOST_READS:
+    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+        if not self.available() or not self._is_believed(group.tag, key) or self._reading.waiting >= MOST_READS:
             return False
-        self._reading.put(Read(space, self._stored(space), key, self._views(space, offsets), patience_s, on_end))
+        self._reading.put(ObjectRead(group, self._stored(group), key, self._views(group, offsets), patience_s, on_end))
         return True
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
-        space, key = block.space, block.key
-        if not self.available() or self._clock() < self._write_at or space.nbytes > MOST_OBJECT_BYTES:
+        group, key = block.group, block.key
+        if not self.available() or self._clock() < self._write_at or group.nbytes > MOST_OBJECT_BYTES:
             self.counters.dropped_writes += 1
             return False
         # What the pool has of a namespace that all nodes reset is of the generation before, until somebody drops it.
-        if len(self._writes) >= MOST_WRITES or space.fingerprint in self._voided or not all(self.wants(space, [key])):
+        if len(self._writes) >= MOST_WRITES or group.fingerprint in self._voided or not all(self.wants(group, [key])):
             return False
-        stored = block._replace(space=self._stored(space))
-        self._writes[space.tag, key] = write = Write(space, stored, self._views(space, offsets), on_end)
+        stored = block._replace(group=self._stored(group))
+        self._writes[group.tag, key] = write = ObjectWrite(group, stored, self._views(group, offsets), on_end)
         self._writing.put(write)
         return True
 
@@ -421,14 +432,14 @@ class SharedTier(Tier):
         self._count = 0
         return 0
 
-    def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
         for key in keys:
-            self._refuse(space.tag, key)
+            self._refuse(group.tag, key)
         if why == PARTIAL:
-            self._remove_objects(space, keys)
+            self._remove_objects(group, keys)
 
-    def _remove_objects(self, space: Space, keys: Sequence[bytes]) -> None:
-        stored = self._stored(space)
+    def _remove_objects(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
+        stored = self._stored(group)
         for at in range(0, len(keys), REMOVED_AT_ONCE):
             removal = Removal([object_key(stored, key) for key in keys[at : at + REMOVED_AT_ONCE]])
             if self._writing.waiting < MOST_WRITES + MOST_REMOVALS:
@@ -436,13 +447,13 @@ class SharedTier(Tier):
             else:
                 self._write_ended(removal, Result.FAILED)
 
-    def _stored(self, space: Space) -> Space:
-        """A space as objects have it."""
-        generation = self.generation(space.fingerprint)
-        return make_space(space.fingerprint, generation, space.group, space.lengths)
+    def _stored(self, group: BlockGroup) -> BlockGroup:
+        """A group as objects have it."""
+        generation = self.generation(group.fingerprint)
+        return make_block_group(group.fingerprint, generation, group.number, group.lengths)
 
-    def _views(self, space: Space, offsets: Sequence[int]) -> list[memoryview]:
-        return [self._pool[at : at + length] for at, length in zip(offsets, space.lengths, strict=True)]
+    def _views(self, group: BlockGroup, offsets: Sequence[int]) -> list[memoryview]:
+        return [self._pool[at : at + length] for at, length in zip(offsets, group.lengths, strict=True)]
 
     # --- what the daemon asks besides ------------------------------------------------------------
 
@@ -569,7 +580,7 @@ class SharedTier(Tier):
         now = self._clock()
         if not self.breaker.open and now >= self._polled_at.get(fingerprint, -inf) + self._store.poll_s:
             put_newest(self._polled_at, fingerprint, inf, MOST_NAMESPACES)  # until it is answered
-            self._asking.put(Ask(Space(fingerprint, 0, 0, (), 0), (), True, now + RAISE_S))
+            self._asking.put(Ask(BlockGroup(fingerprint, 0, 0, (), 0), (), True, now + RAISE_S))
 
     def take_voided(self) -> list[bytes]:
         """Namespaces whose blocks were made void for all nodes since the last call."""
@@ -603,7 +614,7 @@ class SharedTier(Tier):
             question.ended, question.problem = True, str(result) or repr(result)
 
     def _asked(self, ask: Ask, answer: Answer | None) -> None:
-        fingerprint, counters = ask.space.fingerprint, self.counters
+        fingerprint, counters = ask.group.fingerprint, self.counters
         self._asked_keys -= len(ask.keys)
         if not ask.keys and fingerprint in self._polled_at:
             self._polled_at[fingerprint] = self._clock()
@@ -619,51 +630,51 @@ class SharedTier(Tier):
                 counters.found_keys += sum(found)
         if not ask.keys:
             return
-        self._note(ask.space.tag, ask.keys, found)
+        self._note(ask.group.tag, ask.keys, found)
         if ask.prefix and False in found:
             gap = found.index(False)
             found = [True] * gap + [False] * (len(found) - gap)
-        self._listener.answered(self, ask.space, ask.keys, found)
+        self._listener.answered(self, ask.group, ask.keys, found)
 
-    def _read_ended(self, read: Read, ended: tuple[Result, Block | None]) -> None:
+    def _read_ended(self, read: ObjectRead, ended: tuple[Result, Block | None]) -> None:
         result, block = ended
         if result is Result.FAILED and not read.again and self.available():
             read.again = True  # a connection that stood still, or broke, takes no prompt's blocks with it
             self._reading.put(read)
             return
-        space, key, counters = read.space, read.key, self.counters
-        if result is Result.DONE and read.stored.generation != self.generation(space.fingerprint):
+        group, key, counters = read.group, read.key, self.counters
+        if result is Result.DONE and read.stored.generation != self.generation(group.fingerprint):
             result, block = Result.GONE, None
         if result is Result.DONE:
             counters.read_blocks += 1
-            counters.read_bytes += space.nbytes
+            counters.read_bytes += group.nbytes
         else:
-            self._refuse(space.tag, key)
+            self._refuse(group.tag, key)
         if result is Result.CORRUPT:
             counters.mismatches += 1
-            self._remove_objects(space, [key])
+            self._remove_objects(group, [key])
             name = object_key(read.stored, key).decode()
             self._error("mismatch", f"The object {name} is not the block that it should be; it is removed.")
-        read.on_end(result, block._replace(space=space) if block is not None else None)
+        read.on_end(result, block._replace(group=group) if block is not None else None)
 
-    def _write_ended(self, write: Write | Removal, result: Result) -> None:
+    def _write_ended(self, write: ObjectWrite | Removal, result: Result) -> None:
         if isinstance(write, Removal):
             if result is not Result.DONE:
                 self.counters.dropped_removals += len(write.names)
             return
-        space, key, counters = write.space, write.stored.key, self.counters
-        del self._writes[space.tag, key]
+        group, key, counters = write.group, write.stored.key, self.counters
+        del self._writes[group.tag, key]
         if result is Result.DONE:
             self._shown_until = 0.0
             counters.written_blocks += 1
-            counters.written_bytes += space.nbytes
+            counters.written_bytes += group.nbytes
         elif result is Result.PRESENT:
             counters.already_stored += 1
         else:
             counters.dropped_writes += 1
         there = result in (Result.DONE, Result.PRESENT)
-        if there and write.stored.space.generation == self.generation(space.fingerprint):
-            self._note(space.tag, [key], [True])
+        if there and write.stored.group.generation == self.generation(group.fingerprint):
+            self._note(group.tag, [key], [True])
         write.on_end(result)
 
     def failed(self, error: StoreError, *, refused: bool) -> None:
@@ -680,7 +691,7 @@ class SharedTier(Tier):
         self._error(error.kind, error.sentence)
 
 
-def _nbytes(work: Read | Write | Removal) -> int:
+def _nbytes(work: BlockWork) -> int:
     return 0 if isinstance(work, Removal) else sum(map(len, work.views))
 
 
@@ -786,11 +797,11 @@ class StoreConnection:
         return Answer(generation, found, self._clock() - started)
 
     def _exchange(self, ask: Ask, keys: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
-        fingerprint, store = ask.space.fingerprint, self._store
+        fingerprint, store = ask.group.fingerprint, self._store
         own_key, known = generation_key(fingerprint), self._tier.generation(fingerprint)
 
         def names(generation: int) -> list[bytes]:
-            prefix = object_prefix(ask.space._replace(generation=generation))
+            prefix = object_prefix(ask.group._replace(generation=generation))
             return [prefix + key.hex().encode() for key in keys]
 
         generation, found = store.ask(own_key, names(known), deadline, prefix=ask.prefix)
@@ -825,7 +836,7 @@ class StoreConnection:
 
     # --- reading and writing ---------------------------------------------------------------------
 
-    def reads(self, batch: list[Read]) -> Iterator[tuple[Result, Block | None]]:
+    def reads(self, batch: list[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
         left = deque(batch)
         while left:
             if self._tier.closed or self._breaker.open:
@@ -836,7 +847,7 @@ class StoreConnection:
                 left.popleft()
                 yield end
 
-    def _read(self, reads: Sequence[Read]) -> Iterator[tuple[Result, Block | None]]:
+    def _read(self, reads: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
         """The ends of the first of them, up to one that fails."""
         requests = [GetRequest(object_key(read.stored, read.key), HEADER_BYTES, read.views) for read in reads]
         patience_s, came_at = min(read.patience_s for read in reads), self._clock()
@@ -863,8 +874,8 @@ class StoreConnection:
             late = late and self._clock() - came_at >= LATE_SHARE * patience_s
             yield Result.DEADLINE if late else Result.FAILED, None
 
-    def writes(self, batch: list[Write | Removal]) -> list[Result]:
-        writes = [one for one in batch if isinstance(one, Write)]
+    def writes(self, batch: list[ObjectWrite | Removal]) -> list[Result]:
+        writes = [one for one in batch if isinstance(one, ObjectWrite)]
         names = [name for one in batch if isinstance(one, Removal) for name in one.names]
         try:
             if not self._breaker.open and not self._tier.closed:
@@ -877,9 +888,9 @@ class StoreConnection:
             self._fail(error, "write")
         return [Result.CANCELLED if self._tier.closed else Result.FAILED] * len(batch)
 
-    def _write(self, writes: Sequence[Write]) -> list[Result]:
+    def _write(self, writes: Sequence[ObjectWrite]) -> list[Result]:
         deadline = self._clock() + WRITE_S
-        names = [object_key(write.stored.space, write.stored.key) for write in writes]
+        names = [object_key(write.stored.group, write.stored.key) for write in writes]
         there = self._store.touch(names, deadline)
         absent: list[tuple[bytes, list[bytes | memoryview]]] = [
             (name, [encode_header(write.stored), *write.views])
@@ -895,7 +906,7 @@ class StoreConnection:
         return [Result.PRESENT if known else Result.DONE if next(each) else Result.FAILED for known in there]
 
 
-def _verified(read: Read, received: Received) -> Block | None:
+def _verified(read: ObjectRead, received: Received) -> Block | None:
     """The block as it was read; None where header or bytes are not those of a whole object of this block."""
     block = decode_header(received.header, read.stored, read.key)
     if block is None:

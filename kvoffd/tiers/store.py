@@ -18,7 +18,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import UnitError, is_host, parse_duration, quoted
 
 if TYPE_CHECKING:  # `kvoffd config` imports nothing heavy
-    from kvoffd.tiers.header import Space
+    from kvoffd.tiers.header import BlockGroup
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +58,14 @@ def decode_generation(value: bytes) -> int | None:
     return int(value or 0) if re.fullmatch(rb"[0-9]{0,18}", value) else None
 
 
-def object_prefix(space: Space) -> bytes:
-    """What the names of a space's objects begin with; a block's key follows, in hexadecimal. A raised generation makes
+def object_prefix(group: BlockGroup) -> bytes:
+    """What the names of a group's objects begin with; a block's key follows, in hexadecimal. A raised generation makes
     all blocks of a namespace void."""
-    return b"kvoffd/2/%s/%d/%d/" % (space.fingerprint.hex().encode(), space.generation, space.group)
+    return b"kvoffd/2/%s/%d/%d/" % (group.fingerprint.hex().encode(), group.generation, group.number)
 
 
-def object_key(space: Space, key: bytes) -> bytes:
-    return object_prefix(space) + key.hex().encode()
+def object_key(group: BlockGroup, key: bytes) -> bytes:
+    return object_prefix(group) + key.hex().encode()
 
 
 def name_of(address: tuple[str, int]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
-from kvoffd.tiers.header import Block, Space
+from kvoffd.tiers.header import Block, BlockGroup
 
 ABSENT, PRESENT, ASKED = 0, 1, 2
 """What ``find`` says of a key. ASKED: its answer comes to ``TierListener.answered`` before the tier's ask deadline."""
@@ -38,13 +38,13 @@ class Result(StrEnum):
 
 
 class TierListener(Protocol):
-    def blocks_stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+    def blocks_stored(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
         """A disk has these blocks from now on (for KV events). Shared tiers do not call it."""
 
-    def blocks_removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+    def blocks_removed(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
         """A disk has these blocks no more, whatever the reason. Shared tiers do not call it."""
 
-    def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+    def answered(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """What ``find`` called ASKED is known."""
 
     def error(self, tier: Tier, kind: str, sentence: str) -> None:
@@ -102,18 +102,18 @@ class Tier(ABC):
         self._listener.error(self, kind, sentence)
 
     @abstractmethod
-    def find(self, space: Space, keys: Sequence[bytes], *, prefix: bool) -> bytes:
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
         """Say of each key ABSENT, PRESENT or ASKED. ``prefix``: behind a gap nothing is of use.
 
         A device that hangs has nothing. A shared tier asks for what it does not know, up to a bound; beyond it ABSENT.
         """
 
     @abstractmethod
-    def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+    def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
         """Of each key, whether a write of it would be of use: it is absent, or due to be refreshed."""
 
     @abstractmethod
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
         """Begin to read into these pool offsets, by rank. False where the block is not there or not taken now.
 
         Args:
@@ -125,11 +125,11 @@ class Tier(ABC):
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         """Begin to write from these pool offsets, by rank. False where it is not taken now."""
 
-    def used(self, space: Space, keys: Sequence[bytes]) -> None:  # noqa: B027
+    def used(self, group: BlockGroup, keys: Sequence[bytes]) -> None:  # noqa: B027
         """These blocks leave the pool: a disk's hand spares them once, as what is read. Unknown ones are ignored."""
 
     @abstractmethod
-    def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
         """Have nobody on this node read these blocks any more, nor what is being written of them. After a kill a disk
         may have them again, as they were written.
 

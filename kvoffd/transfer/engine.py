@@ -67,6 +67,7 @@ class Transfer:
     """One job's copy. Compared by identity; belongs to the engine from ``submit`` until ``on_done``.
 
     Attributes:
+        plan: called once, in the thread that copies: thousands of pieces take milliseconds.
         deadline: on the engine's clock, in seconds; looked at before the transfer starts, and by ``tick``.
         on_done: called exactly once, from any thread, with the transfer and its outcome, when nothing touches its
             memory any more, its slots included. It must be quick and must not raise.
@@ -80,7 +81,7 @@ class Transfer:
     """
 
     direction: Direction
-    plan: Plan
+    plan: Callable[[], Plan]
     deadline: float
     on_done: Callable[[Transfer, Outcome], None]
     on_overdue: Callable[[Transfer], None] | None = None
@@ -356,7 +357,7 @@ class CopyQueue:
 
 def _failed(transfer: Transfer) -> None:
     """Have the transfer fail, whose copy raised."""
-    _log.exception("A copy of %d bytes failed; its job fails, the thread goes on.", transfer.plan.nbytes)
+    _log.exception("A %s failed; its job fails, the thread goes on.", transfer.direction.value)
     transfer.must_end(Outcome.FAILED)
 
 
@@ -416,7 +417,7 @@ def host_copy(transfer: Transfer, library: Native | None = None) -> None:
 
     Raises NotCompiled when kvoffd was installed without the library.
     """
-    plan, taken = transfer.plan, transfer.checksums if transfer.direction is Direction.STORE else None
+    plan, taken = transfer.plan(), transfer.checksums if transfer.direction is Direction.STORE else None
     slots, begin = (taken.slots, taken.pool_address) if taken is not None else ((), 0)
     # A small copy takes less time than to make arrays of numpy.
     columns = array("Q", [begin + offset for offset, _ in slots]), array("Q", [length for _, length in slots])
@@ -436,7 +437,8 @@ def try_out(library: Native) -> None:
     cuts = np.array([0, 1, 65, 1089, 3000, 4096], dtype=np.uint64)
     to, of = (cuts[:-1] + np.uint64(address) for address in (pool.ctypes.data + begin, source.ctypes.data))
     taken = SlotChecksums(lambda _: [], [(begin, 4096)], [0], pool_address=pool.ctypes.data)
-    host_copy(Transfer(Direction.STORE, Plan(to, of, np.diff(cuts), 4096), 0.0, lambda *_: None, None, taken), library)
+    plan = Plan(to, of, np.diff(cuts), 4096)
+    host_copy(Transfer(Direction.STORE, lambda: plan, 0.0, lambda *_: None, None, taken), library)
     if not np.array_equal(pool[begin : begin + 4096], source) or taken.sums != [xxhash.xxh3_64_intdigest(source.data)]:
         raise NotCompiled("The daemon's copy loop was compiled wrongly; install kvoffd again with another C compiler.")
 

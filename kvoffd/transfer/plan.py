@@ -1,4 +1,4 @@
-"""What a job copies: three arrays, planned once, executed by any engine. Pure.
+"""What a job copies: three arrays, planned by the thread that copies, executed by any engine. Pure.
 
 ``GroupLayout`` says where the pages of a group's blocks lie in an engine's memory. It is checked once, when a worker
 registers, so that copies need no checks but those of their block ids.
@@ -212,6 +212,6 @@ def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
             *(firsts.tobytes() if first_blocks else None, planned.buffer_info()[0]),
         )
     pieces, nbytes = planned[:2]
-    engine, pool, size = (columns[at : at + pieces].copy() for at in (0, most, 2 * most))  # merged ones need no memory
+    engine, pool, size = (columns[at : at + pieces] for at in (0, most, 2 * most))
     to, source = (engine, pool) if direction is Direction.LOAD else (pool, engine)
     return Plan(to, source, size, nbytes, *(copy.layout.allocations for copy in copies[:1]))

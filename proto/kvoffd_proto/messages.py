@@ -288,13 +288,14 @@ class Limits(Wire, frozen=True):
     """Limits of one session, sent in Welcome. Requests beyond them are refused."""
 
     max_frame_bytes: Annotated[int, doc("Largest request frame in bytes.", ge=1)]
-    max_keys_per_request: Annotated[int, doc("Keys in one request; in a Submit, of all jobs together.", ge=1)]
+    max_keys_per_request: Annotated[int, doc("Keys in one request.", ge=1)]
     max_jobs_per_message: Annotated[int, doc("Stores and loads in one Submit.", ge=1)]
     max_jobs_in_flight: Annotated[int, doc("Unfinished jobs of the session.", ge=1)]
     max_leases: Annotated[int, doc("Live leases of the session.", ge=1)]
     max_leased_keys: Annotated[int, doc("Keys under all leases of the session; lookups report no more as ready.", ge=1)]
     max_registrations: Annotated[int, doc("Registrations of the session.", ge=1)]
     max_segments: Annotated[int, doc("Attached memory segments of the session.", ge=1)]
+    max_keys_per_submit: Annotated[int, doc("Keys of all jobs of a Submit together.", ge=1)] = 2048
 
 
 class JobResult(Wire, frozen=True):

@@ -24,7 +24,7 @@ import numpy as np
 from kvoffd.pool.checksums import digest
 from kvoffd.system.files import aligned_buffer
 from kvoffd.tiers.disk import DiskTier
-from kvoffd.tiers.header import Block, encode_header, make_space
+from kvoffd.tiers.header import Block, encode_header, make_block_group
 from kvoffd.tiers.store import Credentials, object_key, open_store
 from kvoffd.tiers.tier import Result, TierListener
 from kvoffd_client import SchedulerClient
@@ -93,7 +93,7 @@ def store_of(blocks: Sequence[Block], data: memoryview) -> Iterator[dict[str, st
         store = open_store(server.url, Credentials())()
         store.connect()
         for block in blocks:
-            store.put([(object_key(block.space, block.key), [encode_header(block), data])], time.monotonic() + 10.0)
+            store.put([(object_key(block.group, block.key), [encode_header(block), data])], time.monotonic() + 10.0)
         store.close()
         yield {"shared": server.url, "shared_write": "never"}
 
@@ -124,11 +124,11 @@ def disk_of(blocks: Sequence[Block], data: memoryview, place: str) -> Iterator[d
 
 def measure(kind: str, rounds: int, prompt_blocks: int, block_bytes: int, place: str) -> dict[str, list[Round]]:
     spec = NamespaceSpec.named("coming up", groups=[GroupSpec("full_attention", 32)])
-    space = make_space(spec.fingerprint, 0, 0, [block_bytes])
+    block_group = make_block_group(spec.fingerprint, 0, 0, [block_bytes])
     data = memoryview(os.urandom(block_bytes))
     checksum = digest(data)
     prompts = [keys_of(number, prompt_blocks) for number in range(rounds * len(PAUSES_S))]
-    blocks = [Block(space, key, (0,), (checksum,)) for keys in prompts for key in keys]
+    blocks = [Block(block_group, key, (0,), (checksum,)) for keys in prompts for key in keys]
     pool_bytes = (len(blocks) + 64) * block_bytes + (64 << 20)
     found: dict[str, list[Round]] = {name: [] for name in PAUSES_S}
     with ExitStack() as stack:

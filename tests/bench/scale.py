@@ -38,7 +38,7 @@ from kvoffd.system.files import aligned_buffer, write_all
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiers.disk import BLOCK_MEMORY_BYTES, DiskTier
 from kvoffd.tiers.disk_file import RECORD, DiskFile
-from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_space
+from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_block_group
 from kvoffd.tiers.tier import TierListener
 from kvoffd_client import SchedulerClient
 from kvoffd_client.namespace import NamespaceSpec
@@ -122,10 +122,10 @@ class Books:
         made = make_policy(policy, pool_bytes, self.pool.table.geometry.slots)
         self.cache = Cache(self.pool.slots, self.pool.table, made, Silence(), time.monotonic)
         groups = [GroupSpec("full_attention", 16)]
-        space = Namespace(b"scale".ljust(32), "scale", shards, KEY_BYTES, groups, "{}")
-        self.namespace, _ = self.cache.open_namespace(space)
+        block_group = Namespace(b"scale".ljust(32), "scale", shards, KEY_BYTES, groups, "{}")
+        self.namespace, _ = self.cache.open_namespace(block_group)
         for rank in range(shards):
-            self.cache.register_rank(space, rank, [PAGE_BYTES], None)
+            self.cache.register_rank(block_group, rank, [PAGE_BYTES], None)
         self.cache.blocks._misses.fill(0)  # as large however many blocks there are
         self._base_bytes += self.cache.blocks._misses.nbytes
 
@@ -230,20 +230,20 @@ def disk(blocks: int, shards: int) -> Result:
     """Open a disk that is full of blocks. Their headers are not there but for one: nothing reads a block."""
     slot_bytes = (1 + shards) * PAGE_BYTES // 2
     size_bytes = blocks * slot_bytes * 33 // 32 + (64 << 20)
-    space = make_space(b"scale".ljust(32), 0, 0, [PAGE_BYTES // 2] * shards)
+    block_group = make_block_group(b"scale".ljust(32), 0, 0, [PAGE_BYTES // 2] * shards)
     with tempfile.TemporaryDirectory(dir="/var/tmp") as made:
         file, left, region = DiskFile(Path(made), size_bytes), blocks, 0
         while left:
             records = np.zeros(min(left, file.head.region_bytes // slot_bytes), RECORD)
             keys = np.zeros((len(records), MAX_KEY_BYTES), np.uint8)
             keys[:, :KEY_BYTES] = np.frombuffer(keys_of(blocks - left, len(records)), np.uint8).reshape(-1, KEY_BYTES)
-            records["tag"], records["nbytes"], records["key_bytes"] = space.tag, space.nbytes, KEY_BYTES
+            records["tag"], records["nbytes"], records["key_bytes"] = block_group.tag, block_group.nbytes, KEY_BYTES
             records["key"] = keys.view(f"V{MAX_KEY_BYTES}").ravel()
             file.write_slot_pages(region, slot_bytes // PAGE)
             file.write_records(region * file.slots_per_region, records)
             left, region = left - len(records), region + 1
         header = aligned_buffer(HEADER_BYTES)
-        header[:] = encode_header(Block(space, keys_of(0, 1), (0,) * shards, (1,) * shards))
+        header[:] = encode_header(Block(block_group, keys_of(0, 1), (0,) * shards, (1,) * shards))
         write_all(file.calls, file.fd, [header], PAGE)
         file.sync()
         file.close()

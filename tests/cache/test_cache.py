@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
-from kvoffd.cache.block_table import FREE, READY
+from kvoffd.cache.block_table import DROPPED, FREE, READY
 from kvoffd.cache.cache import MAX_REQUESTS_TO_NOTE
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
-from kvoffd.errors import BadGeometry, NamespaceMismatch, ShardTooLarge
+from kvoffd.errors import BadGeometry, NamespaceMismatch, ShardTooLarge, UnknownLease
+from kvoffd.pool.slot_table import Deflated
+from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
 
 A, R = FREE, READY
@@ -39,7 +43,7 @@ def test_a_store_that_fails_inside_leaves_nothing() -> None:
     def fail(*given: object) -> bool:
         raise ZeroDivisionError
 
-    rig.cache._make_space = fail  # type: ignore[method-assign]
+    rig.cache._evict_for = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         rig.cache.begin_store(namespace, 0, [Part(0, keys_of(1)), Part(1, keys_of(*range(9)))])
     assert rig.cache.usage.free == rig.slots.pool_bytes
@@ -161,13 +165,15 @@ def test_a_successor_does_not_find_what_was_reset_and_not_freed_yet() -> None:
 
 def test_many_resets_are_written_down_once_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = CacheRig(64, 8)
-    spaces, saves = [rig.open(str(number)) for number in range(5)], list[NamespaceSnapshot]()
-    monkeypatch.setattr(rig.table, "save_namespaces", lambda snapshot: saves.append(snapshot) or True)
+    spaces, saves = [rig.open(str(number)) for number in range(5)], list[object]()
+    save = rig.table.save_namespaces
+    monkeypatch.setattr(rig.table, "save_namespaces", lambda snapshot: saves.append(snapshot) or save(snapshot))
     with rig.cache.saving_once():
         for space in spaces:
             rig.cache.reset(space, generation=3)
         assert not saves
-    (snapshot,) = saves
+    assert len(saves) == 1
+    snapshot = rig.successor()[0].cache.table.load_namespaces(NamespaceSnapshot)
     assert [(one.number, one.generation) for one in snapshot.namespaces] == [(space.number, 3) for space in spaces]
     with rig.cache.saving_once():
         pass
@@ -276,7 +282,7 @@ def test_requests_are_reported_once_and_a_benchs_never() -> None:
 
 
 def test_what_was_not_compared_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.cache.cache.SWEPT_AT_ONCE", 5)
+    monkeypatch.setattr("kvoffd.cache.cache.LOOKED_AT_ONCE", 5)
     rig = CacheRig(16, 4)
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(7)))
@@ -313,13 +319,125 @@ def test_recovered_blocks_are_announced_unless_they_went(monkeypatch: pytest.Mon
     assert rig.events.index == {(namespace.fingerprint, 0, keys_of(number)) for number in (2, 3, 4, 5)}
 
 
+# --- what is done by parts --------------------------------------------------------------------------
+
+
+def test_a_store_sweeps_only_as_much_of_a_reset_as_it_needs() -> None:
+    rig = full_rig(512)
+    reset, other = rig.open("a"), rig.open("b")
+    rig.store(reset, keys_of(*range(400)))
+    rig.store(other, keys_of(*range(112)))
+    rig.cache.reset(reset)
+    assert rig.store(other, keys_of(200, 201)) == 2
+    assert (other.ready_blocks, reset.blocks_in[DROPPED]) == (114, 398), "nobody else went"
+    check_invariants(rig.cache)
+    rig.cache.swept_at_once = 100
+    for left in (298, 198, 98, 0):
+        assert rig.cache.background() == (left > 0)
+        assert reset.blocks_in[DROPPED] == left
+    check_invariants(rig.cache)
+
+
+def test_others_go_where_a_reset_leaves_blocks_of_another_size() -> None:
+    rig = full_rig(512, region_units=64)
+    large, small = rig.open("large", sizes=(4 * UNIT,)), rig.open("small")
+    for begin in range(0, 448, 7):  # in each region
+        rig.store(small, keys_of(*range(begin, begin + 7)))
+    rig.store(large, keys_of(*range(16)))
+    rig.cache.reset(small)
+    assert rig.store(large, keys_of(100)) == 1
+    assert small.blocks_in[DROPPED] == 384, "one region went, not all of the reset"
+    check_invariants(rig.cache)
+
+
+def test_a_namespace_at_its_quota_that_was_reset_gets_its_own_space() -> None:
+    rig = full_rig(64, region_units=8)
+    namespace, other = rig.open("a"), rig.open("b")
+    rig.cache.quotas[namespace.fingerprint] = 32 * UNIT
+    rig.store(other, keys_of(*range(32)))
+    rig.store(namespace, keys_of(*range(32)))
+    rig.cache.reset(namespace)
+    assert rig.store(namespace, keys_of(40, 41)) == 2
+    assert (namespace.blocks_in[DROPPED], other.ready_blocks) == (30, 32)
+
+
+def test_leased_blocks_are_not_looked_at_for_each_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a namespace at its quota, whose own blocks come behind those of others."""
+    monkeypatch.setattr("kvoffd.cache.block_table.MAX_SEEN", 8)
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_PASSED", 4)
+    rig = full_rig(256, region_units=16)
+    namespace, other = rig.open("a"), rig.open("b")
+    rig.cache.quotas[namespace.fingerprint] = 32 * UNIT
+    rig.store(other, keys_of(*range(200)))
+    rig.store(namespace, keys_of(*range(32)))
+    hold(rig, namespace, keys_of(*range(30)))
+    stored = [rig.store(namespace, keys_of(100 + number)) for number in range(6)]
+    assert stored == [0, 0, 0, 1, 1, 0], "eight are looked at each time, and pinned ones become the newest"
+    assert rig.states(namespace, keys_of(*range(30))) == [R] * 30
+    check_invariants(rig.cache)
+
+
+def test_the_leases_of_a_session_end_at_once_and_their_pins_by_parts() -> None:
+    rig = full_rig(8)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(5)))
+    for number in range(5):
+        hold(rig, namespace, keys_of(number), lease_id=number)
+    rig.cache.ended_at_once = 2
+    assert rig.cache.end_session(SESSION) == 5
+    assert (len(rig.cache.leases), rig.cache.blocks.pinned_blocks) == (0, 5)
+    with pytest.raises(UnknownLease):
+        rig.cache.begin_load(namespace, 0, 4, 0, keys_of(4))
+    check_invariants(rig.cache)
+    assert rig.cache.end_session(SESSION) == 0
+    for left in (3, 1):
+        assert rig.cache.background()
+        assert rig.cache.blocks.pinned_blocks == left
+    hold(rig, namespace, keys_of(4), lease_id=4)
+    assert not rig.cache.background()
+    assert (len(rig.cache.leases), rig.cache.blocks.pinned_blocks) == (1, 1)
+    check_invariants(rig.cache)
+
+
+def test_a_namespace_is_packed_once_whatever_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    of = Deflated.of
+    monkeypatch.setattr(Deflated, "of", lambda content: packed.append(len(content)) or of(content))
+    rig = CacheRig(64, 8)
+    for number in range(20):
+        packed.clear()
+        rig.cache.open_namespace(Namespace(bytes([number]) * 32, "a" * 300, 1, 8, [GroupSpec("full", 16)], "{}"))
+        rig.cache.register_rank(rig.cache.namespaces[bytes([number]) * 32], 0, [UNIT], None)
+    assert sum(size > 300 for size in packed) == 1
+    snapshot = rig.successor()[0].cache.table.load_namespaces(NamespaceSnapshot)
+    assert [one.fingerprint[0] for one in snapshot.namespaces] == [*range(20)]
+
+
+def test_namespaces_that_do_not_fit_are_those_with_the_fewest_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    rig = CacheRig(256, 16)
+    rig.store(rig.open("most"), keys_of(1, 2, 3))
+    for _ in range(100):
+        namespace = Namespace(os.urandom(32), os.urandom(100).hex(), 1, 8, [GroupSpec("full", 16)], "{}")
+        rig.cache.open_namespace(namespace)
+        rig.cache.register_rank(namespace, 0, [UNIT], None)
+    rig.cache.reset(namespace)
+    known = {one.fingerprint: one.number for one in rig.cache.namespaces.values()}
+    snapshot = rig.successor()[0].cache.table.load_namespaces(NamespaceSnapshot)
+    assert 10 < len(snapshot.namespaces) < 60
+    assert snapshot.namespaces[0].label == "most"
+    assert all(one.number == known[one.fingerprint] for one in snapshot.namespaces), "stale blocks would come back"
+    assert "Too many namespaces" in caplog.text
+
+
 # --- making space in odd cases --------------------------------------------------------------------
 
 
 def order(rig: CacheRig) -> list[int]:
     """Keys of 8 bytes in the order in which they would go."""
-    every = [block for batch in rig.cache.policy.candidates() for block in batch.tolist()]
-    return [int.from_bytes(rig.cache.block(block).key, "big") for block in every]
+    every = np.concatenate([np.empty(0, np.uint32), *rig.cache.policy.candidates()])
+    return [
+        int.from_bytes(one.key, "big") for _, alike in rig.cache.by_group(every) for one in rig.cache.describe(alike)
+    ]
 
 
 def test_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from kvoffd.pool.slot_table import (
     RECORD,
     RECORD_BYTES,
     BadTable,
+    Deflated,
     SlotTable,
     TableGeometry,
     check_table,
@@ -311,7 +312,7 @@ def test_a_writer_may_be_killed_at_any_instruction() -> None:
     lib, at, gone = native(), blocks.address, before[:1, 0].copy()
     keys, heads, sums = b"".join(keys_of(4, 5)), columns[0].ctypes.data, np.full(2, 7, np.uint64)
     calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
-        (lib.blocks_drop, (at, gone.ctypes.data, 1, 0)),
+        (lib.blocks_drop, (at, geometry.packed, gone.ctypes.data, 1, 0)),
         (lib.blocks_take, (at, pool.slots.address, geometry.packed, keys, 2)),
         *(
             (lib.blocks_publish, (at, heads, slots.ctypes.data, 2, None, geometry.lengths[rank], sums.ctypes.data))
@@ -416,18 +417,21 @@ def test_namespaces_are_kept_whole_wherever_the_writer_is_killed() -> None:
     def one(number: int) -> Snapshot:
         return Snapshot("x" * number)
 
+    def parts(number: int) -> list[Deflated]:
+        return list(map(Deflated.of, (b"\x81\xa5label", msgspec.msgpack.encode("x" * number))))
+
     line, killed = 0, True
     while killed:
         pool = Pool()
         assert pool.table.load_namespaces(Snapshot) is None
-        assert pool.table.save_namespaces(one(1))
-        killed = killed_at(line, lambda pool=pool: pool.table.save_namespaces(one(2)), ("pool/slot_table.py",))
+        assert pool.table.save_namespaces(parts(1))
+        killed = killed_at(line, lambda pool=pool: pool.table.save_namespaces(parts(200)), ("pool/slot_table.py",))
         found = pool.successor()[0].table.load_namespaces(Snapshot)
-        assert found in (one(1), one(2))
-        assert killed or found == one(2)
+        assert found in (one(1), one(200))
+        assert killed or found == one(200)
         line += 1
     successor = pool.successor()[0].table
     successor.load_namespaces(Snapshot)
-    assert successor.save_namespaces(one(3))
-    assert not successor.save_namespaces([os.urandom(100_000)])
+    assert successor.save_namespaces(parts(3))
+    assert not successor.save_namespaces([Deflated.of(os.urandom(100_000))])
     assert pool.table.load_namespaces(Snapshot) is None, "nothing is newer than what was read"

@@ -544,7 +544,7 @@ def test_garbage_on_the_events_socket_is_asked_for_again(worker: WorkerClient, l
 # --- jobs in parts -----------------------------------------------------------------------------------
 
 
-SMALL = msgspec.structs.replace(LIMITS, max_keys_per_request=4)
+SMALL = msgspec.structs.replace(LIMITS, max_keys_per_submit=4)
 
 
 def jobs_sent(link: PaperLink) -> list[list[Job]]:

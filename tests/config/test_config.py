@@ -9,7 +9,7 @@ import pytest
 from kvoffd.config import Config, ConfigError, DiskSize, Limits, load_config, parse_address
 from kvoffd.memory_estimate import memory_estimate, memory_shortage, memory_summary
 from kvoffd.system.limits import MemoryLimit
-from kvoffd.tiering.level import FILL_BYTES, MOST_QUEUED
+from kvoffd.tiering.promotions import FILL_BYTES, MOST_QUEUED
 from kvoffd.tiering.writer import MAX_WAITING, WAITING_BYTES
 
 

@@ -300,6 +300,7 @@ def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:
         "max_leased_keys": 5,
         "max_registrations": 2,
         "max_segments": 3,
+        "max_keys_per_submit": 4,
     }
     with DaemonProcess(limits={**limits, "max_namespaces": 8}) as daemon, WireClient(daemon.directory) as worker:
         assert worker.limits == limits

@@ -12,9 +12,9 @@ import msgspec
 from kvoffd.cache.namespace import NamespaceRecord, NamespaceSnapshot
 from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.pool.checksums import digest
-from kvoffd.pool.slot_table import SlotTable, TableGeometry
+from kvoffd.pool.slot_table import Deflated, SlotTable, TableGeometry
 from kvoffd.tiers.disk_file import _HEAD, Head
-from kvoffd.tiers.header import MOST_FIRST_BLOCK, Block, encode_header, make_space, parse_header
+from kvoffd.tiers.header import MOST_FIRST_BLOCK, Block, encode_header, make_block_group, parse_header
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.bend import Choices, bend
 
@@ -23,8 +23,8 @@ RECORD = NamespaceRecord(
     3, b"n" * 32, "label", 1, 32, (GroupSpec("full", 16),), "{}", ((8192,),), (None,), generation=1
 )
 SNAPSHOT = NamespaceSnapshot(4, (RECORD,))
-HEAD = Head(b"f" * 16, 3, 1 << 20, 4, 12_345, is_open=True, boot_id=b"b" * 16)
-BLOCK = Block(make_space(b"n" * 32, 7, 1, [5000, 3]), b"k" * 32, (0, 4), (1, 2))
+HEAD = Head(b"f" * 16, 3, 1 << 20, 4, 12_345, is_open=True)
+BLOCK = Block(make_block_group(b"n" * 32, 7, 1, [5000, 3]), b"k" * 32, (0, 4), (1, 2))
 
 
 def disk_pages(data: bytes) -> None:
@@ -40,7 +40,7 @@ def disk_pages(data: bytes) -> None:
         block = parse_header(_changed(choices, header, PAGE_BYTES - 8 if sealed else None))
         assert block is None or sealed or block == BLOCK, block
         if block is not None:
-            assert len(block.space.lengths) == len(block.first_blocks) == len(block.checksums)
+            assert len(block.group.lengths) == len(block.first_blocks) == len(block.checksums)
             assert all(block.checksums)
             assert max(block.first_blocks, default=0) <= MOST_FIRST_BLOCK
 
@@ -64,7 +64,7 @@ def namespaces(data: bytes) -> None:
     table = SlotTable(memoryview(memory), GEOMETRY, new=False)
     found = table.load_namespaces(NamespaceSnapshot)
     assert found is None or isinstance(found, NamespaceSnapshot)
-    assert table.save_namespaces(SNAPSHOT)
+    assert table.save_namespaces([Deflated.of(msgspec.msgpack.encode(SNAPSHOT))])
     assert SlotTable(memoryview(memory), GEOMETRY, new=False).load_namespaces(NamespaceSnapshot) == SNAPSHOT
 
 
@@ -80,6 +80,6 @@ def snapshot() -> bytes:
     """The namespaces' part as it is written."""
     memory = bytearray(GEOMETRY.size_bytes)
     table = SlotTable(memoryview(memory), GEOMETRY, new=True)
-    assert table.save_namespaces(SNAPSHOT)
-    assert table.save_namespaces(SNAPSHOT)
+    assert table.save_namespaces([Deflated.of(msgspec.msgpack.encode(SNAPSHOT))])
+    assert table.save_namespaces([Deflated.of(msgspec.msgpack.encode(SNAPSHOT))])
     return bytes(memory[GEOMETRY.namespaces_at : GEOMETRY.namespaces_at + 4096])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mmap import mmap
 from zlib import crc32
 
-from kvoffd.tiers.header import Block, Space
+from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats
 
 
@@ -34,7 +34,7 @@ class PoolBytes:
 class Job:
     """A read or write under way. ``block``: of a write."""
 
-    space: Space
+    group: BlockGroup
     key: bytes
     offsets: Sequence[int]
     on_end: Callable[..., None]
@@ -68,7 +68,7 @@ class FakeTier(Tier):
         self.jobs: dict[Job, None] = {}
         self.known: dict[tuple[int, bytes], bool | None] = {}
         """By tag and key that was asked for: whether it is there; None before the answer."""
-        self.questions: list[tuple[Space, bytes]] = []
+        self.questions: list[tuple[BlockGroup, bytes]] = []
         self.asked: list[bytes] = []
         """All keys that were ever asked for."""
         self.removals: list[tuple[str, bytes]] = []
@@ -81,88 +81,88 @@ class FakeTier(Tier):
     def available(self) -> bool:
         return not self.hangs
 
-    def find(self, space: Space, keys: Sequence[bytes], *, prefix: bool) -> bytes:
-        return bytes(self._find(space, key) for key in keys)
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
+        return bytes(self._find(group, key) for key in keys)
 
-    def _find(self, space: Space, key: bytes) -> int:
-        name = space.tag, key
-        there = name in self.blocks and self.blocks[name][0].space == space
+    def _find(self, group: BlockGroup, key: bytes) -> int:
+        name = group.tag, key
+        there = name in self.blocks and self.blocks[name][0].group == group
         if self.hangs:
             return ABSENT
         if not self._asks:
             return PRESENT if there else ABSENT
         if name not in self.known:
             self.known[name] = None
-            self.questions.append((space, key))
+            self.questions.append((group, key))
             self.asked.append(key)
         known = self.known[name]
         return ASKED if known is None else PRESENT if known else ABSENT
 
     def answer(self) -> None:
         questions, self.questions = self.questions, []
-        for space in dict.fromkeys(space for space, _ in questions):
-            keys = [key for one, key in questions if one == space]
-            found = [(space.tag, key) in self.blocks for key in keys]
-            self.known.update(((space.tag, key), there) for key, there in zip(keys, found, strict=True))
-            self.listener.answered(self, space, keys, found)
+        for group in dict.fromkeys(group for group, _ in questions):
+            keys = [key for one, key in questions if one == group]
+            found = [(group.tag, key) in self.blocks for key in keys]
+            self.known.update(((group.tag, key), there) for key, there in zip(keys, found, strict=True))
+            self.listener.answered(self, group, keys, found)
 
-    def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        writing = {(job.space.tag, job.key) for job in self.jobs if job.block is not None and not job.removed}
-        return [(space.tag, key) not in self.blocks and (space.tag, key) not in writing for key in keys]
+    def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
+        writing = {(job.group.tag, job.key) for job in self.jobs if job.block is not None and not job.removed}
+        return [(group.tag, key) not in self.blocks and (group.tag, key) not in writing for key in keys]
 
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
-        if self._find(space, key) != PRESENT or sum(job.block is None for job in self.jobs) >= self._most_jobs:
+    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+        if self._find(group, key) != PRESENT or sum(job.block is None for job in self.jobs) >= self._most_jobs:
             return False
-        self.jobs[Job(space, key, offsets, on_end)] = None
+        self.jobs[Job(group, key, offsets, on_end)] = None
         return True
 
     def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
-        (wanted,) = self.wants(block.space, [block.key])
+        (wanted,) = self.wants(block.group, [block.key])
         writes = sum(job.block is not None for job in self.jobs)
         if not wanted or self.hangs or writes >= self._most_jobs:
             return False
-        self.jobs[Job(block.space, block.key, offsets, on_end, block=block)] = None
+        self.jobs[Job(block.group, block.key, offsets, on_end, block=block)] = None
         return True
 
-    def used(self, space: Space, keys: Sequence[bytes]) -> None:
+    def used(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
         for key in keys:
-            if (found := self.blocks.pop((space.tag, key), None)) is not None:
-                self.blocks[space.tag, key] = found
+            if (found := self.blocks.pop((group.tag, key), None)) is not None:
+                self.blocks[group.tag, key] = found
 
-    def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
         self.removals += [(why, key) for key in keys]
-        self._remove({(space.tag, key) for key in keys}, tell=True)
+        self._remove({(group.tag, key) for key in keys}, tell=True)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
         self.known.clear()
         if self._asks:
             return 0
-        names = {name for name, (block, _) in self.blocks.items() if fingerprint in (None, block.space.fingerprint)}
+        names = {name for name, (block, _) in self.blocks.items() if fingerprint in (None, block.group.fingerprint)}
         for job in self.jobs:
-            job.removed |= fingerprint in (None, job.space.fingerprint)
+            job.removed |= fingerprint in (None, job.group.fingerprint)
         self._remove(names, tell=False)
         return len(names)
 
     def _remove(self, names: set[tuple[int, bytes]], *, tell: bool) -> None:
         for job in self.jobs:
-            job.removed |= (job.space.tag, job.key) in names
+            job.removed |= (job.group.tag, job.key) in names
         for name in names:
             if (found := self.blocks.pop(name, None)) is not None and tell:
                 self._tell_removed(found[0])
 
     def _tell_removed(self, block: Block) -> None:
         if not self._asks:
-            self._news.append(lambda: self.listener.blocks_removed(self, block.space, [block.key]))
+            self._news.append(lambda: self.listener.blocks_removed(self, block.group, [block.key]))
 
     @property
     def lifetime_bytes(self) -> int:
-        return sum(block.space.nbytes for block, _ in self.blocks.values()) if self.evicted_blocks else 0
+        return sum(block.group.nbytes for block, _ in self.blocks.values()) if self.evicted_blocks else 0
 
     def tick(self) -> None:
         self.settle()
 
     def stats(self) -> TierStats:
-        used = sum(block.space.nbytes for block, _ in self.blocks.values())
+        used = sum(block.group.nbytes for block, _ in self.blocks.values())
         writes = sum(job.block is not None for job in self.jobs)
         return TierStats(1 << 30, used, queued_writes=writes, written_blocks=self.written_blocks)
 
@@ -189,20 +189,20 @@ class FakeTier(Tier):
 
     def _end_write(self, job: Job, block: Block, result: Result) -> None:
         if result is Result.DONE and not job.removed:
-            data = [self.memory.peek(*one) for one in zip(job.offsets, block.space.lengths, strict=True)]
+            data = [self.memory.peek(*one) for one in zip(job.offsets, block.group.lengths, strict=True)]
             while self._most_blocks and len(self.blocks) >= self._most_blocks:
                 self.evicted_blocks += 1
                 name = next(iter(self.blocks))
                 self._remove({name}, tell=True)
-            self.blocks[block.space.tag, block.key] = block, data
-            self.known[block.space.tag, block.key] = True
+            self.blocks[block.group.tag, block.key] = block, data
+            self.known[block.group.tag, block.key] = True
             self.written_blocks += 1
             if not self._asks:
-                self._news.append(lambda: self.listener.blocks_stored(self, block.space, [block.key]))
+                self._news.append(lambda: self.listener.blocks_stored(self, block.group, [block.key]))
         job.on_end(result)
 
     def _end_read(self, job: Job, result: Result) -> None:
-        name = job.space.tag, job.key
+        name = job.group.tag, job.key
         found = self.blocks.get(name)
         if result is Result.DONE and (found is None or job.removed):
             result = Result.GONE
@@ -210,7 +210,7 @@ class FakeTier(Tier):
         if result is Result.DONE and found is not None:
             block, data = found
             for offset, length, part, expected in zip(
-                job.offsets, block.space.lengths, data, block.checksums, strict=True
+                job.offsets, block.group.lengths, data, block.checksums, strict=True
             ):
                 self.memory.poke(offset, part[:length])
                 if checksum(part) != expected:
@@ -220,7 +220,7 @@ class FakeTier(Tier):
         self.known.pop(name, None)
         if result is Result.DONE:
             self.known[name] = True
-            self.used(job.space, [job.key])
+            self.used(job.group, [job.key])
         job.on_end(result, block if result is Result.DONE else None)
 
     def end_all(self, *, fault: Result | None = None) -> int:
@@ -231,7 +231,7 @@ class FakeTier(Tier):
             count += 1
         return count
 
-    def spoil(self, space: Space, key: bytes) -> None:
-        _, data = self.blocks[space.tag, key]
+    def spoil(self, group: BlockGroup, key: bytes) -> None:
+        _, data = self.blocks[group.tag, key]
         at = next(number for number, part in enumerate(data) if part)
         data[at] = data[at][:-1] + bytes([data[at][-1] ^ 1])

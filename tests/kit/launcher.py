@@ -16,6 +16,7 @@ import stat
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def copies_with_faults(file: Path) -> None:
     from kvoffd.transfer.plan import Plan
 
     def copy(transfer: Transfer) -> None:
-        plan, begin = transfer.plan, 0
+        plan, begin = transfer.plan(), 0
         while begin < len(plan.size) and not transfer.stop.value:
             words = file.read_text().split() if file.exists() else []
             if not words or words[0] != threading.current_thread().name.split("-")[1]:  # kvoffd-store-0
@@ -52,7 +53,7 @@ def copies_with_faults(file: Path) -> None:
                 end = begin + max(1, int(plan.size[begin:].cumsum().searchsorted(STEP_BYTES)))
                 some = slice(begin, end)
                 columns = plan.destination[some], plan.source[some], plan.size[some]
-                part = Plan(*columns, int(columns[2].sum()))
+                part = partial(Plan, *columns, int(columns[2].sum()))
                 host_copy(Transfer(transfer.direction, part, 0.0, transfer.on_done, stop=transfer.stop))
                 begin = end
             if words[1] == "lies":

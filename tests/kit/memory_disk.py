@@ -18,7 +18,7 @@ from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads, Workers
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import DISK_NAME
 from kvoffd.tiers.disk_reads import Reads
-from kvoffd.tiers.header import Space
+from kvoffd.tiers.header import BlockGroup
 
 PAGE = 4096
 
@@ -95,10 +95,10 @@ def batched(values: Sequence[int]) -> Iterator[tuple[int, int]]:
     return zip(values[::2], values[1::2], strict=True)
 
 
-def names_of(tier: DiskTier) -> Iterator[tuple[Space, bytes]]:
+def names_of(tier: DiskTier) -> Iterator[tuple[BlockGroup, bytes]]:
     """All blocks of a disk tier that can be read."""
-    for known in tier._map.spaces.values():
-        yield from ((known.space, key) for key in tier._map.keys_of(known))
+    for known in tier._map.groups.values():
+        yield from ((known.group, key) for key in tier._map.keys_of(known))
 
 
 class _File:
@@ -194,6 +194,9 @@ class MemoryDisk(FileCalls):
             raise OSError(28, "No space left on device")
         file = self._file(fd)
         file.resize(max(len(file.data), offset + length))
+
+    def has_data(self, fd: int, offset: int, nbytes: int) -> bool:
+        return any(self._file(fd).data[offset : offset + nbytes])
 
     def truncate(self, fd: int, size: int) -> None:
         self._ask("truncate")

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -267,6 +267,9 @@ def check_invariants(cache: Cache) -> None:
         assert known.dead or cache._current[known.namespace][known.index] is known
         assert all(known.blocks_in[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
         assert not known.dead or any(known.blocks_in.values()), "a group that is over is still known"
+        listed = blocks.oldest(known, len(heads) + 1).tolist()
+        indexed = np.isin(blocks.state, (WRITING, READY)) & (blocks.group == number)
+        assert sorted(listed) == np.flatnonzero(indexed).tolist(), "the group's list has other blocks"
     assert not counts, "a block is of a group that is forgotten"
     for namespace in cache.namespaces.values():
         assert namespace.held_bytes == nbytes[namespace]
@@ -274,15 +277,16 @@ def check_invariants(cache: Cache) -> None:
     assert usage.free + usage.writing + usage.ready + usage.dropped + usage.quarantined == slots.pool_bytes
     pins: Counter[int] = Counter()
     held: dict[int, Held] = {}
-    for lease in cache.leases.values():
+    for lease in (*cache.leases.values(), *cache._ended):
         pins.update(lease.blocks.tolist())
         one = held.setdefault(lease.session, Held())
-        one.leases += 1
+        one.leases[lease] = None
         one.keys += len(lease.blocks)
         one.nbytes += lease.nbytes
-    assert {session: astuple(one) for session, one in held.items()} == {
-        session: astuple(one) for session, one in cache.held.items()
+    assert {session: (one.leases, one.keys, one.nbytes) for session, one in held.items()} == {
+        session: (one.leases, one.keys, one.nbytes) for session, one in cache.held.items()
     }
+    assert {lease for one in cache.namespaces.values() for lease in one.leases} == {*cache.leases.values()}
     assert all(blocks.pins[block] >= count for block, count in pins.items())
     order = [int(block) for batch in cache.policy.candidates() for block in batch]
     assert sorted(order) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"

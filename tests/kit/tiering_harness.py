@@ -11,8 +11,8 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiering.writer import Writer, space_of, writes_of
-from kvoffd.tiers.header import Space
+from kvoffd.tiering.writer import Writer, block_group_of, writes_of
+from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING
@@ -57,7 +57,7 @@ class TieringHarness(CacheRig):
     @property
     def writer(self) -> Writer:
         """Of the disks."""
-        return self.tiering.disks.writer
+        return self.tiering.disk_writer
 
     def add_disk(self, most_blocks: int = 0, most_jobs: int = 2**30) -> FakeTier:
         name = f"disk:/fake/{len(self.tiering.disks.tiers)}"
@@ -76,7 +76,7 @@ class TieringHarness(CacheRig):
         successor = TieringHarness(settings)
         successor.tier.blocks = self.tier.blocks
         successor.found = {
-            (block.space.fingerprint, block.space.group, block.key) for block, _ in self.tier.blocks.values()
+            (block.group.fingerprint, block.group.number, block.key) for block, _ in self.tier.blocks.values()
         }
         return successor
 
@@ -144,7 +144,7 @@ class TieringHarness(CacheRig):
         """Have the tier hold blocks of the first group, and the pool not."""
         self.put(namespace, keys)
         blocks = self.blocks(namespace, keys)
-        writes = writes_of(self.cache, self.cache.group(namespace, 0), self.space(namespace), blocks)
+        writes = writes_of(self.cache, self.cache.group(namespace, 0), self.group(namespace), blocks)
         assert len(writes) == len(namespace.split(0, keys))
 
         def done(result: Result) -> None:
@@ -157,12 +157,12 @@ class TieringHarness(CacheRig):
         assert self.in_tier(namespace, keys) == len(writes)
 
     def in_tier(self, namespace: Namespace, keys: bytes) -> int:
-        tag, tiers = self.space(namespace).tag, self.tiering.disks.tiers
+        tag, tiers = self.group(namespace).tag, self.tiering.disks.tiers
         names = {name for tier in tiers if isinstance(tier, FakeTier) for name in tier.blocks}
         return sum((tag, key) in names for key in namespace.split(0, keys))
 
-    def space(self, namespace: Namespace, group: int = 0) -> Space:
-        return space_of(self.cache.group(namespace, group))
+    def group(self, namespace: Namespace, group: int = 0) -> BlockGroup:
+        return block_group_of(self.cache.group(namespace, group))
 
     def finish_promotions(self) -> None:
         self.tiering.pump()
@@ -177,7 +177,7 @@ class TieringHarness(CacheRig):
     def check(self) -> None:
         """Check the cache's invariants, the pins, the events folded so far, and the bytes of all blocks."""
         check_invariants(self.cache)
-        pins = Counter(number for level in self.tiering.levels for number in level.writer.under_way)
+        pins = Counter(number for writer in self.tiering.writers for number in writer.under_way)
         for lease in self.cache.leases.values():
             pins.update(lease.blocks.tolist())
         blocks = self.cache.blocks
@@ -195,5 +195,5 @@ class TieringHarness(CacheRig):
         for tier in self.tiering.disks.tiers:
             assert isinstance(tier, FakeTier)
             tier.settle()
-            there |= {(block.space.fingerprint, block.space.group, block.key) for block, _ in tier.blocks.values()}
+            there |= {(block.group.fingerprint, block.group.number, block.key) for block, _ in tier.blocks.values()}
         assert self.tier_events.index == there - self.found

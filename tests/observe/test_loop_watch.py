@@ -54,6 +54,26 @@ def test_a_callback_that_blocks_is_measured_and_named(caplog: pytest.LogCaptureF
     assert blocker.__name__ in caplog.messages[0]
 
 
+def test_a_stop_between_two_beats_is_seen() -> None:
+    """The beats of an idle loop are 0.25 s apart."""
+
+    async def work() -> LoopWatch:
+        watch = LoopWatch()
+        watch.start(asyncio.get_running_loop())
+        for seconds in (0.002, 0.04, 0.002):
+            with watch, watch:
+                block(seconds)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.3)
+        watch.stop()
+        return watch
+
+    watch = uvloop.run(work())
+    assert over(watch, "0.025") == 1, "the longest turn between two beats counts"
+    assert over(watch, "0.001") <= 2
+    assert 0.03 < watch.loop_blocked_maximum_seconds < 1.0
+
+
 _WATCHED = """
 import asyncio, logging, sys, threading, time
 from kvoffd.observe import logging as rare, loop_watch

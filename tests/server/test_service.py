@@ -112,6 +112,16 @@ def test_the_whole_pool_is_usable_whoever_touched_it(bench: Bench) -> None:
 # --- jobs ------------------------------------------------------------------------------------------
 
 
+def test_a_job_is_planned_by_the_thread_that_copies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[object] = []
+    monkeypatch.setattr("kvoffd.server.jobs.plan_blocks", lambda *of: planned.append(of))
+    bench.copy(bench.session())
+    assert not planned
+    bench.copies[0].plan()
+    assert planned
+    bench.end_copy()
+
+
 def test_job_that_ended_is_freed_without_the_collector(bench: Bench) -> None:
     """A plan may have 100,000 pieces; the garbage collector looks for it late."""
     worker = bench.session()

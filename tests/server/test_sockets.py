@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ import uvloop
 import zmq
 
 from kvoffd.config import Config
+from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
 from kvoffd.system.directory import DaemonDirectory
@@ -34,6 +36,7 @@ class Echo:
         self.steps = 0
         """Of background work that are left."""
         self.urgent = False
+        self.loop_watch: Any = nullcontext()
         self.turns = list[str]()
         """What was sent, and when ``after_send`` was called."""
 
@@ -167,6 +170,24 @@ def test_calls_of_other_threads_are_made_and_what_they_leave_is_sent(directory: 
         assert made == list(range(500))
 
     with_clients(directory, run, service)
+
+
+def test_a_request_that_takes_long_between_two_beats_counts_as_a_block_of_the_loop(directory: Path) -> None:
+    service = Echo()
+    watch = service.loop_watch = LoopWatch()
+    service.during = lambda frame: time.sleep(0.06)
+
+    def run(room: Room) -> None:
+        client, started = room.client(), threading.Event()
+        room.sockets.post(lambda: (watch.start(asyncio.get_running_loop()), started.set()))
+        assert started.wait(10)
+        client.send(b"")
+        assert client.recv() == b""
+        time.sleep(0.3)  # the beats of an idle loop are 0.25 s apart
+
+    with_clients(directory, run, service)
+    watch.stop()
+    assert watch.loop_blocked_maximum_seconds >= 0.04
 
 
 class Noting:

@@ -29,7 +29,7 @@ from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.persistence import PolicyFile, State, StateFile
 from kvoffd.server.sockets import Sockets
-from kvoffd.server.tiers import Tiers
+from kvoffd.server.tiers import TierSupervisor
 from kvoffd.system.directory import DaemonDirectory, DirectoryError
 from kvoffd.system.systemd import Notifier
 from kvoffd.transfer.cuda.gpus import Gpus
@@ -73,12 +73,12 @@ START = [
     (Sockets, "open", "open sockets"),
     (LifelineServer, "open", "open the lifeline"),
     (Notifier, "ready", "say ready"),
-    (Tiers, "start", "open disks"),
+    (TierSupervisor, "start", "open disks"),
 ]
 END = [
     (Notifier, "stopping", "take no more jobs"),
     (Sockets, "flush", "publish the last results"),
-    (Tiers, "close", "close disks"),
+    (TierSupervisor, "close", "close disks"),
     (PolicyFile, "close", "write what the policy knows"),
     (StateFile, "close", "write the state"),
     (HostEngine, "close", "end copies"),

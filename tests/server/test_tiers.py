@@ -13,7 +13,7 @@ import pytest
 from kvoffd.config import Config, DiskSize
 from kvoffd.pool.pool import Pool
 from kvoffd.server.persistence import State, StateFile
-from kvoffd.server.tiers import Tiers
+from kvoffd.server.tiers import TierSupervisor, make_tiering
 from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.tier import TierListener, TierStats
 from kvoffd_proto.events import MEDIUM_STORAGE
@@ -23,7 +23,7 @@ from tests.kit.waiting import wait_until
 
 
 class FakeDisk:
-    """As much of a DiskTier as Tiers uses."""
+    """As much of a DiskTier as TierSupervisor uses."""
 
     open_seconds, found_blocks, lifetime_bytes, lifetime_written_bytes, direct, removed = 0.0, 0, 0, 0, True, False
 
@@ -67,8 +67,9 @@ class TiersRig:
         self.saved = State(StateFile(str(directory / "kvoffd.state"), 1 << 20))
         self.saved.restore()
         cache, clock, pool = self.rig.cache, self.rig.clock, cast(Pool, None)
-        host = clock, self.calls.append, lambda: False
-        self.tiers = Tiers(Config(**settings), cache, pool, FoldedEvents(MEDIUM_STORAGE), *host, self.saved)
+        config, events = Config(**settings), FoldedEvents(MEDIUM_STORAGE)
+        self.tiering = make_tiering(config, cache, events, clock, lambda: False, self.saved)
+        self.tiers = TierSupervisor(config, self.tiering, cache, pool, clock, self.calls.append, self.saved)
         self.tiers.open_disk = self.open  # type: ignore[assignment,method-assign]
 
     def open(self, size: DiskSize, listener: TierListener) -> FakeDisk:
@@ -82,7 +83,7 @@ class TiersRig:
     def attach(self, result: FakeDisk | Exception, name: str = "/somewhere") -> None:
         """Begin to open a directory, of which this is to come."""
         self.result = result
-        self.tiers._begin_to_open(DiskSize(name, 2**30), self.tiers.use())
+        self.tiers._begin_to_open(DiskSize(name, 2**30), self.tiering)
 
     def opened(self) -> None:
         """Let the thread do its work, and take in what it posts."""
@@ -160,7 +161,7 @@ def test_what_was_spent_of_the_days_writes_is_known_to_the_next_daemon(tmp_path:
     left = []
     for _ in range(2):
         rig = TiersRig(tmp_path, disk_write_bytes_per_day=8 << 20)
-        budget = rig.tiers.use().disks.writer.budget
+        budget = rig.tiering.disk_writer.budget
         left.append(budget.left_bytes)
         assert budget.take(1 << 18)
         rig.tiers.tick()
@@ -180,7 +181,7 @@ def test_a_days_writes_are_the_size_of_the_disks_beyond_their_first_filling(
     rig.attach(disk := FakeDisk())
     disk.lifetime_written_bytes = 1 << 29
     rig.opened()
-    budget = rig.tiers.use().disks.writer.budget
+    budget = rig.tiering.disk_writer.budget
     assert budget.first_filling_bytes == 1 << 29, "of the one that is open, as far as it was not written yet"
     assert budget.left_bytes == (per_day // 8 + (1 << 29) if per_day else None)
     rig.saved.file.close(10.0)

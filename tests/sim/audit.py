@@ -19,7 +19,7 @@ from kvoffd.pool.allocator import SlotIds
 from kvoffd.server.jobs import LoadJob
 from kvoffd.server.service import Service
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiering.writer import space_of
+from kvoffd.tiering.writer import block_group_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -163,7 +163,7 @@ class Audit:
 
     def _check_pins(self) -> None:
         """Each block is pinned by its leases, the loads that read it and the writes to a tier, and by nothing else."""
-        cache, tiering = self._service.cache, self._service.tiers.tiering
+        cache, tiering = self._service.cache, self._service.tiering
         pins = Counter[int]()
         sessions = {session.id for session in self._service.sessions}
         for lease in cache.leases.values():
@@ -175,8 +175,8 @@ class Audit:
                 for ticket in job.tickets:
                     pins.update(ticket.blocks.tolist())
         if tiering is not None:
-            for level in tiering.levels:
-                pins.update(list(level.writer.under_way))
+            for writer in tiering.writers:
+                pins.update(list(writer.under_way))
         found = {int(block): int(cache.blocks.pins[block]) for block in np.flatnonzero(cache.blocks.pins)}
         assert found == dict(pins), f"pins of nobody, or too few: {found} and {dict(pins)}"
 
@@ -217,12 +217,12 @@ def watch_narrow(cache: Cache) -> None:
             firsts = zip(loose, cache.table.records["first_block"][slots].tolist(), strict=True)
             return [keys[at] for at, first in firsts if first > part.first_blocks.get(at, 0)]
 
-        before = [(part, space_of(cache.group(namespace, part.group)), narrow(part)) for part in parts]
+        before = [(part, block_group_of(cache.group(namespace, part.group)), narrow(part)) for part in parts]
         ticket = begin(namespace, rank, parts)
-        for part, space, keys in before:
+        for part, block_group, keys in before:
             assert not set(keys) & set(narrow(part)), "a block that begins later than what is offered stays"
-            for level in cache.tiers.levels if keys and isinstance(cache.tiers, Tiering) else ():
-                there = [tier.find(space, keys, prefix=False) for tier in level.tiers]
+            for source in cache.tiers.sources if keys and isinstance(cache.tiers, Tiering) else ():
+                there = [tier.find(block_group, keys, prefix=False) for tier in source.tiers]
                 assert not any(map(any, there)), "a tier has a block that begins later than what is offered"
         return ticket
 

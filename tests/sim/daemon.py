@@ -47,7 +47,7 @@ from tests.sim.parts import (
     with_tiers,
 )
 from tests.sim.pool import WatchedPool, as_bytes, records_of
-from tests.sim.promotions import Promotions
+from tests.sim.promotions import PromotionWatch
 from tests.sim.shared import SimShared
 from tests.sim.tiers import SimTiers
 from tests.sim.transfer_engine import SimTransferEngine
@@ -105,13 +105,15 @@ class SimDaemon:
         """The pool as it was when the process was killed in the middle of something."""
         state = make_state(world.written_state, self.process, world.scenario.rng(f"state {life}"))
         self.service = make_service(self.config, self._pool, self.pool, self.engine, self, state)
+        cache, steps = self.service.cache, world.scenario.rng(f"steps {life}")
+        cache.swept_at_once, cache.ended_at_once = steps.choice((1, 3, 1024)), steps.choice((1, 3, 1024))
         self._more_at_once = self._rng.choice((0.0, 0.01, 0.2))
         """Seconds between two steps of background work."""
         jobs = self.service.jobs
         self._job_finished = jobs.finished
         self._in_queue = False
         jobs.finished = self._finished  # type: ignore[method-assign]
-        self.promotions = Promotions(self.service, self.world.faults.counts)
+        self.promotions = PromotionWatch(self.service, self.world.faults.counts)
         self.pool.before_drop = self.promotions.dropped
         self.tiers = self._make_tiers(life)
         watch_quotas(self.service.cache)
@@ -152,13 +154,13 @@ class SimDaemon:
         config = with_tiers(self.config, rng)
         if self.world.promotes:
             config = replace(config, disk_write=WriteMode.ALWAYS.value)
-        tiers = self.service.tiers = SimTiers(config, self.service, disk, self.post)
+        tiers = SimTiers(config, self.service, disk, self.post)
         drained = self.world.faults.calm
         promotes = self.world.promotes
         if objects is not None:
             rng = self.world.scenario.rng(f"shared {life}")
             drained = drained or rng.random() < (0.2 if promotes else 0.7)  # or the disk has most of what is asked for
-            tiers.share_one(SimShared(objects, self, rng, tiers.use()))
+            tiers.share_one(SimShared(objects, self, rng, tiers.tiering))
         if drained:
             disk.takes_writes = False
         return tiers
@@ -386,8 +388,8 @@ class SimDaemon:
         self.service.tick()
         if self.tiers is not None:
             self.tiers.check_followed()
-            for level in self.tiers.use().levels:
-                self.promotions.check_given_up(level)
+            for source in self.tiers.tiering.sources:
+                self.promotions.check_given_up(source)
         if self.service.memory.stuck:
             self.clock.note("daemon ends itself: a copy hangs")
             self.world.faults.counts["ended_itself"] += 1
@@ -462,7 +464,7 @@ class SimDaemon:
         wait_for_jobs()
 
     def _exit(self) -> None:
-        if self.torn is None and not self.service.tiers.close(CLOSE_S):
+        if self.torn is None and not self.service.tier_supervisor.close(CLOSE_S):
             raise Broken("the disk was not closed")
         self.flush()
         self.die()

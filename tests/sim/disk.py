@@ -22,7 +22,7 @@ from kvoffd.pool.checksums import digest
 from kvoffd.server.persistence import State
 from kvoffd.server.service import Service
 from kvoffd.tiers.disk import DiskOptions, DiskTier
-from kvoffd.tiers.header import Block, Space, decode_header
+from kvoffd.tiers.header import Block, BlockGroup, decode_header
 from kvoffd.tiers.tier import ReadEnd, Result, TierListener
 from tests.kit.memory_disk import MemoryDisk, ReadsWithoutThreads, WorkersWithoutThreads, names_of
 from tests.sim.clock import Broken, Clock, Stops
@@ -162,7 +162,7 @@ class SimDisk:
 
     def blocks(self) -> Iterator[BlockName]:
         """What can be read."""
-        return (BlockName(space.fingerprint, space.group, key) for space, key in names_of(self.tier))
+        return (BlockName(block_group.fingerprint, block_group.number, key) for block_group, key in names_of(self.tier))
 
     # --- who uses which slot ---------------------------------------------------------------------------
 
@@ -172,11 +172,13 @@ class SimDisk:
             return False
         self._clock.note(f"disk writes {block.key.hex()[:8]}")
         self.file.begun += 1
-        self.file.written[BlockName(block.space.fingerprint, block.space.group, block.key)] = self.file.begun
+        self.file.written[BlockName(block.group.fingerprint, block.group.number, block.key)] = self.file.begun
         return True
 
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
-        name = BlockName(space.fingerprint, space.group, key)
+    def read(
+        self, block_group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd
+    ) -> bool:
+        name = BlockName(block_group.fingerprint, block_group.number, key)
 
         def ended(result: Result, block: Block | None) -> None:
             self._faults.counts["disk_read"] += result is Result.DONE
@@ -185,7 +187,7 @@ class SimDisk:
             self._check_stale(ended, name, offsets[0])
 
         end = self._daemon.promotions.watched(on_end)
-        begin = partial(self._read, space, key, offsets, patience_s)
+        begin = partial(self._read, block_group, key, offsets, patience_s)
         if not self._pool.lend(offsets, "writing", "the disk reads", begin, ended):
             return False
         self._daemon.promotions.begun(on_end)
@@ -224,7 +226,7 @@ class SimDisk:
     def crash(self) -> None:
         """The daemon is dead: of what it was writing a part may be there. If the machine is too, so it is of more."""
         self.file.fault = lambda name, number: None if self._rng.random() < 0.5 else self._die()
-        for workers in (self.tier._writes, self.tier._notes):
+        for workers in (self.tier._writes, self.tier._clearing.threads):
             for number, (_, tasks) in list(workers._running.items()):
                 if self._faults.hit("disk_torn"):
                     workers._works[number](tasks)
@@ -285,9 +287,9 @@ class SimDisk:
             rest, options, lambda call: None, Mock(TierListener), ReadsWithoutThreads, WorkersWithoutThreads, state
         )
         return [
-            BlockName(space.fingerprint, space.group, key)
-            for space, key in names_of(tier)
-            if _is_whole(rest, tier, space, key)
+            BlockName(block_group.fingerprint, block_group.number, key)
+            for block_group, key in names_of(tier)
+            if _is_whole(rest, tier, block_group, key)
         ]
 
     def _check_stale(self, read: object, name: BlockName, offset: int) -> None:
@@ -305,11 +307,11 @@ class SimDisk:
             raise Broken("a block that was dropped while it came up is served")
 
 
-def _is_whole(files: MemoryDisk, tier: DiskTier, space: Space, key: bytes) -> bool:
+def _is_whole(files: MemoryDisk, tier: DiskTier, block_group: BlockGroup, key: bytes) -> bool:
     """Whether what the index names is there."""
-    at = tier._map.offset(tier._map.slots_of(space.tag, [key])[0])
-    block = decode_header(bytes(files.data[at : at + PAGE]), space, key)
-    for length, checksum in zip(space.lengths, block.checksums, strict=True) if block is not None else ():
+    at = tier._map.offset(tier._map.slots_of(block_group.tag, [key])[0])
+    block = decode_header(bytes(files.data[at : at + PAGE]), block_group, key)
+    for length, checksum in zip(block_group.lengths, block.checksums, strict=True) if block is not None else ():
         if digest(memoryview(files.data)[at + PAGE : at + PAGE + length]) != checksum:
             return False
         at += page_up(length)

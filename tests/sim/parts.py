@@ -59,7 +59,8 @@ def make_config(rng: random.Random) -> Config:
             job_deadline_s=rng.choice((0.4, 1.5)),
             max_frame_bytes=1 << 16,
             max_jobs_in_flight=rng.choice((2, 64, 64)),
-            max_keys_per_request=rng.choice((3, 256, 256)),
+            max_keys_per_request=(most_keys := rng.choice((3, 256, 256))),
+            max_keys_per_submit=most_keys,
             max_leases=rng.choice((4, 64, 64)),
         ),
     )

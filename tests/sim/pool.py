@@ -185,10 +185,10 @@ class WatchedPool:
             self.verify(slot.owner, slot.offset, slot.first_block, length)
         return np.concatenate(ready), names
 
-    def drop(self, blocks: BlockIds, key_bytes: int, ranks: int, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
+    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
         self.before_write()
         self.before_drop(blocks, evicted=reason in (MissReason.EVICTED, MissReason.QUOTA))
-        names, slots, *counted = self._drop(blocks, key_bytes, ranks, reason)
+        names, slots, *counted = self._drop(group, blocks, reason)
         self._released(slots)
         return names, slots, *counted
 

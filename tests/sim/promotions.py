@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from kvoffd.cache.block_table import READY, BlockIds
 from kvoffd.cache.tickets import Lease
 from kvoffd.server.service import Service
-from kvoffd.tiering.level import Fill, Level
+from kvoffd.tiering.promotions import Fill, Promotions
 from kvoffd.tiering.read_speed import SILENCE_S
-from kvoffd.tiering.writer import space_of
+from kvoffd.tiering.writer import block_group_of
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import ReadEnd, Result
 from kvoffd_proto import messages as m
@@ -26,7 +26,7 @@ PAUSES_S = 3.0
 """The daemon may be late by this: it is paused, and looks a few times a second."""
 
 
-class Promotions:
+class PromotionWatch:
     """One life of the daemon."""
 
     def __init__(self, service: Service, counts: Counter[str]) -> None:
@@ -39,10 +39,10 @@ class Promotions:
         """By block that came up, the leases that have to keep it."""
         self._reads: dict[Fill, int] = {}
         """What is being read, numbered as it was begun."""
-        self._ends = defaultdict[Level, dict[int, float]](dict)
+        self._ends = defaultdict[Promotions, dict[int, float]](dict)
         """When reads ended that were not given up, by their numbers."""
-        self._came_at = defaultdict[Level, float](float)
-        self._largest_bytes = defaultdict[Level, int](int)
+        self._came_at = defaultdict[Promotions, float](float)
+        self._largest_bytes = defaultdict[Promotions, int](int)
         self._given_up: set[Fill] = set()
         self._begun = 0
 
@@ -53,34 +53,34 @@ class Promotions:
 
     def answered(self, request: m.Lookup, reply: m.LookupReply, tiers: SimTiers) -> None:
         """A lookup was answered. See whether the time that it was told can be true where a tier is silent."""
-        lease, coming = self._cache.leases.get(request.lease_id), tiers.use()._coming
+        lease, coming = self._cache.leases.get(request.lease_id), tiers.tiering._coming
         if lease is None:
             return
-        block_bytes: dict[Level, int] = {}
+        block_bytes: dict[Promotions, int] = {}
         for part, states in zip(request.groups, reply.states, strict=True):
-            space = space_of(self._cache.group(lease.namespace, part.group))
+            block_group = block_group_of(self._cache.group(lease.namespace, part.group))
             for key, state in zip(lease.namespace.split(part.group, part.keys), states, strict=True):
-                fill = coming.get(space.tag, {}).get(key)
+                fill = coming.get(block_group.tag, {}).get(key)
                 if state in m.COMING and fill is not None:
                     surely = state == m.PENDING or not reply.asking
                     awaited = self._awaited.setdefault(fill, {})
                     awaited[lease] = surely or awaited.get(lease, False)
                     if surely:
-                        block_bytes[fill.wanted.level] = fill.wanted.block_bytes
-        for level, nbytes in block_bytes.items():
-            if level.under_way:
-                silent_s = self._clock() - max(self._came_at[level], next(iter(level.under_way)).begun_at)
-                least_s = silent_s * nbytes / self._largest_bytes[level] / max(1.0, tiers.bend)
+                        block_bytes[fill.wanted.source] = fill.wanted.block_bytes
+        for source, nbytes in block_bytes.items():
+            if source.under_way:
+                silent_s = self._clock() - max(self._came_at[source], next(iter(source.under_way)).begun_at)
+                least_s = silent_s * nbytes / self._largest_bytes[source] / max(1.0, tiers.bend)
                 if silent_s >= SILENCE_S and reply.wait_ms / 1000 < least_s - ROUNDED_S:
                     raise Broken(f"a tier is silent for {silent_s:.1f} s, and its blocks are expected at once")
 
     def begun(self, on_end: ReadEnd) -> None:
         """A tier has begun to read a block."""
         fill = _fill_of(on_end)
-        level = fill.wanted.level
+        source = fill.wanted.source
         self._begun += 1
         self._reads[fill] = self._begun
-        self._largest_bytes[level] = max(self._largest_bytes[level], fill.wanted.space.nbytes)
+        self._largest_bytes[source] = max(self._largest_bytes[source], fill.wanted.group.nbytes)
 
     def watched(self, on_end: ReadEnd) -> ReadEnd:
         """What a tier is to call that is about to read a block."""
@@ -97,12 +97,12 @@ class Promotions:
         return ended
 
     def _ended(self, fill: Fill, result: Result, block: int) -> None:
-        level, number, now = fill.wanted.level, self._reads.pop(fill), self._clock()
+        source, number, now = fill.wanted.source, self._reads.pop(fill), self._clock()
         if fill not in self._given_up:
-            self._ends[level][number] = now
+            self._ends[source][number] = now
         self._given_up.discard(fill)
         if result is Result.DONE:
-            self._came_at[level] = now
+            self._came_at[source] = now
         leases = [lease for lease, surely in self._awaited.pop(fill, {}).items() if surely]
         if self._cache.blocks.state[block] == READY:
             waiting = [lease for lease in self._waiting(leases) if self._may_hold(lease, fill.wanted.block_bytes)]
@@ -122,26 +122,26 @@ class Promotions:
 
     # --- after each tick -------------------------------------------------------------------------
 
-    def check_given_up(self, level: Level) -> None:
+    def check_given_up(self, source: Promotions) -> None:
         """What is overdue is given up, and nothing else."""
-        now, patience_s = self._clock(), level._patience_s
-        for fill in level.given_up.keys() - self._given_up:
+        now, patience_s = self._clock(), source._patience_s
+        for fill in source.given_up.keys() - self._given_up:
             number = self._reads[fill]
-            ends = (at for other, at in self._ends[level].items() if other < number)
+            ends = (at for other, at in self._ends[source].items() if other < number)
             if now - max([fill.begun_at, *ends]) < patience_s:
                 raise Broken("a read is given up although those before it have only just ended")
             self._given_up.add(fill)
             self._counts["read_given_up"] += 1
-        if level.under_way:
-            first = next(iter(level.under_way))
-            last_at = max(self._ends[level].values(), default=0.0)
+        if source.under_way:
+            first = next(iter(source.under_way))
+            last_at = max(self._ends[source].values(), default=0.0)
             if now - max(first.begun_at, last_at) > 2 * patience_s + PAUSES_S:
                 raise Broken("a read that is overdue is not given up")
         kept_s = 2 * patience_s + PAUSES_S
-        self._ends[level] = {number: at for number, at in self._ends[level].items() if now - at <= kept_s}
+        self._ends[source] = {number: at for number, at in self._ends[source].items() if now - at <= kept_s}
 
 
 def _fill_of(on_end: ReadEnd) -> Fill:
-    """The block that is read, of which ``Level`` has to be told."""
+    """The block that is read, of which ``Promotions`` has to be told."""
     fill: Fill = on_end.args[0]  # type: ignore[attr-defined]
     return fill

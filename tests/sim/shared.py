@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.header import Block, Space, encode_header, make_space
+from kvoffd.tiers.header import Block, BlockGroup, encode_header, make_block_group
 from kvoffd.tiers.shared import Ask, Look, SharedTier
 from kvoffd.tiers.store import GetRequest, Received, Store, StoreError, generation_key, object_key
 from kvoffd.tiers.tier import ReadEnd, Result, TierListener
@@ -67,9 +67,9 @@ class SharedObjects:
             return
         shards = [content.shard(rank, group, key).tobytes() for rank in range(content.world_size)]
         generation = self.generations[generation_key(fingerprint)]
-        space = make_space(fingerprint, generation, group, list(map(len, shards)))
-        block = Block(space, key, (0,) * len(shards), tuple(digest(memoryview(data)) for data in shards))
-        self.put(object_key(space, key), encode_header(block) + b"".join(shards))
+        block_group = make_block_group(fingerprint, generation, group, list(map(len, shards)))
+        block = Block(block_group, key, (0,) * len(shards), tuple(digest(memoryview(data)) for data in shards))
+        self.put(object_key(block_group, key), encode_header(block) + b"".join(shards))
 
 
 class SimStore(Store):
@@ -176,14 +176,14 @@ class SimShared(SharedTier):
 
     def before_ask(self, task: Ask) -> None:
         """What other nodes and the network do until then."""
-        objects, space = self.objects, task.space
+        objects, block_group = self.objects, task.group
         if self.hit("dark"):
             objects.dark_until = self.clock() + self.rng.uniform(0.05, 1.5)
         if self.hit("reset"):
-            objects.generations[generation_key(space.fingerprint)] += 1
+            objects.generations[generation_key(block_group.fingerprint)] += 1
         for key in task.keys:
             if self.hit("elsewhere"):
-                objects.put_by_another_node(space.fingerprint, space.group, key)
+                objects.put_by_another_node(block_group.fingerprint, block_group.number, key)
 
     def seconds_of(self, workers: object) -> float:
         asks = workers is self._asking
@@ -192,30 +192,32 @@ class SimShared(SharedTier):
             seconds = self.rng.uniform(1.0, 4.0) if fault == "hang" else self.rng.uniform(0.02, 0.3)
         return seconds
 
-    def read(self, space: Space, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+    def read(
+        self, block_group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd
+    ) -> bool:
         end = self._daemon.promotions.watched(on_end)
 
         def ended(result: Result, block: Block | None) -> None:
             self.objects.counts["shared_read"] += result is Result.DONE
             end(result, block)
 
-        begin = partial(super().read, space, key, offsets, patience_s)
+        begin = partial(super().read, block_group, key, offsets, patience_s)
         if not self._watched.lend(offsets, "writing", "the shared tier reads", begin, ended):
             return False
         self.stops.read_begins()
         self._daemon.promotions.begun(on_end)
-        return self._watch(space, key, "reads")
+        return self._watch(block_group, key, "reads")
 
     def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
         begin = partial(super().write, block, offsets)
         return (
             not self._daemon.world.faults.calm
             and self._watched.lend(offsets, "ready", "the shared tier writes", begin, on_end)
-            and self._watch(block.space, block.key, "writes")
+            and self._watch(block.group, block.key, "writes")
         )
 
-    def _watch(self, space: Space, key: bytes, does: str) -> bool:
-        if space.fingerprint in self.left:
+    def _watch(self, block_group: BlockGroup, key: bytes, does: str) -> bool:
+        if block_group.fingerprint in self.left:
             raise Broken(f"the shared tier {does} a block of a namespace that an engine reset")
         self.clock.note(f"shared {does} {key.hex()[:8]}")
         return True

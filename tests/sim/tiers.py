@@ -10,7 +10,7 @@ from kvoffd.config import Config, DiskSize
 from kvoffd.observe.meters import CounterWindows
 from kvoffd.server.memory import Post
 from kvoffd.server.service import Service
-from kvoffd.server.tiers import Disk, Tiers
+from kvoffd.server.tiers import Disk, TierSupervisor, make_tiering
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiers.shared import SharedTier
 from kvoffd_proto import admin as a
@@ -41,28 +41,29 @@ class BentSpeed(ReadSpeed):
         return super().current if self._measured else self.bend * super().current
 
 
-class SimTiers(Tiers):
+class SimTiers(TierSupervisor):
     def __init__(self, config: Config, service: Service, disk: SimDisk, post: Post) -> None:
-        parts = service.cache, service.pool, service.events, service.clock, post, lambda: False, service.state
-        super().__init__(config, *parts)
+        cache, clock, state = service.cache, service.clock, service.state
+        self.tiering = tiering = make_tiering(config, cache, service.events, clock, lambda: False, state)
+        super().__init__(config, tiering, cache, service.pool, clock, post, state)
+        service.tiering, service.tier_supervisor = tiering, self
         self.disk = disk
         self.bend = 1.0
-        tiering = self.use()
         tiering.disks.speed = BentSpeed(service.clock)
         self._disks.append(entry := Disk(DiskSize("/", 1), CounterWindows(service.clock)))
         self._opened(entry, disk.open(tiering, service), tiering)
         disk.check_dropped(disk.blocks())
 
     def share_one(self, tier: SharedTier) -> None:
-        self.share([tier])
-        self.use().levels[-1].speed = BentSpeed(self.use()._clock)
+        self._share(tier, self.tiering)
+        self.tiering.sources[-1].speed = BentSpeed(self._clock)
 
     def bend_speeds(self, factor: float) -> None:
         """Have what is known of all tiers' speed be wrong by a factor from now on."""
         self.bend = factor
-        for level in self.use().levels:
-            assert isinstance(level.speed, BentSpeed)
-            level.speed.bend = factor
+        for source in self.tiering.sources:
+            assert isinstance(source.speed, BentSpeed)
+            source.speed.bend = factor
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         super().namespace_reset(fingerprint, everywhere=everywhere)

@@ -39,6 +39,10 @@ class _Copy:
     hangs_at: int = -1
     pause_s: float = 0.0
 
+    @property
+    def nbytes(self) -> int:
+        return sum(size for _, _, size in self.pieces)
+
 
 class SimTransferEngine(CopyEngine):
     """One queue a direction, as HostEngine has."""
@@ -67,7 +71,7 @@ class SimQueue(CopyQueue):
     def submit(self, transfer: Transfer) -> None:
         copy = self.copies[transfer] = self._claim(transfer)
         transfer.on_done = partial(self._ended, copy, transfer.on_done)
-        self._note(f"submit {transfer.direction.value} {transfer.plan.nbytes} in {len(copy.pieces)}")
+        self._note(f"submit {transfer.direction.value} {copy.nbytes} in {len(copy.pieces)}")
         super().submit(transfer)
         if not self._copying and len(self._waiting) == 1:
             self._process.after(self._rng.uniform(0, 0.002), self._start)
@@ -76,7 +80,7 @@ class SimQueue(CopyQueue):
 
     def _claim(self, transfer: Transfer) -> _Copy:
         """Check the whole plan before the first byte moves, as the daemon must have done."""
-        plan = transfer.plan
+        plan = transfer.plan()
         slots: dict[int, Slot] = {}
         mappings: dict[int, None] = {}
         pieces = list(zip(plan.destination.tolist(), plan.source.tolist(), plan.size.tolist(), strict=True))
@@ -112,7 +116,7 @@ class SimQueue(CopyQueue):
             slot.transfers -= 1
         for number in copy.mappings:
             self._space.busy[number] -= 1
-        self._note(f"copied {transfer.direction.value} {copy.moved} of {transfer.plan.nbytes} {outcome.value}")
+        self._note(f"copied {transfer.direction.value} {copy.moved} of {copy.nbytes} {outcome.value}")
         on_done(transfer, outcome)
 
     # --- the copy --------------------------------------------------------------------------------
@@ -152,7 +156,7 @@ class SimQueue(CopyQueue):
             transfer.read_slots()
         if transfer.ending is None:
             copy.step += 1
-            until = transfer.plan.nbytes * copy.step // copy.steps
+            until = copy.nbytes * copy.step // copy.steps
             fails = copy.step - 1 == copy.fails_at
             if fails:  # somewhere in the middle of this step
                 until = self._rng.randint(copy.moved, until)

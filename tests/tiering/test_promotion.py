@@ -9,7 +9,7 @@ from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.level import BEGUN_PER_END, MAX_BEGUN, MOST_QUEUED, NO_SPACE_S, Fill, Wanted
+from kvoffd.tiering.promotions import BEGUN_PER_END, MAX_BEGUN, MOST_QUEUED, NO_SPACE_S, Fill, Wanted
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import ABSENT, PENDING, READY
 from tests.kit.slot_cache import UNIT, check_invariants, keys_of
@@ -92,11 +92,11 @@ def test_what_comes_up_waits_for_space_and_evicts_nothing_that_is_pinned(rig: Ti
 
 
 def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig: TieringHarness) -> None:
-    namespace, level, queued = rig.open(), rig.tiering.disks, list[Fill | None]()
+    namespace, source, queued = rig.open(), rig.tiering.disks, list[Fill | None]()
     lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
     for one, count in ((lease, MOST_QUEUED), (other, MOST_QUEUED // 8)):
-        wanted = Wanted(one, rig.space(namespace), level, UNIT)
-        queued += [level.request(wanted, number.to_bytes(8, "big"), rig.tier) for number in range(count)]
+        wanted = Wanted(one, rig.group(namespace), source, UNIT)
+        queued += [source.request(wanted, number.to_bytes(8, "big"), rig.tier) for number in range(count)]
     assert queued[:MOST_QUEUED].count(None) == pytest.approx(MOST_QUEUED / 4, abs=2)
     assert None not in queued[MOST_QUEUED:]
 
@@ -279,13 +279,13 @@ def test_one_read_that_hangs_is_given_up_alone_if_others_end(rig: TieringHarness
 
 def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig = TieringHarness(settings=QUIET, regions=8)
-    space, level = rig.open(), rig.tiering.disks
+    space, source = rig.open(), rig.tiering.disks
     for key in range(16):
         rig.put_in_tier(space, keys_of(key))
     rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
     stuck = list(rig.tier.jobs)
-    assert level.under_way_bytes == rig.slots.pool_bytes // 8 == 4 * UNIT
+    assert source.under_way_bytes == rig.slots.pool_bytes // 8 == 4 * UNIT
     rig.clock.now += QUIET.deadline_s
     rig.tiering.tick()
     assert rig.states(space, keys_of(*range(4, 12))) == [PENDING] * 8
@@ -304,14 +304,14 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig.tiering.tick()
     rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
-    assert level.under_way_bytes == 0
-    assert len(level.given_up) == 8
+    assert source.under_way_bytes == 0
+    assert len(source.given_up) == 8
 
 
 def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
     """By the measured speed, for what comes before it and its own; what comes behind is no matter."""
     rig = TieringHarness(settings=QUIET, regions=100)
-    space, level = rig.open(), rig.tiering.disks
+    space, source = rig.open(), rig.tiering.disks
     for key in range(200):
         rig.put_in_tier(space, keys_of(key))
     look_up(rig, space, 1, keys_of(*range(100)))
@@ -320,7 +320,7 @@ def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
     for _ in range(60):
         rig.clock.now += 0.01
         rig.tier.end(next(iter(rig.tier.jobs)))
-    assert level.speed.measured == pytest.approx(100 * UNIT, rel=0.01)
+    assert source.speed.measured == pytest.approx(100 * UNIT, rel=0.01)
     look_up(rig, space, 2, keys_of(*range(100, 150)))
     look_up(rig, space, 3, keys_of(*range(150, 200)))
     look_up(rig, space, 1, keys_of(*range(100)))
@@ -333,7 +333,7 @@ def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
         rig.tiering.pump()
         rig.tier.end(next(iter(rig.tier.jobs)))
     look_up(rig, space, 1, keys_of(*range(100)))
-    assert 0 < 2 * rig.cache.leases[1].wait_s < rig.tiering.disks.under_way_bytes / level.speed.current
+    assert 0 < 2 * rig.cache.leases[1].wait_s < rig.tiering.disks.under_way_bytes / source.speed.current
 
 
 def test_where_nothing_comes_the_wait_grows() -> None:
@@ -365,10 +365,10 @@ def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringH
 
 def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() -> None:
     rig = TieringHarness(settings=QUIET, regions=100)
-    space, level = rig.open(), rig.tiering.disks
+    space, source = rig.open(), rig.tiering.disks
     for key in range(200):
         rig.put_in_tier(space, keys_of(key))
-    level.speed.measured = 10.0 * UNIT
+    source.speed.measured = 10.0 * UNIT
     look_up(rig, space, 1, keys_of(*range(200)))
     look_up(rig, space, 2, keys_of(*range(4)), session=2)
     assert rig.cache.leases[1].wait_s == pytest.approx(20.0)
@@ -376,7 +376,7 @@ def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() ->
     rig.tiering.pump()
     begun = len(rig.tier.jobs)
     rig.cache.release(1, [1])
-    assert level.waiting_blocks == begun, "the rest is read for nobody"
+    assert source.waiting_blocks == begun, "the rest is read for nobody"
     rig.tier.end_all()
     assert (len(rig.cache.leases[2].blocks), rig.cache.leases[2].coming) == (4, 0)
     rig.cache.end_session(2)

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.level import READ_AGAIN_S, Level
+from kvoffd.tiering.promotions import READ_AGAIN_S, Promotions
 from kvoffd.tiering.tiering import ANSWER_S, last_window
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import Result, TierStats
@@ -47,7 +47,7 @@ def give(rig: TieringHarness, tier: FakeTier, space: Namespace, *numbers: int, g
     for key in split(keys_of(*numbers)):
         data = [rig.content(space, group, key, rank) for rank in range(space.world_size)]
         firsts, sums = (2,) * space.world_size, tuple(map(checksum, data))
-        name = rig.space(space, group)
+        name = rig.group(space, group)
         tier.blocks[name.tag, key] = Block(name, key, firsts, sums), data
         tier.known.pop((name.tag, key), None)
 
@@ -189,7 +189,7 @@ def test_gaps_of_the_disks_are_filled_from_stores_in_order(rig: TieringHarness, 
     shared.end_all()
     second.end_all()
     assert rig.states(space, asked) == [READY] * 5 + [ABSENT]
-    assert [level.promoted_blocks for level in rig.tiering.levels] == [2, 2, 1]
+    assert [source.promoted_blocks for source in rig.tiering.sources] == [2, 2, 1]
 
 
 def test_behind_what_an_engine_is_storing_nothing_is_asked_for(rig: TieringHarness, shared: FakeTier) -> None:
@@ -239,7 +239,7 @@ def test_a_window_waits_for_others_and_only_its_last_comes_up(rig: TieringHarnes
     groups: list[int] = []
     while shared.jobs:
         job = next(iter(shared.jobs))
-        groups.append(job.space.group)
+        groups.append(job.group.number)
         shared.end(job)
     assert groups == [0] * 4 + [1] * 2
     assert look_up(rig, space, keys) == [[READY] * 4 + [ABSENT], [ABSENT, ABSENT, READY, READY, ABSENT]]
@@ -248,7 +248,7 @@ def test_a_window_waits_for_others_and_only_its_last_comes_up(rig: TieringHarnes
 def test_a_window_is_not_read_before_its_end_is_known(rig: TieringHarness, shared: FakeTier) -> None:
     space, keys = windows(rig), keys_of(1, 2, 3)
     give(rig, shared, space, 1, 2, 3, group=1)
-    shared.known.update(((rig.space(space, 1).tag, key), True) for key in split(keys))
+    shared.known.update(((rig.group(space, 1).tag, key), True) for key in split(keys))
     assert look_up(rig, space, keys) == [[SHARED] * 3, [ABSENT] * 3]
     rig.tiering.pump()
     assert not shared.jobs
@@ -261,30 +261,30 @@ class Asker:
     """Looks single requests up: asked for, answered, and what it gets then."""
 
     def __init__(self, rig: TieringHarness, shared: FakeTier) -> None:
-        self.rig, self.shared, self.space = rig, shared, rig.open()
-        give(rig, shared, self.space, *range(1, 9))
-        self.level: Level = rig.tiering.stores[0]
-        self.space.counters.prefill_tokens_per_second = 10.0 * self.space.groups[0].tokens_per_block
+        self.rig, self.shared, self.group = rig, shared, rig.open()
+        give(rig, shared, self.group, *range(1, 9))
+        self.source: Promotions = rig.tiering.stores[0]
+        self.group.counters.prefill_tokens_per_second = 10.0 * self.group.groups[0].tokens_per_block
 
     def __call__(self, *numbers: int) -> list[int]:
-        self.rig.states(self.space, keys_of(*numbers))
+        self.rig.states(self.group, keys_of(*numbers))
         self.shared.answer()
-        return self.rig.states(self.space, keys_of(*numbers), again=True)
+        return self.rig.states(self.group, keys_of(*numbers), again=True)
 
 
 def test_blocks_slower_to_read_than_compute_are_rarely_tried(rig: TieringHarness, shared: FakeTier) -> None:
     asked = Asker(rig, shared)  # it computes a block in a tenth of a second
-    asked.level.speed.measured = 5.0 * UNIT
+    asked.source.speed.measured = 5.0 * UNIT
     assert asked(1) == [SHARED], "nothing was read lately"
     assert asked(2, 3) == [ABSENT, ABSENT]
-    assert asked.level.failures == {"slower": 2}
-    assert asked.space.counters.misses[MissReason.SKIPPED] == 2
+    assert asked.source.failures == {"slower": 2}
+    assert asked.group.counters.misses[MissReason.SKIPPED] == 2
     rig.clock.now += READ_AGAIN_S
     assert asked(4) == [SHARED]
     assert asked(5) == [ABSENT]
     rig.tiering.pump()
     shared.end_all()
-    asked.level.speed.measured = 20.0 * UNIT
+    asked.source.speed.measured = 20.0 * UNIT
     assert asked(6) == [SHARED]
     assert asked(7, 8) == [SHARED, SHARED]
     rig.check()
@@ -292,15 +292,15 @@ def test_blocks_slower_to_read_than_compute_are_rarely_tried(rig: TieringHarness
 
 def test_behind_what_is_slower_to_read_nothing_comes_up(rig: TieringHarness, shared: FakeTier) -> None:
     asked = Asker(rig, shared)
-    asked.level.speed.measured = 5.0 * UNIT
+    asked.source.speed.measured = 5.0 * UNIT
     assert asked(8) == [SHARED], "nothing was read lately"
-    rig.put_in_tier(asked.space, keys_of(2))
+    rig.put_in_tier(asked.group, keys_of(2))
     assert asked(1, 2, 3) == [ABSENT, ABSENT, ABSENT]
 
 
 def test_once_a_slow_store_was_away_it_is_tried_again(rig: TieringHarness, shared: FakeTier) -> None:
     asked = Asker(rig, shared)
-    asked.level.speed.measured = 5.0 * UNIT
+    asked.source.speed.measured = 5.0 * UNIT
     assert asked(1) == [SHARED], "nothing was read lately"
     assert asked(2) == [ABSENT]
     shared.hangs = True
@@ -329,7 +329,7 @@ def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: 
     rig.states(space, keys_of(1))
     rig.tiering.pump()
     (job,) = shared.jobs
-    job.on_end(Result.DONE, Block(job.space, job.key, (0,), (0,)))
+    job.on_end(Result.DONE, Block(job.group, job.key, (0,), (0,)))
     assert rig.index(space) == {}
     assert rig.tiering.stores[0].failures == {"corrupt": 1}
     rig.check()
@@ -373,7 +373,7 @@ def test_a_store_with_less_of_a_block_than_the_pool_drops_it(rig: TieringHarness
 
 def test_used_blocks_are_offered_again_within_the_budget(rig: TieringHarness) -> None:
     tier = rig.share(TieringSettings(mode=WriteMode.ALWAYS, per_day_bytes=8 * 4 * UNIT))
-    budget = rig.tiering.stores[0].writer.budget
+    budget = rig.tiering.writers[1].budget
     space = rig.open()
     rig.put(space, keys_of(1))
     for lease, result in enumerate((Result.DONE, Result.PRESENT)):
@@ -394,4 +394,4 @@ def test_the_disk_with_room_and_least_to_do_is_written_to(rig: TieringHarness, m
     for tier, used, queued in ((full, 1, 0), (busy, 0, 9), (half, 50, 0), (empty, 10, 0)):
         monkeypatch.setattr(tier, "stats", lambda u=used, q=queued: TierStats(100, u, queued_writes=q))
     monkeypatch.setattr(type(full), "lifetime_bytes", property(lambda tier: int(tier is full)))
-    assert rig.tiering.disks.writer._targets() == [empty, half, busy, full]
+    assert rig.tiering.disk_writer._targets() == [empty, half, busy, full]

@@ -12,7 +12,7 @@ from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.level import Fill
+from kvoffd.tiering.promotions import Fill
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED
 from tests.kit.amount import TIMES
@@ -47,8 +47,8 @@ class TieringMachine(RuleBasedStateMachine):
         self.stored: set[tuple[bytes, bytes]] = set()
         """What was stored since it was dropped last: only that may be ready, or in a tier."""
         self.leases = 0
-        self.spent = dict.fromkeys(map(id, self.rig.tiering.levels), 0)
-        """By level, bytes of writes that ended otherwise than with PRESENT."""
+        self.spent = dict.fromkeys(map(id, self.rig.tiering.sources), 0)
+        """By source, bytes of writes that ended otherwise than with PRESENT."""
         self.unshared: dict[bytes, set[Job]] = {}
         """By fingerprint, the writes to stores that had begun by then."""
 
@@ -148,7 +148,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.clock.now += seconds
         self.rig.cache.tick()
         self.rig.tiering.tick()
-        for fill in [fill for level in self.rig.tiering.levels for fill in level.given_up]:
+        for fill in [fill for source in self.rig.tiering.sources for fill in source.given_up]:
             assert fill.ticket is not None
             is_written = self.rig.cache.blocks.state[fill.ticket.blocks] == WRITING
             assert fill.ticket.group.dead or not is_written.any(), "its key is free"
@@ -170,9 +170,9 @@ class TieringMachine(RuleBasedStateMachine):
         index, table = self.rig.index(namespace), self.rig.cache.blocks
         ready = {key: block for key, block in index.items() if table.state[block] == READY}
         self.note_stored(namespace, b"".join(ready))
-        for level in self.rig.tiering.levels:
-            level.writer._wait(np.array(list(ready.values()), np.uint32))
-            level.writer.pump()
+        for writer in self.rig.tiering.writers:
+            writer._wait(np.array(list(ready.values()), np.uint32))
+            writer.pump()
         while self.jobs:
             self.end(*self.jobs[0], fault)
         self.evict_all()
@@ -196,8 +196,8 @@ class TieringMachine(RuleBasedStateMachine):
 
     def end(self, tier: FakeTier, job: Job, fault: Result | None) -> None:
         if job.block is not None and fault is not Result.PRESENT:
-            (level,) = [level for level in self.rig.tiering.levels if tier in level.tiers]
-            self.spent[id(level)] += job.space.nbytes
+            (source,) = [source for source in self.rig.tiering.sources if tier in source.tiers]
+            self.spent[id(source)] += job.group.nbytes
         tier.end(job, fault=None if fault is Result.DONE else fault)
 
     @precondition(lambda self: self.rig.tier.blocks)
@@ -205,7 +205,7 @@ class TieringMachine(RuleBasedStateMachine):
     def spoil(self, data: st.DataObject) -> None:
         blocks = [block for block, _ in self.rig.tier.blocks.values()]
         block = blocks[data.draw(st.integers(0, len(blocks) - 1))]
-        self.rig.tier.spoil(block.space, block.key)
+        self.rig.tier.spoil(block.group, block.key)
 
     @rule(space=st.integers(0, 1), chain=chains, coming=st.booleans())
     def invalidate(self, space: int, chain: list[int], coming: bool) -> None:
@@ -213,7 +213,7 @@ class TieringMachine(RuleBasedStateMachine):
             self.put_down(space, chain, None, "ask")
         namespace = self.spaces[space]
         self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))])
-        assert not self.rig.tiering._coming.get(self.rig.space(namespace).tag, {}).keys() & set(map(keys_of, chain))
+        assert not self.rig.tiering._coming.get(self.rig.group(namespace).tag, {}).keys() & set(map(keys_of, chain))
         self.stored -= {(namespace.fingerprint, keys_of(key)) for key in chain}
 
     @rule(space=st.integers(0, 1), forgotten=st.booleans(), before=st.sampled_from(["", "to be written", "coming"]))
@@ -252,31 +252,31 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.check()
         pool, table = self.rig.slots.pool_bytes, self.rig.cache.blocks
         for namespace in self.spaces:
-            space = self.rig.space(namespace)
-            assert space.generation == namespace.generation
+            block_group = self.rig.group(namespace)
+            assert block_group.generation == namespace.generation
             ready = {key for key, block in self.rig.index(namespace).items() if table.state[block] == READY}
-            there = {key for tier in self.tiers for tag, key in tier.blocks if tag == space.tag}
-            written = {job.key for _, job in self.jobs if job.block and not job.removed and job.space == space}
+            there = {key for tier in self.tiers for tag, key in tier.blocks if tag == block_group.tag}
+            written = {job.key for _, job in self.jobs if job.block and not job.removed and job.group == block_group}
             assert {(namespace.fingerprint, key) for key in ready | there | written} <= self.stored
         for store in self.stores_of_nodes:
             for job in store.jobs:
-                begun = self.unshared.get(job.space.fingerprint)
+                begun = self.unshared.get(job.group.fingerprint)
                 assert begun is None or job.block is None or job in begun, "an engine reset it"
-        for level in self.rig.tiering.levels:
-            writer, budget = level.writer, level.writer.budget
+        for source, writer in zip(self.rig.tiering.sources, self.rig.tiering.writers, strict=True):
+            budget = writer.budget
             most = max(pool // 8, 2 * UNIT)
-            assert level.under_way_bytes <= most
-            held = level.under_way_bytes + level._given_up_bytes
+            assert source.under_way_bytes <= most
+            held = source.under_way_bytes + source._given_up_bytes
             assert held <= 2 * most, "what was given up and hangs may hold as much again"
-            queued = [fill for wanted in level._wanted for fill in wanted.queue]
-            assert sum(wanted.under_way for wanted in level._wanted) == len(level.under_way)
-            assert all(wanted.queue or wanted.under_way for wanted in level._wanted)
-            names = [(fill.wanted.space.tag, fill.key) for fill in [*level.under_way, *queued] if not fill.withdrawn]
+            queued = [fill for wanted in source._wanted for fill in wanted.queue]
+            assert sum(wanted.under_way for wanted in source._wanted) == len(source.under_way)
+            assert all(wanted.queue or wanted.under_way for wanted in source._wanted)
+            names = [(fill.wanted.group.tag, fill.key) for fill in [*source.under_way, *queued] if not fill.withdrawn]
             assert len(names) == len(set(names)), "two fills of one key"
-            assert level.queued_blocks == len(queued) == level._queued_by.total()
+            assert source.queued_blocks == len(queued) == source._queued_by.total()
             assert all(fill.leases for fill in queued), "nobody waits for it"
             assert writer.under_way_bytes <= pool // 16 + 2 * UNIT
-            spent = self.spent[id(level)] + writer.under_way_bytes
+            spent = self.spent[id(source)] + writer.under_way_bytes
             assert budget.spent_bytes <= spent, "what was not written is given back"
             assert not budget._bound or spent <= budget._bound + budget._rate * (self.rig.clock() - 1000.0) + 2 * UNIT
 
@@ -293,7 +293,7 @@ class TieringMachine(RuleBasedStateMachine):
         for store in self.stores_of_nodes:
             store.answer()
         goes = 0
-        while self.jobs or any(level.waiting_blocks for level in rig.tiering.levels):
+        while self.jobs or any(source.waiting_blocks for source in rig.tiering.sources):
             assert (goes := goes + 1) < 100, "something waits for ever"
             rig.tiering.pump()
             for tier in self.tiers:
@@ -301,8 +301,8 @@ class TieringMachine(RuleBasedStateMachine):
             rig.clock.now += 10.0
             rig.tiering.tick()
         assert not rig.tiering._coming
-        assert all(level.waiting_blocks == level.under_way_bytes == 0 for level in rig.tiering.levels)
-        assert not any(level._queued_by or level.given_up or level._given_up_bytes for level in rig.tiering.levels)
+        assert all(source.waiting_blocks == source.under_way_bytes == 0 for source in rig.tiering.sources)
+        assert not any(source._queued_by or source.given_up or source._given_up_bytes for source in rig.tiering.sources)
         rig.clock.now += 1000.0
         rig.cache.tick()
         rig.tiering.tick()

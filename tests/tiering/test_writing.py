@@ -73,7 +73,7 @@ def test_what_was_lost_in_the_tier_is_written_again_when_it_is_used_or_cold() ->
     space = rig.open()
     rig.put(space, keys_of(*range(30)))
     go_on(rig)
-    rig.tier.remove(rig.space(space), [keys_of(number) for number in range(30)], "")
+    rig.tier.remove(rig.group(space), [keys_of(number) for number in range(30)], "")
     rig.use(space, keys_of(5))
     rig.tiering.pump()
     rig.tier.end_all()
@@ -105,7 +105,7 @@ def test_what_is_written_goes_before_what_waits() -> None:
     space = rig.open()
     for first in (0, 16):
         rig.put(space, keys_of(*range(first, first + 16)))
-    rig.tier.remove(rig.space(space), [], "")
+    rig.tier.remove(rig.group(space), [], "")
     rig.tiering.tick()
     for _ in range(4):  # the roots of the first chain
         rig.tier.end(next(iter(rig.tier.jobs)))
@@ -239,7 +239,7 @@ def test_a_block_that_another_node_wrote_is_no_write() -> None:
 def test_a_shared_store_that_is_full_gets_what_is_likely_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = TieringHarness(settings=TieringSettings(WriteMode.NEVER), regions=8)
     store = rig.share(TieringSettings())
-    writer, space = rig.tiering.stores[0].writer, rig.open()
+    writer, space = rig.tiering.writers[1], rig.open()
     rig.put(space, keys_of(*range(8)))
     go_on(rig)
     store.end_all()
@@ -423,7 +423,7 @@ def test_what_the_tier_does_not_take_yet_stays_the_next() -> None:
     space = rig.open()
     rig.put(space, keys_of(*range(40)))
     written: list[bytes] = []
-    while rig.tiering.disks.writer.waiting or rig.tier.jobs:
+    while rig.tiering.disk_writer.waiting or rig.tier.jobs:
         rig.tiering.tick()
         written += [job.key for job in rig.tier.jobs]
         for job in list(rig.tier.jobs):
@@ -434,7 +434,7 @@ def test_what_the_tier_does_not_take_yet_stays_the_next() -> None:
 
 def test_the_rest_of_the_first_filling_is_no_budget() -> None:
     rig = TieringHarness(settings=TieringSettings(per_day_bytes=8 * 4 * UNIT), regions=64)
-    budget = rig.tiering.disks.writer.budget
+    budget = rig.tiering.disk_writer.budget
     budget.first_filling_bytes = 2 * UNIT + UNIT // 2
     for _ in range(3):
         assert budget.take(UNIT)
@@ -450,4 +450,4 @@ def test_without_disks_nothing_waits_for_them() -> None:
     rig.tiering.disks.tiers.clear()
     space = rig.open()
     rig.put(space, keys_of(1, 2))
-    assert not rig.tiering.disks.writer.waiting
+    assert not rig.tiering.disk_writer.waiting

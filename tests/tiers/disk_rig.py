@@ -13,14 +13,14 @@ import numpy as np
 
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.disk import DiskOptions, DiskTier
-from kvoffd.tiers.header import Block, Space, make_space
+from kvoffd.tiers.header import Block, BlockGroup, make_block_group
 from kvoffd.tiers.tier import Result, Tier
 from tests.kit.clock import Clock
 from tests.kit.memory_disk import MemoryDisk, ReadsWithoutThreads, WorkersWithoutThreads, names_of
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 SLOT_BYTES, SLOTS = 64 << 10, 64
-SPACE = make_space(ONE, 0, 0, [12_000])
+GROUP = make_block_group(ONE, 0, 0, [12_000])
 """A slot of 16 KiB."""
 REGION_BYTES = 128 << 10
 SIZE_BYTES = 5 * REGION_BYTES
@@ -31,15 +31,15 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def block_of(number: int, space: Space = SPACE, first: int = 0, version: int = 0) -> Block:
+def block_of(number: int, group: BlockGroup = GROUP, first: int = 0, version: int = 0) -> Block:
     """A block whose bytes are a function of its name and version."""
-    sums = tuple(digest(memoryview(bytes_of(number, space, rank, version))) for rank in range(len(space.lengths)))
-    return Block(space, key_of(number), (first,) * len(sums), sums)
+    sums = tuple(digest(memoryview(bytes_of(number, group, rank, version))) for rank in range(len(group.lengths)))
+    return Block(group, key_of(number), (first,) * len(sums), sums)
 
 
-def bytes_of(number: int, space: Space, rank: int, version: int = 0) -> bytes:
-    seed = f"{space.fingerprint!r} {space.group} {number} {rank} {version}"
-    return Random(seed).randbytes(space.lengths[rank])
+def bytes_of(number: int, group: BlockGroup, rank: int, version: int = 0) -> bytes:
+    seed = f"{group.fingerprint!r} {group.number} {number} {rank} {version}"
+    return Random(seed).randbytes(group.lengths[rank])
 
 
 class Listener:
@@ -49,13 +49,13 @@ class Listener:
         self.blocks: set[tuple[int, bytes]] = set()
         self.kinds: Counter[str] = Counter()
 
-    def blocks_stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
-        names = {(space.tag, key) for key in keys}
+    def blocks_stored(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
+        names = {(group.tag, key) for key in keys}
         assert not names & self.blocks
         self.blocks |= names
 
-    def blocks_removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
-        self.blocks -= {(space.tag, key) for key in keys}
+    def blocks_removed(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
+        self.blocks -= {(group.tag, key) for key in keys}
 
     def answered(self, *found: object) -> None:
         raise AssertionError("a disk is not asked")
@@ -94,7 +94,7 @@ class DiskRig:
             make_workers=WorkersWithoutThreads,
         )
         self.work()
-        self.listener.blocks = {(space.tag, key) for space, key in names_of(self.tier)}
+        self.listener.blocks = {(group.tag, key) for group, key in names_of(self.tier)}
 
     def kill(self) -> None:
         """kill -9, and the next daemon."""
@@ -120,7 +120,7 @@ class DiskRig:
 
     @property
     def notes(self) -> WorkersWithoutThreads:
-        return cast("WorkersWithoutThreads", self.tier._notes)
+        return cast("WorkersWithoutThreads", self.tier._clearing.threads)
 
     def work(self) -> None:
         busy = True
@@ -139,10 +139,10 @@ class DiskRig:
     def fill(self, block: Block, version: int = 0) -> list[int]:
         """Put a block's bytes into the first slots of the pool; returns their offsets."""
         number = int.from_bytes(block.key, "big")
-        for rank, length in enumerate(block.space.lengths):
+        for rank, length in enumerate(block.group.lengths):
             at = rank * SLOT_BYTES
-            self.pool[at : at + length] = bytes_of(number, block.space, rank, version)
-        return [rank * SLOT_BYTES for rank in range(len(block.space.lengths))]
+            self.pool[at : at + length] = bytes_of(number, block.group, rank, version)
+        return [rank * SLOT_BYTES for rank in range(len(block.group.lengths))]
 
     def begin_write(self, block: Block, version: int = 0) -> list[Result] | None:
         """Begin to write from slots of its own; the list gets the result."""
@@ -172,9 +172,9 @@ class DiskRig:
 
     def begin_read(self, block: Block, patience_s: float = 5.0, slot: int = 16) -> list[Result] | None:
         ends: list[Result] = []
-        offsets = [(slot + rank) * SLOT_BYTES for rank in range(len(block.space.lengths))]
+        offsets = [(slot + rank) * SLOT_BYTES for rank in range(len(block.group.lengths))]
         self.in_call = True
-        taken = self.tier.read(block.space, block.key, offsets, patience_s, self._end(ends))
+        taken = self.tier.read(block.group, block.key, offsets, patience_s, self._end(ends))
         self.in_call = False
         return ends if taken else None
 
@@ -185,18 +185,18 @@ class DiskRig:
         self.work()
         if ends[0] is Result.DONE:
             number = int.from_bytes(block.key, "big")
-            for rank, length in enumerate(block.space.lengths):
+            for rank, length in enumerate(block.group.lengths):
                 at = (16 + rank) * SLOT_BYTES
-                assert self.pool[at : at + length] == bytes_of(number, block.space, rank, version)
+                assert self.pool[at : at + length] == bytes_of(number, block.group, rank, version)
         return ends[0]
 
-    def there(self, numbers: Sequence[int], space: Space = SPACE) -> list[int]:
+    def there(self, numbers: Sequence[int], group: BlockGroup = GROUP) -> list[int]:
         """Those of the numbers whose blocks are there."""
-        found = self.tier.find(space, [key_of(number) for number in numbers], prefix=False)
+        found = self.tier.find(group, [key_of(number) for number in numbers], prefix=False)
         return [number for number, state in zip(numbers, found, strict=True) if state]
 
-    def remove(self, *numbers: int, space: Space = SPACE) -> None:
-        self.tier.remove(space, [key_of(number) for number in numbers], "invalidated")
+    def remove(self, *numbers: int, group: BlockGroup = GROUP) -> None:
+        self.tier.remove(group, [key_of(number) for number in numbers], "invalidated")
 
     def reset(self, fingerprint: bytes) -> int:
         """As a reset does that is noted; returns the namespace's generation then."""
@@ -207,20 +207,20 @@ class DiskRig:
     def check(self) -> None:
         """The books are right, and the listener knows what is there."""
         tier = self.tier
-        names = {(space.tag, key) for space, key in names_of(tier)}
+        names = {(group.tag, key) for group, key in names_of(tier)}
         assert self.listener.blocks == names
         assert (
             tier.stats().blocks
             == len(names)
             == tier._map._index.index.used
-            == sum(int(np.count_nonzero(region.space_numbers)) for region in tier._map.regions.values())
+            == sum(int(np.count_nonzero(region.group_numbers)) for region in tier._map.regions.values())
         )
-        assert tier.stats().used_bytes == sum(space.nbytes for space, _ in names_of(tier))
-        held = sum(map(len, tier._evicted.values())) + len(names) + len(tier._put_aside)
+        assert tier.stats().used_bytes == sum(group.nbytes for group, _ in names_of(tier))
+        held = sum(map(len, tier._evicted.values())) + len(names) + len(tier._clearing.put_aside)
         pinned = {
             (number, place)
             for number, region in tier._map.regions.items()
             for place, pins in enumerate(region.pins)
-            if pins and not region.spaces[place]
+            if pins and not region.groups[place]
         }
         assert int(tier._map.slots.in_use.sum()) == held + len(pinned)

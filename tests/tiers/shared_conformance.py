@@ -132,7 +132,7 @@ class SharedConformance:
         ours, theirs = node(), node()
         block = ours.block(1)
         ours.store(block)
-        ours.tier.remove(block.space, [block.key], "invalidated")
+        ours.tier.remove(block.group, [block.key], "invalidated")
         assert ours.ask(block) == [Answer.NO]
         assert theirs.load(block) is DONE
 

@@ -12,7 +12,7 @@ from random import Random
 from typing import ClassVar
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.header import Block, Space, make_space
+from kvoffd.tiers.header import Block, BlockGroup, make_block_group
 from kvoffd.tiers.shared import Raise, SharedTier
 from kvoffd.tiers.store import Credentials, object_key, open_store
 from kvoffd.tiers.tier import Result, Tier
@@ -37,8 +37,8 @@ class Answer(IntEnum):
 
 def name_of(block: Block, generation: int) -> bytes:
     """Of its object."""
-    space = block.space
-    return object_key(make_space(space.fingerprint, generation, space.group, space.lengths), block.key)
+    group = block.group
+    return object_key(make_block_group(group.fingerprint, generation, group.number, group.lengths), block.key)
 
 
 class SharedRig:
@@ -74,13 +74,13 @@ class SharedRig:
             generations=generations,
         )
 
-    def blocks_stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+    def blocks_stored(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
         raise AssertionError("nothing is reported of what a shared tier has")
 
-    def blocks_removed(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+    def blocks_removed(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
         raise AssertionError("nothing is reported of what a shared tier has")
 
-    def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+    def answered(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         assert len(keys) == len(found) > 0
 
     def error(self, tier: Tier, kind: str, sentence: str) -> None:
@@ -106,7 +106,7 @@ class SharedRig:
         shards = [Random(100 * number + rank).randbytes(length) for rank, length in enumerate(lengths)]
         sums = tuple(digest(memoryview(shard)) for shard in shards)
         SHARDS[sums] = shards
-        return Block(make_space(fingerprint, 0, group, lengths), key_of(number), (first,) * len(lengths), sums)
+        return Block(make_block_group(fingerprint, 0, group, lengths), key_of(number), (first,) * len(lengths), sums)
 
     def write(self, block: Block) -> Result | None:
         """Put a block into the first slots and write it, and wait for the end; None where it is not taken."""
@@ -129,7 +129,7 @@ class SharedRig:
 
     def remove(self, block: Block) -> None:
         """For all nodes."""
-        self.tier.remove(block.space, [block.key], "partial")
+        self.tier.remove(block.group, [block.key], "partial")
 
     def raise_generation(self, fingerprint: bytes) -> Raise:
         """Make all of a namespace void for all nodes; ended, with what went wrong."""
@@ -141,22 +141,24 @@ class SharedRig:
         self, keys: Sequence[bytes], *, prefix: bool, fingerprint: bytes = ONE, length: int = 5000
     ) -> list[Answer]:
         """Ask for keys, without waiting."""
-        return [Answer(one) for one in self.tier.find(make_space(fingerprint, 0, 0, [length]), keys, prefix=prefix)]
+        return [
+            Answer(one) for one in self.tier.find(make_block_group(fingerprint, 0, 0, [length]), keys, prefix=prefix)
+        ]
 
     def answers(self, fingerprint: bytes, keys: Sequence[bytes], group: int = 0) -> list[Answer]:
-        return [Answer(one) for one in self.tier._states(make_space(fingerprint, 0, group, ()).tag, keys)]
+        return [Answer(one) for one in self.tier._states(make_block_group(fingerprint, 0, group, ()).tag, keys)]
 
     def ask(self, *blocks: Block, prefix: bool = False) -> list[Answer]:
         """Ask and wait for the answers."""
-        space, keys = blocks[0].space, [block.key for block in blocks]
-        self.tier.find(space, keys, prefix=prefix)
-        answers = partial(self.answers, space.fingerprint, keys, space.group)
+        group, keys = blocks[0].group, [block.key for block in blocks]
+        self.tier.find(group, keys, prefix=prefix)
+        answers = partial(self.answers, group.fingerprint, keys, group.number)
         self.until(lambda: Answer.ASKED not in answers())
         return answers()
 
     def ask_anew(self, *blocks: Block) -> list[Answer]:
         """Ask, whatever was answered before."""
-        self.tier.remove_all(blocks[0].space.fingerprint)
+        self.tier.remove_all(blocks[0].group.fingerprint)
         return self.ask(*blocks)
 
     def begin_read(self, block: Block, patience_s: float = 5.0, slot: int = 8) -> list[Result] | None:
@@ -168,7 +170,7 @@ class SharedRig:
             ended.append(result)
 
         offsets = [(slot + number) * SLOT_BYTES for number in range(len(block.checksums))]
-        return ended if self.tier.read(block.space, block.key, offsets, patience_s, done) else None
+        return ended if self.tier.read(block.group, block.key, offsets, patience_s, done) else None
 
     def load(self, block: Block, patience_s: float = 5.0) -> Result | None:
         """Ask, read and compare; None where it is not there."""
@@ -178,7 +180,7 @@ class SharedRig:
         self.until(lambda: bool(ended))
         if ended[0] is Result.DONE:
             assert self.read_block == block
-            for slot, (length, checksum) in enumerate(zip(block.space.lengths, block.checksums, strict=True), 8):
+            for slot, (length, checksum) in enumerate(zip(block.group.lengths, block.checksums, strict=True), 8):
                 assert digest(self.pool[slot * SLOT_BYTES : slot * SLOT_BYTES + length]) == checksum
         return ended[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable
-from itertools import count
+from itertools import count, pairwise
 from random import Random
 
 import pytest
@@ -13,11 +13,11 @@ import pytest
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.disk import HANG_TIMEOUT_S
 from kvoffd.tiers.disk_file import INDEX_NAME, default_region_bytes
-from kvoffd.tiers.header import Block, make_space
+from kvoffd.tiers.header import Block, make_block_group
 from kvoffd.tiers.tier import Result
 from tests.kit.cases import case
 from tests.kit.memory_disk import PAGE, MemoryDisk, names_of, no_fault
-from tests.tiers.disk_rig import ONE, OTHER, REGION_BYTES, SLOT_BYTES, SPACE, DiskRig, block_of, key_of
+from tests.tiers.disk_rig import GROUP, ONE, OTHER, REGION_BYTES, SLOT_BYTES, DiskRig, block_of, key_of
 
 DONE = Result.DONE
 CAPACITY = 32
@@ -34,13 +34,13 @@ def rig() -> DiskRig:
 
 @pytest.mark.parametrize("lengths", [(4096,), (1,), (60_000,), (1, 9999, 4096, 12_345), (0, 5000, 0), (300, 7)])
 def test_a_block_is_read_as_it_was_written(rig: DiskRig, lengths: tuple[int, ...]) -> None:
-    block = block_of(1, make_space(ONE, 3, 1, lengths), first=7)
+    block = block_of(1, make_block_group(ONE, 3, 1, lengths), first=7)
     rig.generations[ONE] = 3
     found: list[Block | None] = []
     for begin in (lambda: rig.write(block), rig.restart, rig.kill):
         begin()
         rig.tier.read(
-            block.space,
+            block.group,
             block.key,
             [(16 + rank) * SLOT_BYTES for rank in range(len(lengths))],
             rig.clock() + 1,
@@ -54,18 +54,18 @@ def test_a_block_is_read_as_it_was_written(rig: DiskRig, lengths: tuple[int, ...
 
 def test_spaces_are_kept_apart(rig: DiskRig) -> None:
     names = [(name, generation, group) for name in (ONE, OTHER) for generation in (0, 1) for group in (0, 1)]
-    spaces = [make_space(*one, [5000]) for one in names]
-    for number, space in enumerate(spaces):
-        assert rig.write(block_of(number, space)) == [DONE]
-    for number, space in enumerate(spaces):
-        assert rig.there(range(len(spaces)), space) == [number]
-    assert rig.there([0], make_space(ONE, 0, 0, [5001])) == [], "another geometry"
-    assert rig.write(block_of(0, spaces[0])) == [None], "it is there"
+    groups = [make_block_group(*one, [5000]) for one in names]
+    for number, group in enumerate(groups):
+        assert rig.write(block_of(number, group)) == [DONE]
+    for number, group in enumerate(groups):
+        assert rig.there(range(len(groups)), group) == [number]
+    assert rig.there([0], make_block_group(ONE, 0, 0, [5001])) == [], "another geometry"
+    assert rig.write(block_of(0, groups[0])) == [None], "it is there"
 
 
 def test_another_geometry_takes_the_place_of_the_one_before(rig: DiskRig) -> None:
     rig.write(block_of(1), block_of(2))
-    other = make_space(ONE, 0, 0, [9000, 30_000])
+    other = make_block_group(ONE, 0, 0, [9000, 30_000])
     assert rig.write(block_of(1, other)) == [DONE]
     assert rig.read(block_of(1, other)) is DONE
     assert rig.there([1, 2]) == []
@@ -122,7 +122,7 @@ def test_a_full_disk_takes_the_place_of_what_was_not_used(rig: DiskRig) -> None:
     assert rig.tier.lifetime_bytes == 0
     assert rig.write(*map(block_of, range(CAPACITY))) == [DONE] * CAPACITY
     assert rig.there(range(CAPACITY)) == list(range(CAPACITY))
-    rig.tier.used(SPACE, [key_of(0), key_of(2), key_of(99)])
+    rig.tier.used(GROUP, [key_of(0), key_of(2), key_of(99)])
     assert rig.write(block_of(100)) == [DONE]
     assert rig.there(range(CAPACITY)) == [0, *range(2, CAPACITY)], "one at a time of so few"
     assert rig.tier.lifetime_bytes > 0
@@ -151,37 +151,55 @@ def test_what_is_read_or_written_is_not_taken(rig: DiskRig) -> None:
 
 
 def test_sizes_share_the_disk_and_none_starves(rig: DiskRig) -> None:
-    small, large = make_space(ONE, 0, 1, [4000]), make_space(ONE, 0, 2, [50_000])
+    small, large = make_block_group(ONE, 0, 1, [4000]), make_block_group(ONE, 0, 2, [50_000])
     numbers = count()
-    for space in (small, large, SPACE, small, large):
+    for group in (small, large, GROUP, small, large):
         taken = 0
         for _ in range(200):
             rig.tier.tick()
-            (result,) = rig.write(block_of(number := next(numbers), space))
+            (result,) = rig.write(block_of(number := next(numbers), group))
             taken += result is DONE
             if result is DONE:
-                assert rig.read(block_of(number, space)) is DONE
+                assert rig.read(block_of(number, group)) is DONE
         assert taken > 150
         rig.check()
     rig.restart()
     rig.check()
 
 
+def test_a_region_is_taken_for_another_size_some_blocks_at_a_time(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffd.tiers.disk_map.CLEARED_AT_ONCE", 2)
+    rig.write(*map(block_of, range(CAPACITY)))
+    there, large = [rig.tier.stats().blocks], make_block_group(OTHER, 0, 0, [60_000])
+    rig.tier.write(block_of(99, large), rig.fill(block_of(99, large)), lambda result: None)
+    there.append(rig.tier.stats().blocks)
+    while rig.posted or rig.notes.waiting:
+        rig.notes.work()
+        rig.posted.popleft()()
+        there.append(rig.tier.stats().blocks)
+    assert CAPACITY - there[-1] >= 8, "a region is free"
+    assert all(before - after <= 2 for before, after in pairwise(there))
+    rig.check()
+    assert rig.write(block_of(99, large)) == [DONE]
+
+
 def test_a_small_disk_holds_what_fits_of_several_block_sizes() -> None:
     size = 48 << 20
     rig = DiskRig(size_bytes=size, region_bytes=default_region_bytes(size))
-    spaces = [make_space(bytes([kib]) * 32, 0, 0, [kib << 10]) for kib in (40, 44, 52, 60)]
+    groups = [make_block_group(bytes([kib]) * 32, 0, 0, [kib << 10]) for kib in (40, 44, 52, 60)]
     for number in range(200):
-        for space in spaces:
-            sums = (digest(rig.pool[: space.nbytes]),)
-            assert rig.tier.write(Block(space, key_of(number), (0,), sums), [0], lambda _: None)
+        for group in groups:
+            sums = (digest(rig.pool[: group.nbytes]),)
+            assert rig.tier.write(Block(group, key_of(number), (0,), sums), [0], lambda _: None)
             rig.work()
     assert rig.tier.stats().blocks == 800
-    assert rig.tier.stats().used_bytes == 200 * sum(space.nbytes for space in spaces)
+    assert rig.tier.stats().used_bytes == 200 * sum(group.nbytes for group in groups)
 
 
 def test_a_block_that_fits_no_region_is_reported_once(rig: DiskRig) -> None:
-    large = make_space(ONE, 0, 0, [60_000] * 3)
+    large = make_block_group(ONE, 0, 0, [60_000] * 3)
     assert rig.write(block_of(1, large), block_of(2, large)) == [None, None]
     assert rig.listener.kinds == {"too_large": 1}
 
@@ -207,9 +225,9 @@ def test_keys_of_several_lengths_are_found_and_removed() -> None:
         assert ends == [Result.DONE]
     rig.restart()
     asked = [*keys, bytes(32)]
-    assert list(rig.tier.find(SPACE, asked, prefix=False)) == [1, 1, 1, 1, 0]
-    rig.tier.remove(SPACE, keys[1:], "invalidated")
-    assert list(rig.tier.find(SPACE, asked, prefix=False)) == [1, 0, 0, 0, 0]
+    assert list(rig.tier.find(GROUP, asked, prefix=False)) == [1, 1, 1, 1, 0]
+    rig.tier.remove(GROUP, keys[1:], "invalidated")
+    assert list(rig.tier.find(GROUP, asked, prefix=False)) == [1, 0, 0, 0, 0]
     rig.work()
     rig.check()
 
@@ -220,15 +238,15 @@ def test_written_again_after_a_reset_a_block_is_never_its_old_bytes() -> None:
     for seed in range(40):
         rig = DiskRig()
         rig.write(*map(block_of, range(CAPACITY)))
-        before = rig.tier._map.slots_of(SPACE.tag, [key_of(0)])[0]
-        new = SPACE._replace(generation=rig.reset(ONE))
-        new = make_space(*new[:4])
+        before = rig.tier._map.slots_of(GROUP.tag, [key_of(0)])[0]
+        new = GROUP._replace(generation=rig.reset(ONE))
+        new = make_block_group(*new[:4])
         rig.work()
         assert rig.write(block_of(0, new, version=1), version=1) == [Result.DONE]
         places.add(rig.tier._map.slots_of(new.tag, [key_of(0)])[0] == before)
         rig.cut_power(Random(seed))
         rig.read(block_of(0, new, version=1), version=1)  # which compares what it finds
-        assert {space for space, _ in names_of(rig.tier)} <= {new}
+        assert {group for group, _ in names_of(rig.tier)} <= {new}
     assert True in places
 
 
@@ -247,10 +265,10 @@ def test_records_of_a_region_whose_size_was_lost_are_gone(rig: DiskRig) -> None:
 def test_sizes_that_nobody_writes_give_their_regions_back() -> None:
     rig = DiskRig(size_bytes=3 * REGION_BYTES + (64 << 10))
     for number, pages in enumerate((3, 4, 5, 6, 7, 8)):
-        space = make_space(bytes([number]) * 32, 0, 0, [pages * 4096])
+        group = make_block_group(bytes([number]) * 32, 0, 0, [pages * 4096])
         written = 0
         for block in range(60):
-            written += any(rig.write(block_of(block, space)) == [Result.DONE] for _ in range(4))
+            written += any(rig.write(block_of(block, group)) == [Result.DONE] for _ in range(4))
         assert written == 60
     rig.check()
 
@@ -260,7 +278,7 @@ def test_removed_while_it_is_written_it_is_not_there(ok: bool) -> None:
     rig = DiskRig(merge_bytes=1)
     ends = rig.begin_write(block_of(1))
     rig.remove(1)
-    assert rig.tier.wants(SPACE, [key_of(1)]) == [True]
+    assert rig.tier.wants(GROUP, [key_of(1)]) == [True]
     again = rig.begin_write(block_of(1, version=1), version=1)
     if not ok:
         rig.files.fault = fails_first("write")
@@ -311,17 +329,17 @@ def test_slots_whose_records_cannot_be_cleared_are_written_to_all_the_same(rig: 
 
 @pytest.mark.parametrize(("fingerprint", "left"), [(ONE, [3]), (None, []), (b"nobody".ljust(32), [1, 2, 3])])
 def test_all_of_a_namespace_is_removed(rig: DiskRig, fingerprint: bytes | None, left: list[int]) -> None:
-    spaces = [SPACE, make_space(ONE, 0, 3, [4000]), make_space(OTHER, 0, 0, [4000])]
-    for number, space in enumerate(spaces, 1):
-        rig.write(block_of(number, space))
+    groups = [GROUP, make_block_group(ONE, 0, 3, [4000]), make_block_group(OTHER, 0, 0, [4000])]
+    for number, group in enumerate(groups, 1):
+        rig.write(block_of(number, group))
     writing = rig.begin_write(block_of(9))
     count = rig.tier.remove_all(fingerprint)
     assert count == 3 - len(left)
     rig.work()
-    found = [number for number, space in enumerate(spaces, 1) if rig.there([number], space)]
+    found = [number for number, group in enumerate(groups, 1) if rig.there([number], group)]
     assert found == left
     assert writing == [DONE if fingerprint and fingerprint != ONE else Result.GONE]
-    rig.listener.blocks = {(space.tag, key) for space, key in names_of(rig.tier)}  # of these nobody hears one by one
+    rig.listener.blocks = {(group.tag, key) for group, key in names_of(rig.tier)}  # of these nobody hears one by one
     rig.check()
     rig.kill()
     assert rig.tier.found_blocks == len(left) + (writing == [DONE])
@@ -329,7 +347,7 @@ def test_all_of_a_namespace_is_removed(rig: DiskRig, fingerprint: bytes | None, 
 
 @pytest.mark.parametrize("end", ["kill", "restart"])
 def test_all_of_a_large_namespace_is_removed_in_parts(rig: DiskRig, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    monkeypatch.setattr("kvoffd.tiers.disk.REMOVED_AT_ONCE", 2)
+    monkeypatch.setattr("kvoffd.tiers.disk_map.CLEARED_AT_ONCE", 2)
     rig.write(*map(block_of, range(9)))
     assert rig.tier.remove_all(ONE) == 9
     assert rig.tier.stats().blocks == 0
@@ -351,8 +369,8 @@ def test_all_of_a_large_namespace_is_removed_in_parts(rig: DiskRig, monkeypatch:
 
 
 def test_an_earlier_generation_does_not_come_back(rig: DiskRig) -> None:
-    new = make_space(ONE, 4, 0, [12_000])
-    rig.write(block_of(1), block_of(2, make_space(OTHER, 0, 0, [12_000])))
+    new = make_block_group(ONE, 4, 0, [12_000])
+    rig.write(block_of(1), block_of(2, make_block_group(OTHER, 0, 0, [12_000])))
     assert rig.tier.close(1.0)
     rig.generations[ONE] = 4
     rig.open()
@@ -369,10 +387,10 @@ def test_an_earlier_generation_does_not_come_back(rig: DiskRig) -> None:
 
 def test_of_two_generations_the_higher_one_is_found(rig: DiskRig) -> None:
     for generation in (2, 7, 3):
-        rig.write(block_of(generation, make_space(ONE, generation, 0, [5000])))
+        rig.write(block_of(generation, make_block_group(ONE, generation, 0, [5000])))
     rig.kill()
     assert rig.tier.found_generations == {ONE: 7}
-    assert [space.generation for space, _ in names_of(rig.tier)] == [7]
+    assert [group.generation for group, _ in names_of(rig.tier)] == [7]
 
 
 @pytest.mark.parametrize("old", ["kvoffd.disk", INDEX_NAME])
@@ -392,18 +410,18 @@ def test_with_one_file_older_nothing_wrong_is_read(rig: DiskRig, old: str) -> No
 @pytest.mark.parametrize("where", ["header", "shard", "last shard"])
 @pytest.mark.parametrize("clean", [True, False])
 def test_wrong_bytes_are_reported_and_gone_for_good(rig: DiskRig, where: str, clean: bool) -> None:
-    space = make_space(ONE, 0, 0, [5000, 300])
-    rig.write(block_of(1, space), block_of(2, space))
+    group = make_block_group(ONE, 0, 0, [5000, 300])
+    rig.write(block_of(1, group), block_of(2, group))
     rig.restart() if clean else rig.kill()
-    at = rig.tier._map.offset(rig.tier._map.slots_of(space.tag, [key_of(1)])[0])
+    at = rig.tier._map.offset(rig.tier._map.slots_of(group.tag, [key_of(1)])[0])
     rig.files.flip(at + {"header": 50, "shard": PAGE + 4999, "last shard": 3 * PAGE + 299}[where], 3)
-    assert rig.read(block_of(1, space)) is Result.CORRUPT
+    assert rig.read(block_of(1, group)) is Result.CORRUPT
     assert rig.listener.kinds == {"corrupt" if clean else "torn": 1}
-    assert rig.there([1, 2], space) == [2]
+    assert rig.there([1, 2], group) == [2]
     rig.work()
     rig.kill()
-    assert rig.there([1, 2], space) == [2]
-    assert rig.read(block_of(2, space)) is DONE
+    assert rig.there([1, 2], group) == [2]
+    assert rig.read(block_of(2, group)) is DONE
     rig.check()
 
 
@@ -483,8 +501,8 @@ def test_a_slot_that_cannot_be_written_is_put_aside() -> None:
     rig.files.fault = no_fault
     rig.clock.now += 100.0
     assert rig.write(block_of(301)) == [DONE]
-    (bad,) = rig.tier._put_aside
-    assert rig.tier._map.slots_of(SPACE.tag, [key_of(301)])[0] != bad
+    (bad,) = rig.tier._clearing.put_aside
+    assert rig.tier._map.slots_of(GROUP.tag, [key_of(301)])[0] != bad
     rig.check()
 
 
@@ -502,7 +520,7 @@ def test_a_device_that_hangs_has_nothing_until_it_answers() -> None:
     assert (first, later) == ([], [Result.DEADLINE])
     assert rig.there([1, 2, 3]) == []
     assert rig.begin_write(block_of(4)) is None
-    assert rig.tier.wants(SPACE, [key_of(1), key_of(4)]) == [False, True]
+    assert rig.tier.wants(GROUP, [key_of(1), key_of(4)]) == [False, True]
     rig.work()
     rig.tier.tick()
     rig.work()
@@ -575,7 +593,10 @@ def test_lifetime_bytes_and_age_outlive_a_kill(rig: DiskRig) -> None:
     rig.kill()
     assert rig.tier.lifetime_written_bytes == written
     assert 7200 <= rig.tier.oldest_seconds <= 3 * 3600
+    rig.write(block_of(3))
     rig.remove(*range(3))
+    assert rig.tier.oldest_seconds <= 3600
+    rig.remove(3)
     assert rig.tier.oldest_seconds == 0
 
 
@@ -590,11 +611,11 @@ def test_whatever_happens_bytes_are_right() -> None:
 
 def live(random: Random) -> None:
     """Several lives of a disk: resets, kills in the middle of calls, power cuts, failures and flipped bits."""
-    files, spaces = MemoryDisk(), [SPACE, make_space(OTHER, 0, 1, [3000, 9000])]
+    files, groups = MemoryDisk(), [GROUP, make_block_group(OTHER, 0, 1, [3000, 9000])]
     rig = DiskRig(files, most_writes=4, most_reads=random.choice((1, 4)))
     for _ in range(300):
         at, number = random.randrange(2), random.randrange(40)
-        block = block_of(number, spaces[at])
+        block = block_of(number, groups[at])
         match random.randrange(13):
             case 0 | 1 | 2 | 3:
                 rig.begin_write(block)
@@ -602,8 +623,8 @@ def live(random: Random) -> None:
             case 4 | 5 | 6:
                 assert rig.read(block) in (None, DONE, Result.GONE, Result.CORRUPT, Result.FAILED)
             case 7:
-                rig.remove(number, space=spaces[at])
-                assert rig.there([number], spaces[at]) == []
+                rig.remove(number, group=groups[at])
+                assert rig.there([number], groups[at]) == []
             case 8:
                 files.fault = random.choice((fails_first("write"), fails_first("note"), fails_first("read")))
             case 9:
@@ -619,17 +640,17 @@ def live(random: Random) -> None:
                 if tasks := rig.writes.begin():
                     files.fault = fails_first("note") if random.random() < 0.5 else lambda name, number: PAGE
                     if random.random() < 0.5:
-                        rig.tier._write(tasks)
+                        rig.tier._writes._works[0](tasks)
                     files.fault = no_fault
                 rig.cut_power(random) if random.random() < 0.5 else rig.kill()
             case 12:
-                fingerprint, _, group, lengths, _ = spaces[at]
+                fingerprint, _, group, lengths, _ = groups[at]
                 rig.begin_write(block)
-                spaces[at] = make_space(fingerprint, rig.reset(fingerprint), group, lengths)
-                rig.listener.blocks = {(space.tag, key) for space, key in names_of(rig.tier)}
+                groups[at] = make_block_group(fingerprint, rig.reset(fingerprint), group, lengths)
+                rig.listener.blocks = {(group.tag, key) for group, key in names_of(rig.tier)}
                 if random.random() < 0.5:
                     files.fault = no_fault
                     rig.cut_power(random) if random.random() < 0.5 else rig.kill()
-        assert {space for space, _ in names_of(rig.tier)} <= {*spaces}, "what was reset is back"
+        assert {group for group, _ in names_of(rig.tier)} <= {*groups}, "what was reset is back"
         rig.work()
         rig.check()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from random import Random
 
 from kvoffd.server.persistence import State, StateFile
-from kvoffd.tiers.header import make_space
+from kvoffd.tiers.header import make_block_group
 from tests.kit.cases import case
 from tests.kit.memory_disk import Killed, MemoryDisk, names_of, no_fault
 from tests.tiers.disk_rig import ONE, OTHER, DiskRig, block_of
@@ -80,12 +80,12 @@ class ClearedRig(DiskRig):
     def live(self, answered: dict[bytes, int], versions: dict[tuple[bytes, int], int]) -> None:
         """Store, invalidate and clear, until that ends or the daemon does."""
         for version in range(CLEARS):
-            spaces = [make_space(name, self.state.generation(name), 0, [12_000]) for name in (ONE, OTHER)]
-            for space in spaces:
-                versions[space.fingerprint, space.generation] = version
-                self.write(*(block_of(number, space, version=version) for number in range(BLOCKS)), version=version)
-            self.remove(1, 2, space=spaces[0])
-            writing = block_of(1, spaces[0], version=version)
+            groups = [make_block_group(name, self.state.generation(name), 0, [12_000]) for name in (ONE, OTHER)]
+            for group in groups:
+                versions[group.fingerprint, group.generation] = version
+                self.write(*(block_of(number, group, version=version) for number in range(BLOCKS)), version=version)
+            self.remove(1, 2, group=groups[0])
+            writing = block_of(1, groups[0], version=version)
             self.begin_write(writing, version)
             if version % 2:
                 self.state.raise_all()
@@ -94,7 +94,7 @@ class ClearedRig(DiskRig):
                 self.state.raise_generation(ONE)
                 self.tier.remove_all(ONE)
             answered.update({name: self.state.generation(name) for name in (ONE, OTHER)})
-            self.listener.blocks = {(space.tag, key) for space, key in names_of(self.tier)}
+            self.listener.blocks = {(group.tag, key) for group, key in names_of(self.tier)}
             self.work()
 
 
@@ -126,12 +126,12 @@ def test_nothing_that_was_cleared_is_there_for_the_next_daemon() -> None:
                 rig = ClearedRig(files)
                 there = list(names_of(rig.tier))
                 came_back += len(there)
-                for space in {space for space, _ in there}:
-                    assert space.generation == rig.state.generation(space.fingerprint)
-                    assert space.generation >= answered.get(space.fingerprint, 0), "it was cleared"
-                    version = versions[space.fingerprint, space.generation]
+                for group in {group for group, _ in there}:
+                    assert group.generation == rig.state.generation(group.fingerprint)
+                    assert group.generation >= answered.get(group.fingerprint, 0), "it was cleared"
+                    version = versions[group.fingerprint, group.generation]
                     for number in range(BLOCKS):
-                        rig.read(block_of(number, space, version=version), version)  # which compares what it finds
+                        rig.read(block_of(number, group, version=version), version)  # which compares what it finds
         count += 1
     assert count > 60
     assert came_back > 10 * count, "or it proves nothing"

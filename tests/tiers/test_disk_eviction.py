@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffd.tiers.header import Block, make_space
+from kvoffd.tiers.header import Block, make_block_group
 from kvoffd.tiers.tier import Result
 from tests.kit.made_up_loads import LOADS, Chain, Traffic
 from tests.kit.memory_disk import MemoryDisk
 from tests.tiers.disk_rig import DiskRig, key_of
 
-SPACE = make_space(b"1" * 32, 0, 0, [1])
+GROUP = make_block_group(b"1" * 32, 0, 0, [1])
 """A slot of 8 KiB: the header and a page."""
 SLOT_BYTES, REGION_SLOTS = 8192, 64
 MOST_BELOW = 0.008
@@ -43,13 +43,13 @@ class Clock:
         return self.tier._map.slots.regions * REGION_SLOTS
 
     def __contains__(self, number: int) -> bool:
-        return bool(self.tier.find(SPACE, [key_of(number)], prefix=True)[0])
+        return bool(self.tier.find(GROUP, [key_of(number)], prefix=True)[0])
 
     def use(self, number: int) -> None:
-        self.tier.used(SPACE, [key_of(number)])
+        self.tier.used(GROUP, [key_of(number)])
 
     def add(self, number: int) -> None:
-        assert self.tier.write(Block(SPACE, key_of(number), (0,), (1,)), [0], self.ends.append)
+        assert self.tier.write(Block(GROUP, key_of(number), (0,), (1,)), [0], self.ends.append)
         self.rig.work()
         assert self.ends.pop() is Result.DONE
 

@@ -25,12 +25,12 @@ from kvoffd.tiers.header import (
     Block,
     decode_header,
     encode_header,
-    make_space,
+    make_block_group,
     parse_header,
 )
 from kvoffd_proto.stats import DiskFault
 from tests.kit.memory_disk import MemoryDisk
-from tests.tiers.disk_rig import REGION_BYTES, SIZE_BYTES, SPACE, DiskRig, block_of, key_of
+from tests.tiers.disk_rig import GROUP, REGION_BYTES, SIZE_BYTES, DiskRig, block_of, key_of
 
 SIZE = 4 << 20
 
@@ -189,18 +189,28 @@ def test_a_file_that_was_cut_off_is_reported_and_whole_again() -> None:
 
 
 def test_a_header_says_all_of_a_block() -> None:
-    space = make_space(b"f" * 20, MOST_GENERATION, 65_535, [1, 0, 2**40])
-    block = Block(space, b"k" * 64, (0, MOST_FIRST_BLOCK, 3), (1, 2**64 - 1, 5))
+    group = make_block_group(b"f" * 20, MOST_GENERATION, 65_535, [1, 0, 2**40])
+    block = Block(group, b"k" * 64, (0, MOST_FIRST_BLOCK, 3), (1, 2**64 - 1, 5))
     header = encode_header(block)
     assert len(header) == HEADER_BYTES
-    assert parse_header(header) == decode_header(header, space, b"k" * 64) == block
-    assert decode_header(header, space, b"K" * 64) is None
-    assert decode_header(header, make_space(b"f" * 20, 1, 65_535, [1, 0, 2**40]), b"k" * 64) is None
-    assert decode_header(header, space._replace(lengths=(1, 0, 5)), b"k" * 64) is None
-    beyond = make_space(b"f", MOST_GENERATION + 1, 0, [1])
+    assert parse_header(header) == decode_header(header, group, b"k" * 64) == block
+    assert decode_header(header, group, b"K" * 64) is None
+    assert decode_header(header, make_block_group(b"f" * 20, 1, 65_535, [1, 0, 2**40]), b"k" * 64) is None
+    assert decode_header(header, group._replace(lengths=(1, 0, 5)), b"k" * 64) is None
+    beyond = make_block_group(b"f", MOST_GENERATION + 1, 0, [1])
     assert parse_header(encode_header(Block(beyond, b"k", (0,), (1,)))) is None, "none could follow it"
 
 
 @pytest.mark.parametrize(("first", "checksum"), [(MOST_FIRST_BLOCK + 1, 1), (0, 0)])
 def test_a_block_that_no_cache_has_room_for_is_none(first: int, checksum: int) -> None:
-    assert parse_header(encode_header(Block(SPACE, key_of(1), (first,), (checksum,)))) is None
+    assert parse_header(encode_header(Block(GROUP, key_of(1), (first,), (checksum,)))) is None
+
+
+def test_what_was_never_written_is_not_read_at_the_start() -> None:
+    rig = DiskRig(size_bytes=20 * REGION_BYTES)
+    rig.write(block_of(1))
+    assert rig.tier.close(1.0)
+    before = rig.files.counts["read"]
+    rig.open()
+    assert rig.there([1]) == [1]
+    assert rig.files.counts["read"] - before < 10, "of 18 regions one was used"

@@ -15,21 +15,21 @@ import pytest
 
 from kvoffd.pool.checksums import digest
 from kvoffd.system.files import FileCalls, aligned_buffer
-from kvoffd.tiers.disk_reads import End, Job, Reads
-from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_space
+from kvoffd.tiers.disk_reads import End, Reads, SlotJob
+from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_block_group
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.stats import DiskFault
 from tests.kit.waiting import deliver_until
 
 BLOCKS, SLOT_BYTES = 300, HEADER_BYTES + 5 * 4096
-SPACE = make_space(b"1" * 32, 0, 0, [9000, 0, 200, 4096])
+GROUP = make_block_group(b"1" * 32, 0, 0, [9000, 0, 200, 4096])
 PLACES = 0, 12_288, 12_288, 16_384
 
 
 def block_of(number: int) -> tuple[Block, bytes]:
     data = Random(number).randbytes(SLOT_BYTES - HEADER_BYTES)
-    sums = [digest(memoryview(data)[at : at + length]) for at, length in zip(PLACES, SPACE.lengths, strict=True)]
-    return Block(SPACE, number.to_bytes(32, "big"), (0,) * 4, tuple(sums)), data
+    sums = [digest(memoryview(data)[at : at + length]) for at, length in zip(PLACES, GROUP.lengths, strict=True)]
+    return Block(GROUP, number.to_bytes(32, "big"), (0,) * 4, tuple(sums)), data
 
 
 @pytest.mark.parametrize(("direct", "most"), [(True, 128), (True, 3), (False, 128), (False, 1)])
@@ -45,7 +45,7 @@ def test_each_block_is_read_and_ends_once(tmp_path: Path, direct: bool, most: in
     fd, pool = os.open(path, os.O_RDWR), aligned_buffer((BLOCKS + 2) * SLOT_BYTES)
     FileCalls().set_direct(fd, direct)
 
-    def end(job: Job, end: End) -> None:
+    def end(job: SlotJob, end: End) -> None:
         assert job.slot not in ended
         ended[job.slot] = end
         if job.slot == 5:
@@ -64,7 +64,7 @@ def test_each_block_is_read_and_ends_once(tmp_path: Path, direct: bool, most: in
         offset = 2**63 - 4096 if number == BLOCKS + 1 else number * SLOT_BYTES
         shards = [number * SLOT_BYTES + at for at in PLACES]
         key = number.to_bytes(32, "big")
-        reads.put(Job(SPACE, key, number, cast("Any", None), 0, offset, SLOT_BYTES, shards, print))
+        reads.put(SlotJob(GROUP, key, number, cast("Any", None), 0, offset, SLOT_BYTES, shards, print))
     assert reads.waiting + reads.running == BLOCKS + 2
     deliver_until(posted, lambda: len(ended) == BLOCKS + 2)
     assert (reads.waiting, reads.running, reads.longest_s) == (0, 0, 0.0)
@@ -77,6 +77,6 @@ def test_each_block_is_read_and_ends_once(tmp_path: Path, direct: bool, most: in
     for number, one in ended.items():
         block, data = blocks[number]
         assert one == End(Result.DONE, block)
-        for at, length in zip(PLACES, SPACE.lengths, strict=True):
+        for at, length in zip(PLACES, GROUP.lengths, strict=True):
             begin = number * SLOT_BYTES + at
             assert pool[begin : begin + length] == data[at : at + length]

@@ -278,7 +278,7 @@ def test_a_shorter_copy_that_is_not_removed_is_counted_and_remains_as_short(
     assert rig.read_block.first_blocks == (3,), "no load gets what is before it"
     store.delay_s = 0.2
     for number in range(100):
-        rig.tier.remove(block.space, [number.to_bytes(32, "big")], "partial")
+        rig.tier.remove(block.group, [number.to_bytes(32, "big")], "partial")
     assert 19 <= rig.tier.counters.dropped_removals - 1 <= 21, "what waits is bounded"
     store.delay_s = 0.0
 

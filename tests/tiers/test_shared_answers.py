@@ -11,7 +11,7 @@ import pytest
 
 from kvoffd.system.threads import Workers
 from kvoffd.tiers import shared as module
-from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_space
+from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_block_group
 from kvoffd.tiers.redis_store import CONNECT_S
 from kvoffd.tiers.shared import NO_S, PAUSE_S, PROBE_S, REFUSED_S, YES_S, Answer, Ask, Breaker
 from kvoffd.tiers.shared import SharedTier as Tier
@@ -19,7 +19,7 @@ from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Result
 from tests.kit.clock import Clock
 
-SPACE = make_space(b"1" * 32, 0, 0, [5000])
+GROUP = make_block_group(b"1" * 32, 0, 0, [5000])
 KEY = b"k" * 32
 ASK_S, TICK_S = 0.02, 0.25
 
@@ -48,7 +48,7 @@ class Rig:
         )
         self.tier.breaker.probed(True)
 
-    def answered(self, tier: object, space: object, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+    def answered(self, tier: object, group: object, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         self.heard += zip(keys, found, strict=True)
 
     def blocks_stored(self, *_: object) -> None: ...
@@ -63,7 +63,7 @@ class Rig:
             self.tier._asking.end(Answer(generation, [found] * len(ask.keys), 0.001), partial(is_, ask))
 
     def find(self, keys: Sequence[bytes] = (KEY,), *, prefix: bool = True) -> list[int]:
-        return list(self.tier.find(SPACE, keys, prefix=prefix))
+        return list(self.tier.find(GROUP, keys, prefix=prefix))
 
 
 @pytest.fixture
@@ -85,15 +85,15 @@ def test_each_answer_stands_for_its_time_and_is_asked_for_then(rig: Rig, found: 
 
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_invalidated_keys_stay_absent_whatever_is_answered(rig: Rig, forgotten: bool) -> None:
-    rig.tier.remove(SPACE, [KEY], "invalidated")
+    rig.tier.remove(GROUP, [KEY], "invalidated")
     assert rig.find() == [ABSENT]
     if forgotten:
-        rig.tier.remove_all(SPACE.fingerprint)
+        rig.tier.remove_all(GROUP.fingerprint)
         assert rig.find() == [ASKED]
         rig.answer(True)
     rig.clock.now += REFUSED_S - 0.01
     assert rig.find() == [ABSENT]
-    assert not rig.tier.read(SPACE, KEY, [0], 1e9, lambda *_: None)
+    assert not rig.tier.read(GROUP, KEY, [0], 1e9, lambda *_: None)
     rig.clock.now += 0.02
     assert rig.find() == [ASKED]
     rig.answer(True)
@@ -103,8 +103,8 @@ def test_invalidated_keys_stay_absent_whatever_is_answered(rig: Rig, forgotten: 
 @pytest.mark.parametrize("result", [Result.DONE, Result.PRESENT])
 def test_invalidated_while_written_a_block_is_not_read(rig: Rig, result: Result) -> None:
     ends: list[Result] = []
-    assert rig.tier.write(Block(SPACE, KEY, (0,), (1,)), [0], ends.append)
-    rig.tier.remove(SPACE, [KEY], "invalidated")
+    assert rig.tier.write(Block(GROUP, KEY, (0,), (1,)), [0], ends.append)
+    rig.tier.remove(GROUP, [KEY], "invalidated")
     rig.tier._writing.end(result)
     assert ends == [result]
     assert rig.find() == [ABSENT]
@@ -114,7 +114,7 @@ def test_a_read_waits_for_its_turn_until_the_store_is_left_alone(rig: Rig) -> No
     rig.find()
     rig.answer(True)
     ends: list[Result] = []
-    assert rig.tier.read(SPACE, KEY, [0], 0.1, lambda result, block: ends.append(result))
+    assert rig.tier.read(GROUP, KEY, [0], 0.1, lambda result, block: ends.append(result))
     rig.clock.now += 1000.0
     rig.tier.tick()
     assert not ends
@@ -126,22 +126,22 @@ def test_a_read_waits_for_its_turn_until_the_store_is_left_alone(rig: Rig) -> No
 
 
 def test_what_was_there_is_believed_longer_than_it_is_found(rig: Rig) -> None:
-    assert rig.tier.wants(SPACE, [KEY]) == [True]
+    assert rig.tier.wants(GROUP, [KEY]) == [True]
     rig.find()
     rig.answer(True)
     rig.clock.now += YES_S + 1
-    assert rig.tier.wants(SPACE, [KEY]) == [False]
-    assert rig.tier.read(SPACE, KEY, [0], 1e9, lambda *_: None)
+    assert rig.tier.wants(GROUP, [KEY]) == [False]
+    assert rig.tier.read(GROUP, KEY, [0], 1e9, lambda *_: None)
     rig.clock.now += 60.0
-    assert rig.tier.wants(SPACE, [KEY]) == [True]
-    assert not rig.tier.read(SPACE, KEY, [0], 1e9, lambda *_: None)
+    assert rig.tier.wants(GROUP, [KEY]) == [True]
+    assert not rig.tier.read(GROUP, KEY, [0], 1e9, lambda *_: None)
 
 
 @pytest.mark.parametrize(("ranks", "fit"), [(64, True), (198, True), (199, False), (4096, False)])
 def test_a_block_of_too_many_ranks_is_not_written(rig: Rig, ranks: int, fit: bool) -> None:
-    space = make_space(SPACE.fingerprint, 0, 0, [1] * ranks)
-    block = Block(space, b"k" * 64, (0,) * ranks, (1,) * ranks)
-    assert rig.tier.wants(space, [block.key]) == [fit]
+    group = make_block_group(GROUP.fingerprint, 0, 0, [1] * ranks)
+    block = Block(group, b"k" * 64, (0,) * ranks, (1,) * ranks)
+    assert rig.tier.wants(group, [block.key]) == [fit]
     assert rig.tier.write(block, range(ranks), lambda _: None) == fit
     assert (len(encode_header(block)) == HEADER_BYTES) == fit
 
@@ -161,13 +161,13 @@ def test_no_more_is_kept_than_the_bounds_and_the_newest_stay(rig: Rig, monkeypat
     monkeypatch.setattr(module, "MOST_REFUSED", 100)
     keys = [number.to_bytes(32, "big") for number in range(5000)]
     for at in range(0, 5000, 50):
-        space = make_space(SPACE.fingerprint, 0, at % 3, [5000])
-        rig.tier.find(space, keys[at : at + 50], prefix=True)
+        group = make_block_group(GROUP.fingerprint, 0, at % 3, [5000])
+        rig.tier.find(group, keys[at : at + 50], prefix=True)
         rig.answer(True)
         assert sum(map(len, rig.tier._answers.values())) == rig.tier._count <= 1000
-    assert list(rig.tier.find(space, keys[4950:], prefix=True)) == [PRESENT] * 50
+    assert list(rig.tier.find(group, keys[4950:], prefix=True)) == [PRESENT] * 50
     for number in range(5000):  # as one who invalidates what was never there
-        rig.tier.remove(make_space(number.to_bytes(32, "big"), 0, 0, [5000]), [KEY], "invalidated")
+        rig.tier.remove(make_block_group(number.to_bytes(32, "big"), 0, 0, [5000]), [KEY], "invalidated")
         assert len(rig.tier._refused) <= 100
         assert len(rig.tier._answers) <= 1000
 

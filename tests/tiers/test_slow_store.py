@@ -35,7 +35,7 @@ class Node(SharedRig):
         assert self.ask(*blocks) == [Answer.YES] * BLOCKS
         for number, block in enumerate(blocks):
             offsets = [(FIRST + number) * SLOT_BYTES]
-            assert self.tier.read(block.space, block.key, offsets, patience_s, lambda result, _: self._note(result))
+            assert self.tier.read(block.group, block.key, offsets, patience_s, lambda result, _: self._note(result))
 
     def _note(self, result: Result) -> None:
         self.ends.append((time.monotonic() - self.began, result))

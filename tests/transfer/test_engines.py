@@ -71,7 +71,7 @@ class Harness:
 
     def submit(self, *jobs: Job) -> None:
         for job in jobs:
-            self.register(job.transfer.plan)
+            self.register(job.transfer.plan())
             self.engine.queues[job.transfer.direction].submit(job.transfer)
 
     def register(self, plan: Plan) -> None:
@@ -201,7 +201,7 @@ class Job:
         self.on_end: Callable[[Transfer], None] = lambda _: None
         self.done = threading.Event()
         self.checksums = sums.slot_checksums(pieces) if sums else None
-        self.transfer = Transfer(direction, plan, deadline, self._on_done, None, self.checksums)
+        self.transfer = Transfer(direction, lambda: plan, deadline, self._on_done, None, self.checksums)
 
     def _on_done(self, transfer: Transfer, outcome: Outcome) -> None:
         assert transfer is self.transfer

@@ -86,7 +86,7 @@ def library(request: pytest.FixtureRequest) -> Native:
 
 def run(plan: Plan, slots: list[tuple[int, int]], library: Native | None = None, stop: int = 0) -> list[int]:
     taken = SlotChecksums(lambda _: [], slots, [0] * len(slots))
-    transfer = Transfer(Direction.STORE, plan, 0.0, lambda *_: None, checksums=taken)
+    transfer = Transfer(Direction.STORE, lambda: plan, 0.0, lambda *_: None, checksums=taken)
     transfer.stop.value = stop
     host_copy(transfer, library)
     return taken.sums

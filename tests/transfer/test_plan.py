@@ -139,7 +139,7 @@ def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction) -
             if how == "pieces":
                 execute(plan)
             else:
-                host_copy(Transfer(direction, plan, 0.0, lambda *_: None))
+                host_copy(Transfer(direction, lambda: plan, 0.0, lambda *_: None))
         return engine.tobytes(), pool.tobytes(), nbytes
 
     # A load of two keys into one block leaves either's bytes; ids are distinct wherever there are enough of them.

@@ -136,7 +136,7 @@ class GpuCopier:
 
     def copy(self, transfer: Transfer) -> None:
         """Raises CudaError; a context whose work could not be waited for is lost, and its work with it."""
-        copying, plan, driver = self._copying, transfer.plan, self._driver
+        copying, plan, driver = self._copying, transfer.plan(), self._driver
         driver.set_context(self._context)  # it is the thread's own
         copying.destination, copying.source, copying.size = (
             column.ctypes.data for column in (plan.destination, plan.source, plan.size)

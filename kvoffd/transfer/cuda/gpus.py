@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from uuid import UUID
 
 from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.system.numa import locality_of
+from kvoffd.system.threads import TaskThread
 from kvoffd.transfer.cuda.engine import GpuEngine
 from kvoffd.transfer.cuda.mappings import HandleCache, IpcExport, MappedSegment, VmmExport
 from kvoffd.transfer.cuda.pinning import PinnedPool, PinProgress
@@ -35,71 +35,14 @@ MAX_WAITING_TASKS = 64
 Found = TypeVar("Found")
 
 
-class SerialThread:
-    """Runs tasks one after the other: calls that may never return keep the later ones from running, and nobody else.
-
-    Args:
-        name: of the thread.
-        what: the device or driver it calls, for sentences.
-        clock: what ``busy_s`` is measured on, in seconds.
-    """
-
-    def __init__(self, name: str, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._what = what
-        self._clock = clock
-        self._wake = threading.Condition()
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._began: float | None = None
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def busy_s(self) -> float:
-        """For how long the current task has been running; 0 when there is none."""
-        began = self._began
-        return 0.0 if began is None else self._clock() - began
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Have the thread run ``task`` after those before it. Raises KvoffdError when too many wait."""
-        with self._wake:
-            if len(self._tasks) >= MAX_WAITING_TASKS:
-                raise KvoffdError(
-                    f"{self._what} has not answered for {self.busy_s:.0f} s and {len(self._tasks)} requests wait for "
-                    "it; see the driver's log (dmesg), and restart the daemon if the GPU is well.",
-                    ErrorCode.TOO_MANY,
-                )
-            self.submit_always(task)
-
-    def submit_always(self, task: Callable[[], None]) -> None:
-        """As ``submit``, but never refuse: for what undoes a submitted task, so that these are bounded too."""
-        with self._wake:
-            self._tasks.append(task)
-            self._wake.notify()
-
-    def close(self, timeout_s: float) -> bool:
-        """Run what waits, then end the thread; False when it still runs after ``timeout_s``."""
-        with self._wake:
-            self._stopped = True
-            self._wake.notify()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (task := self._next()) is not None:
-            try:
-                task()
-            except Exception:
-                _log.exception("A task of %s failed; its thread goes on.", self._what)
-
-    def _next(self) -> Callable[[], None] | None:
-        with self._wake:
-            self._began = None
-            self._wake.wait_for(lambda: self._tasks or self._stopped)
-            if not self._tasks:
-                return None
-            self._began = self._clock()
-            return self._tasks.popleft()
+def _submit(thread: TaskThread, what: str, task: Callable[[], object]) -> None:
+    """Have the thread of a device or driver run a task. Raises KvoffdError when too many wait."""
+    if not thread.put(task, MAX_WAITING_TASKS):
+        raise KvoffdError(
+            f"{what} has not answered for {thread.busy_s:.0f} s and {thread.waiting} requests wait for it; see the "
+            "driver's log (dmesg), and restart the daemon if the GPU is well.",
+            ErrorCode.TOO_MANY,
+        )
 
 
 class NoSuchGpu(KvoffdError):
@@ -174,7 +117,7 @@ class Gpu:
         self._driver = pool.driver
         self._pool = pool
         self._clock = clock
-        self._control = SerialThread(f"kvoffd-gpu-{device.ordinal}", str(device), clock)
+        self._control = TaskThread(f"kvoffd-gpu-{device.ordinal}", clock)
         self._handles = HandleCache(pool.driver, device.ordinal)
         self._registrations = 0
         # Set and cleared by the control thread, read by others.
@@ -199,7 +142,7 @@ class Gpu:
         return past if engine is None else past.plus(engine.stats(direction))
 
     def map(self, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
-        self._control.submit(lambda: on_mapped(_outcome(lambda: self._map(exports))))
+        _submit(self._control, str(self.device), lambda: on_mapped(_outcome(lambda: self._map(exports))))
 
     def close(self, timeout_s: float) -> bool:
         return self._control.close(timeout_s)
@@ -217,12 +160,12 @@ class Gpu:
             raise
         self._registrations += 1
         assert self.engine is not None
-        return GpuMemory(
-            segments,
-            self.engine,
-            self.locality.node,
-            lambda closed: self._control.submit_always(lambda: self._unmap(segments, closed)),
-        )
+
+        def close(closed: Callable[[], None]) -> None:
+            # It undoes what was submitted, and so is bounded too.
+            self._control.put(lambda: self._unmap(segments, closed))
+
+        return GpuMemory(segments, self.engine, self.locality.node, close)
 
     def _unmap(self, segments: list[MappedSegment], on_unmapped: Callable[[], None]) -> None:
         for segment in segments:
@@ -283,7 +226,7 @@ class Gpus:
         self._lock = threading.Lock()
         self._gpus: dict[bytes, Gpu] = {}
         self._devices: list[Device] = []
-        self._finder: SerialThread | None = None
+        self._finder: TaskThread | None = None
         self._missing = ""
         self._refusal = ""
         self._pool: PinnedPool | None = None
@@ -362,8 +305,8 @@ class Gpus:
     def _in_finder(self, task: Callable[[], None]) -> None:
         with self._lock:
             if self._finder is None:
-                self._finder = SerialThread("kvoffd-gpu-finder", "The CUDA driver", self._clock)
-        self._finder.submit(task)
+                self._finder = TaskThread("kvoffd-gpu-finder", self._clock)
+        _submit(self._finder, "The CUDA driver", task)
 
     def stats(self, direction: Direction) -> CopyStats:
         loads = (gpu.stats(direction) for gpu in self._all_gpus())
@@ -383,7 +326,7 @@ class Gpus:
     def close(self, timeout_s: float) -> bool:
         """Wait until all memory that was given back is unmapped and the pool is unpinned; False when it is not."""
         deadline = time.monotonic() + timeout_s
-        parts: list[SerialThread | Gpu | PinnedPool | None] = [self._finder, *self._all_gpus(), self._pool]
+        parts: list[TaskThread | Gpu | PinnedPool | None] = [self._finder, *self._all_gpus(), self._pool]
         closed = [part.close(max(0.0, deadline - time.monotonic())) for part in parts if part is not None]
         return all(closed)
 

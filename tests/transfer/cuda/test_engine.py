@@ -103,7 +103,7 @@ class Job:
         self._to, self._from = views
         self._from[:] = self.source
         self._to[:] = 0
-        self.transfer = Transfer(direction, self.plan, float("inf"), self._on_done)
+        self.transfer = Transfer(direction, lambda: self.plan, float("inf"), self._on_done)
         machine.engine.queues[self.transfer.direction].submit(self.transfer)
 
     def _on_done(self, transfer: Transfer, outcome: Outcome) -> None:

@@ -98,7 +98,7 @@ def store(memory: GpuMemory, engines: Engines, deadline: float = float("inf")) -
     memory.engine.queues[Direction.STORE].submit(
         Transfer(
             Direction.STORE,
-            Plan(*columns, 4096),
+            lambda: Plan(*columns, 4096),
             deadline,
             lambda _, outcome: outcomes.append(outcome),
             lambda _: overdue.append(1),

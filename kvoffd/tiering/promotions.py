@@ -1,4 +1,4 @@
-"""One level below the pool: the disks of this node, or one shared store. What is brought up from it, and how fast."""
+"""What is brought up into the pool from one source, the disks of this node or one shared store, and how fast."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import FillTicket, Lease
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.read_speed import ReadSpeed
-from kvoffd.tiering.writer import Writer
-from kvoffd.tiers.header import Block, Space
+from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.tier import ABSENT, Result, Tier
 
 NO_SPACE, QUOTA, OVERDUE, SLOWER = "no_space", "quota", "overdue", "slower"
@@ -29,7 +28,7 @@ MISSES: dict[str, MissReason] = {
 }
 """What a failure is to those that asked; any other is the tier's failure."""
 MOST_QUEUED = 2**16
-"""Blocks of one level that may wait to be read. Who computes them sooner gives them up before that."""
+"""Blocks of one source that may wait to be read. Who computes them sooner gives them up before that."""
 FILL_BYTES = 480
 """Memory of a block that waits to be read, measured."""
 MAX_FILLING_BYTES = 2**30
@@ -52,12 +51,12 @@ READ_AGAIN_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """Blocks of one group that one lookup asked a level for, in the order in which they come up."""
+    """Blocks of one group that one lookup asked a source for, in the order in which they come up."""
 
     first: Lease
     """The lease of the lookup that asked first; it may have ended."""
-    space: Space
-    level: Level
+    group: BlockGroup
+    source: Promotions
     block_bytes: int
     """Pool bytes of a block."""
     queue: deque[Fill] = field(default_factory=deque)
@@ -89,20 +88,17 @@ class Fill:
 
 
 Coming = dict[int, dict[bytes, Fill]]
-"""By tag of their space and by key: blocks that come up, from whatever tier, and are not withdrawn."""
+"""By tag of their group and by key: blocks that come up, from whatever tier, and are not withdrawn."""
 
 
-class Level:
-    """One level below the pool, with its bounds and counts: the disks of this node together, or one store.
-
-    What is brought up from it is here, what is written to it in ``writer``.
+class Promotions:
+    """What is brought up from one source: the disks of this node together, or one store.
 
     Args:
         tiers: disks come while the daemon serves.
         coming: where fills are noted as long as lookups may wait for them.
         promoted: called with each block that came up.
         shared: other nodes use it too.
-        is_unshared: whether nothing is shared of a namespace, by its fingerprint.
     """
 
     def __init__(
@@ -112,9 +108,7 @@ class Level:
         cache: Cache,
         clock: Callable[[], float],
         coming: Coming,
-        engines_busy: Callable[[], bool],
-        promoted: Callable[[Level, int], None],
-        is_unshared: Callable[[bytes], bool] = lambda fingerprint: False,
+        promoted: Callable[[Promotions, int], None],
         *,
         shared: bool,
     ) -> None:
@@ -149,13 +143,6 @@ class Level:
         self.no_space_until: dict[int, float] = {}
         """By session."""
         self._stopped = False
-        self.writer = Writer(
-            *(cache, tiers, clock, settings),
-            shared=shared,
-            idle=lambda: not self.waiting_blocks,
-            engines_busy=engines_busy,
-            leaves_out=is_unshared,
-        )
 
     @property
     def available(self) -> bool:
@@ -167,7 +154,6 @@ class Level:
     def stop(self) -> None:
         """Begin nothing any more."""
         self._stopped = True
-        self.writer.stop()
 
     @property
     def waiting_blocks(self) -> int:
@@ -175,7 +161,7 @@ class Level:
         return self.queued_blocks + len(self.under_way)
 
     def wait_s(self, awaited: Collection[Fill]) -> float:
-        """The expected time until what is awaited of this level is up, by the speed as of now; 0 if not known."""
+        """The expected time until what is awaited of this source is up, by the speed as of now; 0 if not known."""
         if not (speed := self.speed.current):
             return 0.0
         of = {fill.wanted for fill in awaited if not fill.withdrawn}
@@ -192,7 +178,7 @@ class Level:
     def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
         """Whether a number of blocks takes longer to read than to compute, by the measured speeds and with nothing else
         to be read; not once a while. How long the queue is only the engine can weigh, which has one of its own."""
-        prefill, speed = namespace.counters.prefill_tokens_per_second, self.speed.measured
+        prefill, speed = namespace.totals.prefill_tokens_per_second, self.speed.measured
         tokens = count * namespace.groups[group].tokens_per_block
         if not (tokens and prefill and speed):
             return False
@@ -209,7 +195,7 @@ class Level:
         if self.queued_blocks + self._queued_by[wanted.first.session] // 3 >= MOST_QUEUED:
             return None
         fill = Fill(wanted, key, tier)
-        self._coming.setdefault(wanted.space.tag, {})[key] = fill
+        self._coming.setdefault(wanted.group.tag, {})[key] = fill
         self._wanted[wanted] = None
         wanted.queue.append(fill)
         self._count_queued(wanted, 1)
@@ -261,7 +247,7 @@ class Level:
     def _begin_batch(self, batch: Sequence[Fill]) -> bool:
         """Begin fills of one group; False where not all could begin: those are queued again, or failed."""
         wanted = batch[0].wanted
-        tickets = self._cache.begin_fill(wanted.namespace, wanted.space.group, [fill.key for fill in batch])
+        tickets = self._cache.begin_fill(wanted.namespace, wanted.group.number, [fill.key for fill in batch])
         refused: list[Fill] = []
         no_space: list[Fill] = []
         try:
@@ -288,7 +274,7 @@ class Level:
         for fill in refused:
             if not fill.tier.available():
                 self._failed(fill, Result.DEADLINE)
-            elif fill.tier.find(fill.wanted.space, [fill.key], prefix=False)[0] == ABSENT:
+            elif fill.tier.find(fill.wanted.group, [fill.key], prefix=False)[0] == ABSENT:
                 self._failed(fill, Result.GONE)
             else:
                 kept.append(fill)
@@ -299,7 +285,7 @@ class Level:
         if not fills:
             self._blocked_since = None
             return fills
-        cause = self._cache.no_space_cause(self._cache.group(wanted.namespace, wanted.space.group))
+        cause = self._cache.no_space_cause(self._cache.group(wanted.namespace, wanted.group.number))
         if cause in ("pinned", "writing") and not self._is_blocked_for(self._patience_s):
             return fills
         self._fail_for_space(wanted, QUOTA if cause == QUOTA else NO_SPACE, fills)
@@ -329,7 +315,7 @@ class Level:
         self._count_queued(wanted, len(fills))
 
     def tick(self) -> None:
-        """End what is overdue, and look at the cold end of the pool."""
+        """End what is overdue."""
         for tier in self.tiers:
             tier.tick()
         if not self.available:  # reading was slow since the tier was away: the next one is tried, whatever the speed
@@ -338,7 +324,6 @@ class Level:
         now = self._clock()
         self.no_space_until = {session: until for session, until in self.no_space_until.items() if until > now}
         self.pump()
-        self.writer.tick()
 
     def _give_up_overdue(self) -> None:
         """Give up reads that do not end. The turn of a read comes when all before it have ended: then it has as long as
@@ -407,13 +392,13 @@ class Level:
 
     def _begin(self, fill: Fill, ticket: FillTicket) -> bool:
         """Have the tier read into the slots; False where it does not take the read now."""
-        space = fill.wanted.space
-        if not fill.tier.read(space, fill.key, ticket.offsets, self._patience_s, partial(self._on_end, fill)):
+        block_group = fill.wanted.group
+        if not fill.tier.read(block_group, fill.key, ticket.offsets, self._patience_s, partial(self._on_end, fill)):
             return False
         fill.begun_at = self._clock()
         if not self.under_way:
             self._turn_at = fill.begun_at
-        self.speed.begin(space.nbytes)
+        self.speed.begin(block_group.nbytes)
         fill.ticket = ticket
         self.under_way[fill] = None
         self._count_under_way(fill.wanted, 1)
@@ -434,10 +419,9 @@ class Level:
         try:
             if self._end_fill(fill.ticket, block if result is Result.DONE else None):
                 self.promoted_blocks += 1
-                self.promoted_bytes += fill.wanted.space.nbytes
+                self.promoted_bytes += fill.wanted.group.nbytes
                 for lease in fill.leases:
                     self._cache.hold(lease, fill.ticket.blocks)
-                self.writer.is_there(int(fill.ticket.blocks[0]))
                 self._promoted(self, int(fill.ticket.blocks[0]))
                 self._settle(fill)
             elif not fill.withdrawn:
@@ -445,7 +429,7 @@ class Level:
         finally:
             self._withdraw(fill)  # whatever went wrong, no lookup waits for it
             fill.ticket = None  # a lookup may know the fill for some seconds more
-        self.speed.end(fill.wanted.space.nbytes if result is Result.DONE else 0, len(self.under_way))
+        self.speed.end(fill.wanted.group.nbytes if result is Result.DONE else 0, len(self.under_way))
         if 2 * self.under_way_bytes <= self._may_be_under_way(fill.wanted.block_bytes):
             self.pump(BEGUN_PER_END)
 
@@ -463,7 +447,7 @@ class Level:
             lease.coming = max(0, lease.coming - 1)
         if not fill.withdrawn:
             self._withdraw(fill)
-            self._cache.note_misses(fill.wanted.namespace, fill.wanted.space.group, fill.key, miss)
+            self._cache.note_misses(fill.wanted.namespace, fill.wanted.group.number, fill.key, miss)
 
     def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
         """Count the key for those who asked for it, once: as found, or as a miss."""
@@ -481,11 +465,11 @@ class Level:
         if fill.withdrawn:
             return
         fill.withdrawn = True
-        keys = self._coming.get(fill.wanted.space.tag, {})
+        keys = self._coming.get(fill.wanted.group.tag, {})
         if keys.get(fill.key) is fill:
             del keys[fill.key]
             if not keys:
-                del self._coming[fill.wanted.space.tag]
+                del self._coming[fill.wanted.group.tag]
 
     def _count_queued(self, wanted: Wanted, blocks: int) -> None:
         """Count blocks that begin to wait; below 0 those that wait no longer."""

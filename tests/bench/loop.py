@@ -1,0 +1,413 @@
+"""``make bench ARGS=loop``: for how long single turns keep the daemon's loop, at a pool of 1 TiB.
+
+Each case grows what it needs in a process of its own, over the daemon's real classes: a service without sockets, whose
+pool is never touched, and whose copies end at once. A turn is what the loop does before it looks for others: a request
+with its replies and a step of what is done in the background, the end of a copy, or a tick. Printed is the longest turn
+of a case in milliseconds of CPU, and what its turns take together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.namespace import MissReason
+from kvoffd.config import Config, Limits
+from kvoffd.pool.pool import Pool
+from kvoffd.server.persistence import State
+from kvoffd.server.sessions import Peer, Session
+from kvoffd.server.traffic import COUNTED
+from kvoffd.system.limits import MemoryLimit
+from kvoffd.system.mappings import MappedSegment
+from kvoffd.transfer.engine import CopyEngine, CopyStats, Transfer
+from kvoffd.transfer.plan import Direction, Outcome
+from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
+from kvoffd_proto import admin as a
+from kvoffd_proto import codec
+from kvoffd_proto import messages as m
+from kvoffd_proto.stats import Stats
+from tests.bench.report_file import ROOT, markdown_table, print_report, run_facts
+from tests.bench.scale import KEY_BYTES, keys_of
+from tests.sim.parts import NoStateFile, make_service
+
+POOL = "1TiB"
+MIB, GIB = 1 << 20, 1 << 30
+LONGEST_MS = 5.0
+LARGE, SMALL = 2 * MIB, 1 * MIB
+"""Bytes of a block of the two sizes: 16 tokens of a model of 8 billion parameters, and of half its layers."""
+ENGINES = 16
+STORED = 64
+"""Blocks of a usual store."""
+FILLED_AT_ONCE = 2048
+STORES = 8
+ADDRESS = 1 << 45
+ENGINE_BLOCKS = 8192
+DESCRIPTION_BYTES, LAYERS = 4096, 64
+"""What a namespace says of itself."""
+Result = dict[str, Any]
+
+
+class Turns:
+    """The CPU time of each turn."""
+
+    def __init__(self) -> None:
+        self.ms: list[float] = []
+
+    def take(self, turn: Callable[[], Any]) -> Any:
+        began = time.thread_time()
+        result = turn()
+        self.ms.append(1000 * (time.thread_time() - began))
+        return result
+
+
+class Daemon:
+    """A service over a pool whose pages are never touched, and what its loop does."""
+
+    def __init__(self, pool_bytes: int, policy: str = "learned") -> None:
+        self.posted = deque[Callable[[], None]]()
+        queue: Any = SimpleNamespace(submit=self._copy, stats=lambda: CopyStats(), hangs_s=lambda: 0.0)
+        engine = CopyEngine(dict.fromkeys(Direction, queue))
+        engine.tick = engine.hangs_s = lambda: 0.0  # type: ignore[method-assign]
+        host: Any = SimpleNamespace(
+            now=time.monotonic,
+            post=self.posted.append,
+            random=os.urandom,
+            map_memfd=lambda fd, size: MappedSegment(ADDRESS, size),
+            unmap=lambda segments, then: then(),
+        )
+        self.pool = Pool(pool_bytes, limit=MemoryLimit(2**62, "nothing: no page is touched"))
+        config = Config(pool_bytes=pool_bytes, eviction_policy=policy, max_sessions=128, limits=Limits())
+        self.service = make_service(config, self.pool, None, engine, host, State(NoStateFile()))
+        self.cache = self.service.cache
+        self.cache.blocks._misses.fill(0)  # whose pages are new otherwise
+        self.turns = Turns()
+        self._next_key = 0
+
+    def _copy(self, transfer: Transfer) -> None:
+        if transfer.checksums is not None:
+            transfer.checksums.sums[:] = [7] * len(transfer.checksums.sums)
+        self.posted.append(lambda: transfer.on_done(transfer, Outcome.DONE))
+
+    # --- turns ------------------------------------------------------------------------------------
+
+    def ask(self, session: Session, message: m.AnyRequest) -> m.AnyReply | None:
+        """A request, its reply, and what follows until nothing is left to do; each a turn."""
+        frame = codec.encode(message)
+        replies = self.turns.take(lambda: self._answer(session, frame))
+        self.turns.take(self.service.after_send)
+        self.settle()
+        answers = [codec.decode_reply(reply) for _, reply in replies]
+        assert not any(isinstance(answer, m.Error) for answer in answers), answers
+        return answers[0] if answers else None
+
+    def _answer(self, session: Session, frame: bytes) -> list[tuple[bytes, bytes]]:
+        self.service.handle(session.route, frame)
+        replies = self.service.outgoing()[1]
+        self.service.background()
+        return replies
+
+    def settle(self) -> None:
+        more = True
+        while more or self.posted:
+            if self.posted:
+                self.turns.take(lambda: (self.posted.popleft()(), self.service.outgoing()))
+            more = self.turns.take(self.service.background)
+        self.tick()
+
+    def tick(self) -> None:
+        self.turns.take(lambda: (self.service.tick(), self.service.outgoing()))
+
+    # --- what it has ------------------------------------------------------------------------------
+
+    def session(self, role: m.Role, fingerprint: bytes, block_bytes: int = LARGE, facts: str = "{}") -> Session:
+        """In a namespace; a worker with its memory registered."""
+        lifeline: Any = SimpleNamespace(alive=lambda: True, close_descriptor=os.close)
+        session = self.service.sessions.open(lifeline, Peer(0, 1, 1))
+        self.ask(session, m.Hello(1, m.PROTOCOL_VERSION, role, "loop", "loop"))
+        if role is m.Role.ADMIN:
+            return session
+        groups = [m.GroupSpec("full_attention", 16)]
+        self.ask(session, m.OpenNamespace(1, fingerprint, fingerprint[:8].hex(), 1, KEY_BYTES, groups, facts))
+        if role is m.Role.WORKER:
+            self.service.sessions.attach(session, 0, os.open(os.devnull, os.O_RDONLY))
+            page = block_bytes // LAYERS
+            tensors = [m.TensorLayout(0, layer * page * ENGINE_BLOCKS, page, ENGINE_BLOCKS) for layer in range(LAYERS)]
+            layers = [m.PageRef(at, page, m.LayerSpec(f"model.layers.{at}.attn", "bfloat16")) for at in range(LAYERS)]
+            memory = [m.MemfdHandle(0, ENGINE_BLOCKS * block_bytes)]
+            self.ask(session, m.Register(1, fingerprint, b"r" * 16, 0, 1, memory, tensors, [layers]))
+        return session
+
+    def keys(self, count: int) -> bytes:
+        self._next_key += count
+        return keys_of(self._next_key - count, count)
+
+    def store(self, worker: Session, keys: bytes) -> None:
+        """Store keys, in as many messages as a client takes."""
+        ids = np.arange(len(keys) // KEY_BYTES, dtype="<i4").tobytes()
+        job, most = Job(1, [GroupTransfer(0, keys, ids)]), self.service.config.limits.max_keys_per_submit
+        for part in job.parts(job.checked_size(1, KEY_BYTES), KEY_BYTES, 1, (most, 1 << 20), 1):
+            self.ask(worker, submit_of(1, b"r" * 16, KEY_BYTES, [part], 1 << 40))
+
+    def fill(self, worker: Session, nbytes: int | None = None) -> int:
+        """Store blocks of these bytes, or until one is lost. Returns the number of the first."""
+        (namespace,) = worker.namespaces.values()
+        group, first = self.cache.group(namespace, 0), self._next_key
+        nbytes = self.pool.slots.free_bytes if nbytes is None else nbytes
+        while nbytes >= group.block_bytes and self.pool.slots.free_bytes >= group.block_bytes:
+            count = min(FILLED_AT_ONCE, nbytes // group.block_bytes)
+            self.store(worker, self.keys(count))
+            nbytes -= count * group.block_bytes
+        return first
+
+    def lookup(self, scheduler: Session, lease: int, keys: bytes) -> None:
+        """Not measured."""
+        (fingerprint,) = scheduler.namespaces
+        self._answer(scheduler, codec.encode(m.Lookup(1, fingerprint, (1 << 32) + lease, [m.GroupKeys(0, keys)])))
+
+    def measure(self, call: Callable[[], Any], times: int = 1) -> Result:
+        """The turns of some calls."""
+        gc.collect()
+        gc.freeze()
+        self.turns = Turns()
+        for _ in range(times):
+            call()
+        ms = self.turns.ms
+        return {"longest": max(ms), "together": sum(ms), "turns": len(ms)}
+
+
+def name_of(number: int) -> bytes:
+    return number.to_bytes(4, "big").ljust(32, b"\1")
+
+
+class Waits:
+    """Tiers that want the blocks that were stored before all others written."""
+
+    def __init__(self, blocks: BlockIds) -> None:
+        self._waiting = np.zeros(int(blocks.max()) + 1, np.bool_)
+        self._waiting[blocks] = True
+
+    def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        return self._waiting[np.minimum(blocks, len(self._waiting) - 1)] & (blocks < len(self._waiting))
+
+    def find(self, lease: Any, groups: Any, states: list[bytes], again: bool) -> list[bytes]:
+        return states
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+def reset(pool_bytes: int) -> Result:
+    """A namespace with an eighth of a full pool is cleared, with leases on it; the first store of another follows."""
+    daemon = Daemon(pool_bytes)
+    operator = daemon.session(m.Role.ADMIN, b"")
+    other = daemon.session(m.Role.WORKER, name_of(0), SMALL)
+    daemon.fill(other, pool_bytes * 5 // 8)
+    scheduler = daemon.session(m.Role.SCHEDULER, name_of(1))
+    cleared = daemon.session(m.Role.WORKER, name_of(1))
+
+    first = daemon.fill(cleared)
+    for lease in range(1, 2001):
+        daemon.lookup(scheduler, lease, keys_of(first + 8 * lease, 8))
+
+    def clear() -> None:
+        frame = codec.encode(a.Clear(1, name_of(1)))
+        daemon.turns.take(lambda: daemon._answer(operator, frame))  # the store comes before the next step
+        daemon.store(other, daemon.keys(STORED))
+
+    return daemon.measure(clear)
+
+
+def _at_its_quota(pool_bytes: int) -> tuple[Daemon, Session, Session, int]:
+    """A namespace that has its quota, an eighth of a full pool; others' blocks come first in the order."""
+    daemon = Daemon(pool_bytes)
+    other = daemon.session(m.Role.WORKER, name_of(0))
+    daemon.fill(other, pool_bytes * 7 // 8)
+    scheduler, worker = daemon.session(m.Role.SCHEDULER, name_of(1)), daemon.session(m.Role.WORKER, name_of(1))
+    first = daemon.fill(worker)
+    daemon.cache.quotas[name_of(1)] = pool_bytes // 8
+    return daemon, scheduler, worker, first
+
+
+def quota(pool_bytes: int) -> Result:
+    """A store of a namespace at its quota, others' blocks first in the order."""
+    daemon, _, worker, _ = _at_its_quota(pool_bytes)
+    return daemon.measure(lambda: daemon.store(worker, daemon.keys(STORED)), STORES)
+
+
+def leased(pool_bytes: int) -> Result:
+    """The same, while nearly all of its own blocks are leased."""
+    daemon, scheduler, worker, first = _at_its_quota(pool_bytes)
+    count = daemon._next_key - first - STORED * (STORES + 2)
+    for lease, at in enumerate(range(0, count, STORED)):
+        daemon.lookup(scheduler, lease + 1, keys_of(first + at, min(STORED, count - at)))
+    return daemon.measure(lambda: daemon.store(worker, daemon.keys(STORED)), STORES)
+
+
+def over_quota(pool_bytes: int) -> Result:
+    """A store of a namespace whose quota was lowered to half of what it has."""
+    daemon, _, worker, _ = _at_its_quota(pool_bytes)
+    daemon.cache.quotas[name_of(1)] //= 2
+    return daemon.measure(lambda: daemon.store(worker, daemon.keys(STORED)), STORES)
+
+
+def waiting(pool_bytes: int) -> Result:
+    """A store of one block in a full pool, while all blocks wait for a disk."""
+    daemon = Daemon(pool_bytes)
+    worker = daemon.session(m.Role.WORKER, name_of(0))
+    daemon.fill(worker)
+    daemon.cache.tiers = Waits(np.flatnonzero(daemon.cache.blocks.state).astype(np.uint32))  # type: ignore[assignment]
+    return daemon.measure(lambda: daemon.store(worker, daemon.keys(1)), STORES)
+
+
+def listing(pool_bytes: int) -> Result:
+    """Each page of a listing of a namespace that has half of the pool."""
+    daemon = Daemon(pool_bytes)
+    operator, worker = daemon.session(m.Role.ADMIN, b""), daemon.session(m.Role.WORKER, name_of(0))
+    daemon.fill(worker, pool_bytes // 2)
+
+    def list_some() -> None:
+        position = 0
+        for _ in range(32):
+            reply = daemon.ask(operator, a.ListBlocks(1, name_of(0), 0, position, limit=4096))
+            assert isinstance(reply, a.BlocksListed)
+            if not (position := reply.next_position):
+                break
+
+    return daemon.measure(list_some)
+
+
+def session_end(pool_bytes: int) -> Result:
+    """A session ends that has 16,000 leases of 16 blocks each, while another one has as many."""
+    daemon = Daemon(pool_bytes)
+    worker = daemon.session(m.Role.WORKER, name_of(0))
+    first = daemon.fill(worker, pool_bytes // 2)
+    scheduler, staying = (daemon.session(m.Role.SCHEDULER, name_of(0)) for _ in range(2))
+    for lease in range(1, 16_001):
+        for number, session in enumerate((scheduler, staying)):
+            daemon.lookup(session, lease + (number << 20), keys_of(first + 16 * lease, 16))
+
+    def end() -> None:
+        daemon.turns.take(lambda: daemon.service.sessions.end(scheduler, lambda: None))
+        daemon.settle()
+
+    return daemon.measure(end)
+
+
+def two_sizes(pool_bytes: int) -> Result:
+    """A store of 4,096 keys in a full pool, of the size that has the later half of it."""
+    daemon = Daemon(pool_bytes)
+    small, large = daemon.session(m.Role.WORKER, name_of(0), SMALL), daemon.session(m.Role.WORKER, name_of(1))
+    while daemon.pool.slots.free_bytes >= LARGE:  # mixed in the order of use
+        daemon.fill(small, 64 * SMALL)
+        daemon.fill(large, 32 * LARGE)
+    return daemon.measure(lambda: daemon.store(large, daemon.keys(4096)), STORES)
+
+
+def large_store(pool_bytes: int) -> Result:
+    """A store of 8,192 blocks in a full pool."""
+    daemon = Daemon(pool_bytes)
+    worker = daemon.session(m.Role.WORKER, name_of(0))
+    daemon.fill(worker)
+    return daemon.measure(lambda: daemon.store(worker, daemon.keys(ENGINE_BLOCKS)), STORES)
+
+
+def _with_namespaces(pool_bytes: int, count: int) -> Daemon:
+    """So many namespaces, which have blocks and have counted something."""
+    daemon = Daemon(pool_bytes)
+    for number in range(count):
+        facts = json.dumps({"model": os.urandom(DESCRIPTION_BYTES // 2).hex()})
+        worker = daemon.session(m.Role.WORKER, name_of(number), facts=facts)
+        scheduler = daemon.session(m.Role.SCHEDULER, name_of(number))
+        daemon.store(worker, daemon.keys(2))
+        daemon.lookup(scheduler, 1, daemon.keys(2))
+        counters = daemon.cache.namespaces[name_of(number)].counters
+        for name in COUNTED:
+            setattr(counters, name, 1 + getattr(counters, name))
+        counters.misses.update(MissReason)
+        for session in (worker, scheduler):
+            daemon.service.sessions.end(session, lambda: None)
+    daemon.service.traffic.total()
+    return daemon
+
+
+def stats(pool_bytes: int) -> Result:
+    """Stats, with 1,024 namespaces, of which 16 have counted something since the last time."""
+    daemon = _with_namespaces(pool_bytes, 1023)
+    operator = daemon.session(m.Role.ADMIN, b"")
+
+    def ask() -> None:
+        for namespace in list(daemon.cache.namespaces.values())[:ENGINES]:
+            namespace.counters.lookups += 1
+        daemon.ask(operator, Stats(1))
+
+    ask()  # which namespaces have a row is chosen once
+    return daemon.measure(ask, STORES)
+
+
+def opening(pool_bytes: int) -> Result:
+    """A namespace is opened, registered in, and stored to, with 1,023 known."""
+    daemon = _with_namespaces(pool_bytes, 1020)
+    numbers = itertools.count(2000)
+    return daemon.measure(
+        lambda: daemon.store(daemon.session(m.Role.WORKER, name_of(next(numbers))), daemon.keys(1)), 4
+    )
+
+
+CASES = {
+    one.__name__: one
+    for one in (reset, quota, leased, over_quota, waiting, listing, session_end, two_sizes, large_store, stats, opening)
+}
+
+
+def child(case: str, pool: str = POOL) -> Result:
+    """What a case finds in a process of its own."""
+    command = [sys.executable, "-m", "tests.bench.loop", "--inside", case, "--pool", pool]
+    found: Result = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+    return {"case": case, **found}
+
+
+def page(results: Sequence[Result]) -> str:
+    rows = [[one["case"], f"{one['longest']:.1f}", f"{one['together']:.1f}", str(one["turns"])] for one in results]
+    text = f"The longest turn of the loop, in milliseconds of CPU; at most {LONGEST_MS:g} is promised."
+    whats = "\n".join(f"* `{name}`: {case.__doc__}" for name, case in CASES.items())
+    return "\n\n".join([text, markdown_table([["case", "longest turn", "all turns", "turns"], *rows]), whats])
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make bench ARGS=loop", description=__doc__)
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; all of them if none is given")
+    parser.add_argument("--pool", default=POOL, help=f"size of the pool in TiB or GiB (default {POOL})")
+    parser.add_argument("--inside", choices=CASES, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.inside:
+        pool_bytes = int(given.pool[:-3]) * {"TiB": 1 << 40, "GiB": 1 << 30}[given.pool[-3:]]
+        print(json.dumps(CASES[given.inside](pool_bytes)))
+        return 0
+    found = []
+    for case in given.cases or CASES:
+        print(f"measuring: {case}", file=sys.stderr, flush=True)
+        found.append(child(case, given.pool))
+    facts = run_facts(f"make bench ARGS='{' '.join(['loop', *arguments])}'")
+    print_report("How long single turns keep the loop", facts, page(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
