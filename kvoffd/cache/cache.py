@@ -77,7 +77,7 @@ LOOKED_AT_ONCE = 4096
 """Slots of which one step looks whether they were compared with their checksums."""
 SWEPT_AT_ONCE, ENDED_AT_ONCE = 1024, 1024
 """Slots of what was reset that one step frees, and leases whose blocks one step lets go."""
-MAX_OVER_QUOTA = 2048
+MAX_OVER_QUOTA = 1024
 """Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its quota."""
 PARTIAL_GRACE_S = 2.0
 """Partial blocks that are older go first when space is wanted."""
@@ -275,7 +275,7 @@ class Cache:
             self._retire(group)
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
         self._partial = {block: since for block, since in self._partial.items() if not self._of_block(block).dead}
-        self._end(list(namespace.leases))
+        self._end(self._alive(namespace.leases))
         self._save()
         if tiers is not None:
             dropped += tiers.forget_all(namespace)
@@ -571,13 +571,18 @@ class Cache:
 
     def end_session(self, session: int) -> int:
         """End all leases of a session that is gone. Returns how many."""
-        return self._end([one for one in self.leases_of(session).leases if self.leases.get(one.lease_id) is one])
+        return self._end(self._alive(self.leases_of(session).leases))
+
+    def _alive(self, leases: Iterable[Lease]) -> list[Lease]:
+        """Those of the leases that have not ended."""
+        if not self._ended:
+            return list(leases)
+        return [lease for lease in leases if self.leases.get(lease.lease_id) is lease]
 
     def _end(self, leases: Sequence[Lease]) -> int:
         """End leases. Where they are many, ``background`` lets go what they hold."""
         for lease in leases:
             del self.leases[lease.lease_id]
-            del lease.namespace.leases[lease]
         self._ended.extend(leases)
         if len(self._ended) <= self.ended_at_once:
             self._let_go()
@@ -587,7 +592,7 @@ class Cache:
         some = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
         for lease in some:
             held = self.held[lease.session]
-            del held.leases[lease]
+            del held.leases[lease], lease.namespace.leases[lease]
             held.keys -= len(lease.blocks)
             held.nbytes -= lease.nbytes
             if not held.leases:

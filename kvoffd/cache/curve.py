@@ -44,7 +44,7 @@ class HitRatioCurve:
             raise MemoryError
         self._free = weakref.finalize(self, self._native.curve_free, self._at)
         self._clock = clock
-        self._halved_at = clock()
+        self.halved_at = clock()
         self._rows = np.zeros((1, _ROW))
         """What was counted: first of namespaces that were forgotten, then of each; and unused ones."""
         self._row_of: dict[Namespace, int] = {}
@@ -80,8 +80,8 @@ class HitRatioCurve:
 
     def tick(self) -> None:
         """Have what is old weigh less."""
-        if self._clock() - self._halved_at >= HALVED_EVERY_S:
-            self._halved_at = self._clock()
+        if self._clock() - self.halved_at >= HALVED_EVERY_S:
+            self.halved_at = self._clock()
             self._rows *= 0.5
 
     def namespace_forgotten(self, namespace: Namespace) -> None:

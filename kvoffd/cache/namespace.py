@@ -146,7 +146,7 @@ class Namespace:
         self.bytes_in = dict.fromkeys(WITH_SLOTS, 0)
         """By state, the pool bytes of its blocks."""
         self.leases: dict[Lease, None] = {}
-        """Those that can be used."""
+        """Those that hold blocks of it."""
         self.nodes: dict[int, int | None] = {}
         """By rank, the NUMA node of its slots."""
         self.shard_bytes: list[tuple[int, ...] | None] = [None] * world_size

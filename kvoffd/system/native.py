@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 11
+VERSION = 12
 """Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
 changes: an old library would read wrong memory."""
 
@@ -106,6 +106,9 @@ class Native:
             self.disk_close = with_gil("disk_close", None, address)
             self.disk_find = with_gil("disk_find", None, address, *keys, address)
             self.disk_remove = with_gil("disk_remove", None, address, *some)
+            of_answers = address, number, text, number, text, number, number, address, address
+            self.answers_find = with_gil("answers_find", None, *of_answers)
+            self.answers_note = with_gil("answers_note", None, *of_answers)
             self.blocks_note = with_gil("blocks_note", None, address, *keys, number)
             self.blocks_count = with_gil("blocks_count", None, address, *keys, text)
             self.queues_new = with_gil("queues_new", address, number, number, text)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, repeat
+from operator import mul, not_
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +37,8 @@ LOGGED_S = 600.0
 MOST_LOGGED = 1024
 """Kinds of errors of tiers, each of every server, of which it is known when they were logged."""
 
+_IS = tuple(bytes(one == state for one in range(256)) for state in (ABSENT, PRESENT, ASKED))
+"""For ``translate``: 1 where a tier's answer is this one."""
 SETTLED = bytes([READY, *COMING])
 """States of keys that are there, or will be, without anything to be done about it."""
 
@@ -76,13 +80,14 @@ class _Range:
             for tier in source.tiers:
                 if not self.left:
                     return
-                found = tier.find(self.group, [self.keys[at] for at in self.left], prefix=prefix)
+                every = len(self.left) == len(self.keys)
+                keys = self.keys if every else list(map(self.keys.__getitem__, self.left))
+                found = tier.find(self.group, keys, prefix=prefix)
                 if any(found):
-                    answers = list(zip(self.left, found, strict=True))
-                    both = source, tier
-                    self.left = [at for at, one in answers if one == ABSENT]
-                    self.asked += [at for at, one in answers if one == ASKED]
-                    self.there.update([(at, both) for at, one in answers if one == PRESENT])
+                    absent, present, asked = (compress(self.left, found.translate(one)) for one in _IS)
+                    self.there.update(dict.fromkeys(present, (source, tier)))
+                    self.asked += asked
+                    self.left = list(absent)
 
 
 class Tiering:
@@ -114,7 +119,7 @@ class Tiering:
         """In the same order."""
         self._add([], settings, shared=False)
         self._answers_due = 0.0
-        self._uncounted: dict[Namespace, Counter[tuple[int, bytes]]] = {}
+        self._uncounted: dict[Namespace, defaultdict[int, Counter[bytes]]] = {}
         """By tag and key that is being asked for: lookups that got that answer and have not counted it yet."""
         self._awaits: dict[Lease, dict[Fill, None]] = {}
         """What comes up for each lease."""
@@ -207,7 +212,8 @@ class Tiering:
             some.left += every
         some.look(lookup.sources, prefix=True)
         end = min([end, *some.left[:1]])
-        some.asked = [at for at in some.asked if at < end]
+        if end < len(some.keys):
+            some.asked = [at for at in some.asked if at < end]
         self._mark_asked(lookup, some)
         places = set(some.there)
         if some.coming:
@@ -237,14 +243,17 @@ class Tiering:
             self._request(lookup, some, [at for at in window if some.states[at] not in SETTLED])
 
     def _mark_asked(self, lookup: _Lookup, some: _Range) -> None:
-        lookup.lease.asking += len(some.asked)
-        for at in some.asked:
+        lookup.lease.asking += (count := len(some.asked))
+        if count == len(some.keys):
+            some.states[:] = bytes([SHARED]) * count
+        for at in some.asked if count < len(some.keys) else ():
             some.states[at] = SHARED
         if some.asked:
             self._answers_due = self._clock() + ANSWER_S
             if not lookup.again:
-                names = [(some.group.tag, some.keys[at]) for at in some.asked]
-                self._uncounted.setdefault(lookup.namespace, Counter()).update(names)
+                uncounted = self._uncounted.setdefault(lookup.namespace, defaultdict(Counter))
+                every = count == len(some.keys)
+                uncounted[some.group.tag].update(some.keys if every else map(some.keys.__getitem__, some.asked))
 
     def _request(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> None:
         """Request keys that are there or come, up to the first that cannot come up, and mark them."""
@@ -419,18 +428,18 @@ class Tiering:
     def answered(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Count what lookups answered with as being asked for."""
         namespace = self._cache.namespaces.get(block_group.fingerprint)
-        if namespace is None or not (uncounted := self._uncounted.get(namespace)):
+        if namespace is None or block_group.tag not in (by_tag := self._uncounted.get(namespace, {})):
             return
-        lookups = [uncounted.pop((block_group.tag, key), 0) for key in keys]
+        uncounted = by_tag[block_group.tag]
+        lookups = list(map(uncounted.pop, keys, repeat(0)))
+        if not uncounted:
+            del by_tag[block_group.tag]
         if not any(lookups):
             return
-        absent: list[bytes] = []
-        for key, count, there in zip(keys, lookups, found, strict=True):
-            if there and namespace.generation == block_group.generation:
-                namespace.counters.found_shared += count
-            else:
-                absent += [key] * count
-        self._cache.count_misses(namespace, block_group.number, b"".join(absent))
+        if namespace.generation == block_group.generation:
+            namespace.counters.found_shared += sum(compress(lookups, found))
+            lookups = list(map(mul, lookups, map(not_, found)))
+        self._cache.count_misses(namespace, block_group.number, b"".join(map(mul, keys, lookups)))
 
     def _forget_fills(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):
