@@ -428,7 +428,7 @@ class Tiering:
     def answered(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Count what lookups answered with as being asked for."""
         namespace = self._cache.namespaces.get(block_group.fingerprint)
-        if namespace is None or block_group.tag not in (by_tag := self._uncounted.get(namespace, {})):
+        if namespace is None or (by_tag := self._uncounted.get(namespace)) is None:
             return
         uncounted = by_tag[block_group.tag]
         lookups = list(map(uncounted.pop, keys, repeat(0)))
