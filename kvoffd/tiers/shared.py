@@ -230,7 +230,7 @@ BlockWork: TypeAlias = ObjectRead | ObjectWrite | Removal
 
 
 class Answers:
-    """What a store said of keys by the tags of their groups, and when. For a new answer the oldest of a few goes."""
+    """Answers of a store by tag and key, each with a time. A new one replaces the oldest of ``WINDOW`` neighbours."""
 
     def __init__(self) -> None:
         self._native, self._places = native(), MOST_ANSWERS
@@ -300,7 +300,7 @@ class SharedTier(Tier):
         self._clock = clock
         self.post = post
         self._answers = Answers()
-        """What was answered and when, or ASKED; of ABSENT until when it is taken for true."""
+        """Each with the time when it was given, or asked for; ABSENT with the time until which it is taken for true."""
         self._refused: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         """Keys that are ABSENT until then, whatever is answered."""
         self._generations = dict(generations or {})
@@ -394,7 +394,7 @@ class SharedTier(Tier):
         return bytearray(states)
 
     def _are_believed(self, tag: int, keys: Sequence[bytes]) -> list[bool]:
-        """Of each key, whether it was there so lately that it is not offered again, and that a read is tried."""
+        """Whether each key was there so lately that it is not offered again, and that a read is tried."""
         states, at = self._answers.find(tag, keys)
         believed: list[bool] = ((states == PRESENT) & (self._clock() < at + self._store.believed_s)).tolist()
         return believed
