@@ -10,7 +10,7 @@ import ctypes
 import os
 import weakref
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -43,6 +43,8 @@ SHARD_STATE, UNVERIFIED, CORRUPT = 3, 4, 8
 """Bits of ``shard``: its state; its bytes are not compared yet, or have no checksum yet; they are wrong."""
 MAX_SEEN = 8192
 """Blocks that one search for those of a group that may go looks at: about a millisecond."""
+FOUND = 255
+"""In place of a ``MissReason``: the key was found."""
 KNOWN_MISSES = 2**19
 """Keys of which it is known why they left, 8 bytes each. A key replaces one at random."""
 
@@ -73,8 +75,8 @@ class Found(NamedTuple):
     """Of the READY blocks that nothing pinned before, if they were pinned."""
     run: int
     """Keys before the first that is not READY."""
-    misses: Sequence[int]
-    """By ``MissReason``, keys that are not READY."""
+    reasons: bytes
+    """By key: the ``MissReason``, or FOUND."""
 
 
 class BlockTable(Structure):
@@ -121,8 +123,8 @@ class BlockTable(Structure):
         lists = self.next, self.pages, self._older, self._newer, self._misses
         arrays = self.state, self.shard, self.pins, self.missing, self.group, *lists
         self._native = native()
-        self._counts = array("Q", bytes(8 * 18))
-        """The most that C writes there: ``struct found`` of blocks.c."""
+        self._counts = array("Q", bytes(8 * 3))
+        """The most that C writes there: ``struct released`` of blocks.c."""
         self.at_records = records.ctypes.data
         self.at_state, self.at_shard, self.at_pins, self.at_missing = (one.ctypes.data for one in arrays[:4])
         self.at_group, self.at_next, self.at_pages, self.at_older, self.at_newer, self.at_misses = (
@@ -164,9 +166,9 @@ class BlockTable(Structure):
         count, pinned_bytes = len(keys) // key_bytes, self.pinned_bytes
         self._fit(count)
         self._native.blocks_lookup(self.address, group, keys, count, key_bytes, pin)
-        ready, run, *misses = self._counts
-        states, blocks = self._bytes[:count].tobytes(), self._numbers[:ready].copy()
-        return Found(states, blocks, self.pinned_bytes - pinned_bytes, run, misses)
+        ready, run = self._counts[:2]
+        states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
+        return Found(states, self._numbers[:ready].copy(), self.pinned_bytes - pinned_bytes, run, reasons)
 
     def plan(
         self, group: int, keys: bytes, key_bytes: int, rank: int, first_blocks: Mapping[int, int]
@@ -369,10 +371,12 @@ class BlockTable(Structure):
         """These keys are not there from now on, for this reason, 1 to 15."""
         self._native.blocks_note(self.address, group, keys, len(keys) // key_bytes, key_bytes, reason)
 
-    def count_misses(self, group: int, keys: bytes, key_bytes: int, states: bytes) -> Sequence[int]:
-        """For each reason, 0 where it is not known, for which keys whose state is FREE are not there: how many."""
-        self._native.blocks_count(self.address, group, keys, len(states), key_bytes, states)
-        return self._counts[:16]
+    def miss_reasons(self, group: int, keys: bytes, key_bytes: int) -> bytes:
+        """Return the ``MissReason`` of each key, as far as it is known."""
+        count = len(keys) // key_bytes
+        self._fit(count)
+        self._native.blocks_reasons(self.address, group, keys, count, key_bytes)
+        return self._bytes[:count].tobytes()
 
 
 def packed(numbers: npt.NDArray[np.uint32]) -> bytes:

@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 /* Of everything that C and Python share: system/native.py has it too, and refuses another one. */
-const uint32_t kvoffd_version = 11;
+const uint32_t kvoffd_version = 12;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
@@ -18,6 +18,7 @@ const uint32_t kvoffd_version = 11;
 enum { MISSES = 1 << 19 /* KNOWN_MISSES of block_table.py */ };
 #define REASON 15ULL
 enum { PARTIAL = 3 }; /* of MissReason in namespace.py: a shard is missing */
+enum { FOUND = 255 /* of block_table.py */ };
 
 static void set_record(uint8_t *record, uint64_t state)
 {
@@ -119,16 +120,18 @@ static uint64_t reason_of(const struct blocks *x, uint64_t hashed)
     return (there ^ hashed) & ~REASON ? 0 : there & REASON;
 }
 
-/* What a lookup found: READY keys, those of them before the first that is not; and the others by reason. */
+/* Result of a lookup: the number of READY keys, and of those before the first key that is not READY. */
 struct found {
-    uint64_t ready, run, misses[REASON + 1];
+    uint64_t ready, run;
 };
 
-/* Looks keys up: finds their states, and the blocks of those that are READY, which are pinned if `pins`. */
+/* Looks keys up: finds their states, after these the reasons why they are not READY, and the blocks of those that are, which
+ * are pinned if `pins`. */
 void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                           uint32_t pins)
 {
     struct found *found = (struct found *)x->counts;
+    uint8_t *reasons = x->bytes + count;
     uint64_t hashed[TOGETHER];
     uint32_t blocks[TOGETHER];
 
@@ -140,12 +143,13 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
             __builtin_prefetch(blocks[i] == NONE ? (void *)&x->misses[hashed[i] & (MISSES - 1)] : &x->pins[blocks[i]]);
         for (uint64_t i = 0; i < together; i++) {
             if (x->bytes[begin + i] == READY) {
+                reasons[begin + i] = FOUND;
                 found->run += found->ready == begin + i;
                 x->numbers[found->ready++] = blocks[i];
                 if (pins)
                     pin(x, blocks[i]);
             } else
-                found->misses[blocks[i] == NONE ? reason_of(x, hashed[i]) : PARTIAL]++;
+                reasons[begin + i] = blocks[i] == NONE ? reason_of(x, hashed[i]) : PARTIAL;
         }
     }
 }
@@ -673,12 +677,9 @@ void kvoffd_blocks_note(const struct blocks *x, uint32_t group, const uint8_t *k
         note(x, hash(x, group, keys + i * key_bytes, key_bytes), reason);
 }
 
-/* Counts by reason the keys whose state is 0; those of which nothing is noted under the first. */
-void kvoffd_blocks_count(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                         const uint8_t *states)
+/* Finds the reason why each key left, 0 where nothing is noted. */
+void kvoffd_blocks_reasons(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
-    memset(x->counts, 0, (REASON + 1) * sizeof *x->counts);
     for (uint64_t i = 0; i < count; i++)
-        if (!states[i])
-            x->counts[reason_of(x, hash(x, group, keys + i * key_bytes, key_bytes))]++;
+        x->bytes[i] = reason_of(x, hash(x, group, keys + i * key_bytes, key_bytes));
 }

@@ -27,9 +27,11 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import msgpack
 
+from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome, UnreportedPrompts, count_prompt
 from kvoffd.cache.block_table import (
     CORRUPT,
     DROPPED,
+    FOUND,
     FREE,
     NO_BLOCK,
     READY,
@@ -68,7 +70,7 @@ from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import Deflated, SlotTable
 from kvoffd_proto.admin import BlockInfo, ShardSpec
-from kvoffd_proto.messages import ABSENT, KeyState
+from kvoffd_proto.messages import ABSENT, PENDING, SHARED, KeyState
 
 logger = logging.getLogger(__name__)
 # np.unique is called nowhere here: it imports numpy.ma at its first call, for 20 ms.
@@ -89,7 +91,7 @@ RECOVERED_AT_ONCE = 4096
 """Recovered blocks of which those of one group are entered together: about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
-_REASONS, _KEY_STATES = list(MissReason), {int(state): state for state in KeyState}
+_KEY_STATES = {int(state): state for state in KeyState}
 _LACKING = bytes([Verdict.LACKING])
 
 
@@ -135,6 +137,8 @@ class Cache:
         """Slots that an earlier daemon wrote and nobody has checked, or whose checksum is still to be taken."""
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
         """``note_requests`` passes each request on to them, after the policy."""
+        self.on_counted: Callable[[Chain, int], None] = lambda chain, own: None
+        """Called for each chain when it is counted, with the number of leading keys that the engine had itself."""
         self._events, self._clock = events, clock
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
         self._max_leased_keys, self.most_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
@@ -155,8 +159,9 @@ class Cache:
         self._victims = Victims(slots, self.blocks, policy, self._groups, self._waiting)
         self._partial: dict[int, float] = {}
         """Blocks that lack a shard which nobody writes, and since when."""
-        self._requested: deque[tuple[Namespace, list[Chain]]] = deque()
-        """What was asked for, oldest first, until ``note_requests``."""
+        self._requested: deque[tuple[Namespace, list[Chain], bool]] = deque()
+        """What was asked for and whether its outcome is reported, oldest first, until ``note_requests``."""
+        self._unreported = UnreportedPrompts()
         self._some_left = False
         """READY blocks left the index since then."""
         self.swept_at_once, self.ended_at_once = SWEPT_AT_ONCE, ENDED_AT_ONCE
@@ -367,12 +372,20 @@ class Cache:
         groups: Sequence[tuple[int, bytes]],
         *,
         again: bool = False,
+        reported: bool = False,
     ) -> tuple[list[bytes], int]:
-        """The state of each key, and how many blocks the lease has. READY ones are pinned under it.
+        """Return the state of each key, and the number of the lease's blocks. READY blocks are pinned under it.
 
-        What a tier has is requested from it, and PENDING. ``again``: the request was counted before. Where leases may
-        not pin so much, each group's last READY keys are called ABSENT. Raises BadGeometry, BadKeys; UnknownLease where
-        the lease is another session's or namespace's.
+        What a tier has is requested from it, and PENDING. Beyond the limit of leases the last READY keys of each group
+        are reported as ABSENT.
+
+        Args:
+            again: the request was counted before.
+            reported: its keys are counted by ``count_prompt``.
+
+        Raises:
+            BadGeometry, BadKeys
+            UnknownLease: the lease belongs to another session or namespace.
         """
         lease = self.leases.get(lease_id)
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
@@ -384,23 +397,24 @@ class Cache:
         is_new = lease is None
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
+            lease.counts = not (again or reported)
         lease.asking = 0
         for index, keys in groups if self._dead else ():
             self._note_reset(current[index], keys)
         found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]
         ready = found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
         states = [one.states for one in found]
+        asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         if self.tiers is not None and len(ready) < sum(map(len, states)):
             try:
-                shown = self.tiers.find(lease, groups, states, again)
+                shown = self.tiers.find(lease, groups, states, asked)
             except BaseException:
                 if is_new:
                     self.unpin(ready)
                     self.tiers.lease_ended(lease)
                 raise
             if shown is not states:
-                every = zip(groups, found, shown, strict=True)
-                found = [self._coming(current[index], keys, one, shows) for (index, keys), one, shows in every]
+                found = [_coming(one, shows) for one, shows in zip(found, shown, strict=True)]
         held = self.held.get(session) or Held()
         if is_new and (ready.size or lease.coming):
             self.leases[lease_id], self.held[session] = lease, held
@@ -425,22 +439,24 @@ class Cache:
             self._note_held(lease, held, fresh, loose_bytes)
             if not lease.blocks.size and not lease.coming:  # it may pin nothing
                 self._end([lease])
-        if not again:
+        if asked is not None:
             counters, tokens, chains = namespace.counters, 0, []
             counters.lookups += 1
-            for (index, keys), one in zip(groups, found, strict=True):
+            for (index, keys), one, counted in zip(groups, found, asked, strict=True):
                 group = current[index]
                 counters.keys_asked += len(one.states)
                 counters.keys_ready += len(one.ready)
                 counters.prefix_keys_ready += one.run
                 tokens = max(tokens, len(one.states) * group.tokens)
-                if len(one.ready) < len(one.states):
-                    self._count_missing(namespace, one.misses)
+                counted.found(chain := Chain(group, keys, one.ready, one.run), one.reasons)
                 if group.sizes:
-                    chains.append(Chain(group, keys, one.ready, one.run))
+                    chains.append(chain)
             counters.asked_tokens += tokens
+            if reported:
+                for prompt in self._unreported.add(session, lease_id, asked):
+                    self._count_prompt(prompt, None)
             if chains:
-                self._requested.append((namespace, chains))
+                self._requested.append((namespace, chains, reported))
                 if len(self._requested) > MAX_REQUESTS_TO_NOTE:
                     self._note_request()
         return [one.states for one in found], len(lease.blocks)
@@ -484,38 +500,25 @@ class Cache:
         """What a session has leased."""
         return self.held.get(session) or Held()
 
-    def _coming(self, group: Group, keys: bytes, found: Found, states: bytes) -> Found:
-        """What a lookup found, where tiers bring some of it up: that is no miss yet."""
-        if states == found.states:
-            return found
-        covered = np.maximum(np.frombuffer(found.states, np.uint8), np.frombuffer(states, np.uint8)).tobytes()
-        misses = list(self.blocks.count_misses(group.number, keys, group.key_bytes, covered))
-        misses[MissReason.PARTIAL] += states.count(WRITING)
-        return found._replace(states=states, misses=misses)
+    def count_prompt(self, session: int, lease_id: int, outcome: PromptOutcome) -> None:
+        """Count the keys of a prompt whose engine reports what it did with it. Counted ones are not counted again."""
+        self._count_prompt(self._unreported.take(session, lease_id), outcome)
 
-    def _count_missing(self, namespace: Namespace, misses: Sequence[int]) -> None:
-        """Count keys by the number of the reason for which they are not there."""
-        for reason, count in enumerate(misses):
-            if count:
-                namespace.counters.misses[_REASONS[reason]] += count
-
-    def count_misses(self, namespace: Namespace, group: int, keys: bytes) -> None:
-        """Count keys as missed, of which a lookup could not tell whether they would come."""
-        states = bytes(len(keys) // namespace.key_bytes)
-        known = self.group(namespace, group)
-        self._note_reset(known, keys)
-        self._count_missing(namespace, self.blocks.count_misses(known.number, keys, namespace.key_bytes, states))
+    def _count_prompt(self, parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> None:
+        for chain, own in count_prompt(parts, outcome):
+            if chain.group.sizes and not (chain.group.dead or chain.group.namespace.of_bench):
+                self.on_counted(chain, own)
 
     def note_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
         """These keys are not there from now on, for this reason."""
         self.blocks.note_misses(self.group(namespace, group).number, keys, namespace.key_bytes, reason)
 
-    def reason_of(self, namespace: Namespace, group: int, key: bytes) -> MissReason:
-        """Why a key was not there when it was asked for, as far as is known; it may have been stored since."""
+    def reasons_of(self, namespace: Namespace, group: int, keys: bytes) -> list[MissReason]:
+        """Return why keys were not there when they were asked for, as far as is known; they may have been stored
+        since."""
         known = self.group(namespace, group)
-        self._note_reset(known, key)
-        counts = self.blocks.count_misses(known.number, key, namespace.key_bytes, bytes(1))
-        return _REASONS[counts.index(1)]
+        self._note_reset(known, keys)
+        return list(map(MissReason, self.blocks.miss_reasons(known.number, keys, namespace.key_bytes)))
 
     def _note_reset(self, group: Group, keys: bytes) -> None:
         """Note which of these keys were reset, as ``background`` does when it comes to their blocks."""
@@ -532,7 +535,7 @@ class Cache:
         self._some_left = False
 
     def _note_request(self) -> None:
-        namespace, found = self._requested.popleft()
+        namespace, found, reported = self._requested.popleft()
         chains, ready = [], []
         for chain in found:
             if not chain.group.dead:
@@ -545,32 +548,20 @@ class Cache:
             self.tiers.used(np.concatenate(ready))
         if chains and not namespace.of_bench:
             self.policy.requested(chains)
+            for chain in () if reported else chains:
+                self.on_counted(chain, 0)
             for tell in self.watchers:
                 tell(chains)
 
-    def release(
-        self,
-        session: int,
-        lease_ids: Iterable[int],
-        unused: MissReason | None = None,
-        not_awaited: MissReason | None = None,
-    ) -> int:
-        """End leases of a session; those that are not alive are no error. Returns how many ended.
-
-        ``unused``: why what they hold was not loaded, a miss then; ``not_awaited``: the same of what comes up.
-        """
+    def release(self, session: int, lease_ids: Iterable[int]) -> int:
+        """End leases of a session; those that are not alive are no error. Return the number of ended ones."""
         found = [self.leases.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
-        leases = [lease for lease in found if lease is not None and lease.session == session]
-        for lease in leases:
-            misses = lease.namespace.counters.misses
-            if unused is not None:
-                misses[unused] += 0 if lease.loaded else len(lease.blocks)
-            if not_awaited is not None:
-                misses[not_awaited] += lease.coming
-        return self._end(leases)
+        return self._end([lease for lease in found if lease is not None and lease.session == session])
 
     def end_session(self, session: int) -> int:
         """End all leases of a session that is gone. Returns how many."""
+        for prompt in self._unreported.take_all(session):
+            self._count_prompt(prompt, None)
         return self._end([one for one in self.leases_of(session).leases if self.leases.get(one.lease_id) is one])
 
     def _end(self, leases: Sequence[Lease]) -> int:
@@ -578,6 +569,8 @@ class Cache:
         for lease in leases:
             del self.leases[lease.lease_id]
             del lease.namespace.leases[lease]
+            if lease.counts and lease.blocks.size:
+                lease.namespace.counters.covered_keys += len(lease.blocks)
         self._ended.extend(leases)
         if len(self._ended) <= self.ended_at_once:
             self._let_go()
@@ -1243,7 +1236,18 @@ def _shortened(found: Found, held: BlockIds, part: float) -> Found:
     fresh = np.flatnonzero(~ready)
     ready[fresh[: int(fresh.size * part)]] = True
     states[np.flatnonzero(states == READY)[~ready]] = ABSENT
-    misses = list(found.misses)
-    misses[MissReason.LEASE_LIMIT] += len(ready) - int(ready.sum())
+    reasons = bytearray(found.reasons)
+    for at in np.flatnonzero(np.frombuffer(found.states, np.uint8) != states).tolist():
+        reasons[at] = MissReason.LEASE_LIMIT
     run = min(found.run, int(np.append(ready, False).argmin()))
-    return found._replace(states=states.tobytes(), ready=found.ready[ready], run=run, misses=misses)
+    return found._replace(states=states.tobytes(), ready=found.ready[ready], run=run, reasons=bytes(reasons))
+
+
+def _coming(found: Found, states: bytes) -> Found:
+    """Return a lookup's result with the states of keys that tiers bring up: these are not missed yet."""
+    if states == found.states:
+        return found
+    shown = np.frombuffer(states, np.uint8)
+    reasons = np.frombuffer(found.reasons, np.uint8).copy()
+    reasons[(shown == PENDING) | (shown == SHARED)] = FOUND
+    return found._replace(states=states, reasons=reasons.tobytes())

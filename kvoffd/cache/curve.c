@@ -246,16 +246,16 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
 }
 
 /* Note one chain of a request: `count` keys of `key_bytes`, of blocks of `bytes` and `tokens`. The request found the first
- * `run` of them. */
+ * `run` of them. The engine had the first `own` of them itself: these are used, but not counted. */
 void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, const uint8_t *keys, uint64_t count,
-                        uint64_t key_bytes, uint64_t bytes, uint64_t tokens, uint64_t run)
+                        uint64_t key_bytes, uint64_t bytes, uint64_t tokens, uint64_t run, uint64_t own)
 {
     uint64_t per = tokens > 1 && tokens < PIECE_TOKENS ? PIECE_TOKENS / tokens : 1; /* keys of a piece, at most */
     uint64_t used = 0, n = 1, pieces = MOST_SMALL + 2 * count / per, mask;
 
     if (!count) /* there may be no memory yet */
         return;
-    counts->found += run * tokens;
+    counts->found += (run > own ? run - own : 0) * tokens;
     if (pieces > count)
         pieces = count;
     if (pieces > c->room) {
@@ -278,7 +278,7 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
         const uint8_t *key = keys + first * key_bytes;
         struct use one = {.hash = hash_of(c, group, key, key_bytes)};
         uint32_t at;
-        double there;
+        double there, not_own;
 
         while (2 * longest <= per && PARTS * longest <= first)
             longest *= 2;
@@ -290,11 +290,12 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
         if (c->seen[place]) /* what comes twice counts once */
             continue;
         c->seen[place] = one.hash;
-        counts->total[one.kind] += (double)(tokens * n);
+        not_own = first >= own ? n : first + n > own ? first + n - own : 0;
+        counts->total[one.kind] += tokens * not_own;
         if (!is_sampled(c, one.kind, one.hash))
             continue;
         one.last = n > 1 ? hash_of(c, group, key + (n - 1) * key_bytes, key_bytes) : one.hash;
-        counts->sampled[one.kind] += tokens * (double)n * scale(c->halvings[one.kind]);
+        counts->sampled[one.kind] += tokens * not_own * scale(c->halvings[one.kind]);
         if ((at = find(c, one.hash)) != NONE) {
             const struct piece *known = &c->pieces[at];
             if (known->keys < n) /* it has grown, or is another one from somewhere in the middle */
@@ -303,7 +304,8 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
                             : known->keys / 2.0;
             else
                 there = known->keys == n && known->last != one.last ? n / 2.0 : n;
-            counts->hits[one.kind][known->segment] += tokens * there * scale(c->halvings[one.kind]);
+            there -= n - not_own;
+            counts->hits[one.kind][known->segment] += tokens * (there > 0 ? there : 0) * scale(c->halvings[one.kind]);
         }
         c->uses[used++] = one;
     }

@@ -59,16 +59,15 @@ class HitRatioCurve:
         """Bytes of the different blocks that were asked for lately, up to the largest size, about."""
         return int(ctypes.c_double.from_address(self._at + 8).value)
 
-    def requested(self, chains: Sequence[Chain]) -> None:
-        """Note a request."""
-        for chain in chains:
-            group, keys, size = chain.group, chain.keys, chain.group.key_bytes
-            if (row := self._row_of.get(group.namespace)) is None:
-                row = self._new_row(group.namespace)
-            tokens, row_at = group.tokens or UNKNOWN_TOKENS, self._rows_at + row * 8 * _ROW
-            self._native.curve_asked(
-                self._at, row_at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run
-            )
+    def requested(self, chain: Chain, own: int = 0) -> None:
+        """Record a chain that was looked up. The engine had the first ``own`` keys itself: these are not counted."""
+        group, keys, size = chain.group, chain.keys, chain.group.key_bytes
+        if (row := self._row_of.get(group.namespace)) is None:
+            row = self._new_row(group.namespace)
+        tokens, row_at = group.tokens or UNKNOWN_TOKENS, self._rows_at + row * 8 * _ROW
+        self._native.curve_asked(
+            self._at, row_at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run, own
+        )
 
     def _new_row(self, namespace: Namespace) -> int:
         if not self._unused:

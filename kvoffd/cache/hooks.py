@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease, LoadTicket
@@ -53,9 +54,18 @@ class CacheListener(Protocol):
 class TierHooks(Protocol):
     """Looks after the tiers below the pool. Called in the middle of a change: it must not change the cache."""
 
-    def find(self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], again: bool) -> list[bytes]:
-        """The states that a lookup answers with: PENDING or SHARED for FREE keys that come from a tier, whose number is
-        noted in the lease. The same list where no tier can be asked."""
+    def find(
+        self,
+        lease: Lease,
+        groups: Sequence[tuple[int, bytes]],
+        states: list[bytes],
+        asked: Sequence[AskedKeys] | None,
+    ) -> list[bytes]:
+        """Return the states that a lookup answers with: PENDING or SHARED for FREE keys that come from a tier, whose
+        number is set in the lease. Return ``states`` itself if no tier can be asked.
+
+        ``asked``: by group, where keys that do not come are counted as missed; None if they were counted before.
+        """
 
     def lease_ended(self, lease: Lease) -> None:
         """What lookups under this lease waited for need not come up for it."""

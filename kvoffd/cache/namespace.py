@@ -45,6 +45,7 @@ class MissReason(IntEnum):
     LATE = 10
     SKIPPED = 11
     QUOTA = 12
+    ENGINE_FULL = 13
 
 
 class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -84,6 +85,8 @@ class Counters:
     found_shared: int = 0
     asked_tokens: int = 0
     loaded_keys: int = 0
+    covered_keys: int = 0
+    """Keys of tokens that engines did not compute: loaded ones, and those that were not needed."""
     loaded_tokens: int = 0
     saved_seconds: float = 0.0
     valued_tokens: int = 0

@@ -37,6 +37,8 @@ class Lease:
     """Those of them of which a store has not said yet whether it has them."""
     wait_s: float = 0.0
     """The expected time until they are up, as of that lookup; 0 where it is not known."""
+    counts: bool = False
+    """Whether what it pins counts as loaded or not needed at its end: nobody reports the prompt's outcome."""
 
 
 @dataclass(slots=True, eq=False)

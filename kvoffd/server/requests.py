@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from kvoffd import __version__
+from kvoffd.cache.asked_keys import PromptOutcome
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.config import Limits
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
@@ -29,7 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 CLEARED_UNKEPT = "A kill or a reboot may bring back what was cleared, from disks and shared stores."
-UNUSED = {"late": MissReason.LATE, "skipped": MissReason.SKIPPED}
+UNLOADED: Mapping[str, MissReason] = {
+    m.Outcome.LATE: MissReason.LATE,
+    m.Outcome.SKIPPED: MissReason.SKIPPED,
+    m.Outcome.NO_SPACE: MissReason.ENGINE_FULL,
+}
+"""Outcomes of prompts that did not load what was found, with the reason why these keys were missed."""
 """Why a lease ends whose blocks were not loaded."""
 _other_versions = RareWarnings(logger)
 
@@ -197,7 +204,9 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     if (held := service.cache.held.get(session.id)) is not None and len(held.leases) >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     again = message.again or session.operator
-    states, pinned = service.cache.lookup(namespace, session.id, message.lease_id, groups, again=again)
+    states, pinned = service.cache.lookup(
+        namespace, session.id, message.lease_id, groups, again=again, reported=message.reported
+    )
     ttl_ms = wait_ms = asking = 0
     if (lease := service.cache.leases.get(message.lease_id)) is not None:
         ttl_ms = max(1, round(1000 * (lease.deadline - started)))
@@ -216,10 +225,7 @@ def _check_count(groups: list[tuple[int, bytes]], namespace: Namespace, limits: 
 
 @answers(m.Release)
 def release(service: Service, session: Session, message: m.Release) -> m.Done:
-    unused = UNUSED.get(message.unused)
-    not_awaited = MissReason.LATE if message.unused == "coming" else unused
-    count = service.cache.release(session.id, message.lease_ids, unused, not_awaited)
-    return m.Done(message.request_id, count)
+    return m.Done(message.request_id, service.cache.release(session.id, message.lease_ids))
 
 
 @answers(m.Invalidate)
@@ -256,8 +262,10 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
             raise BadKeys("A request has one first missing key at most; leave the others out.")
     for one in message.prompts:
         if one.missing_key and not one.reason:
-            reason = service.cache.reason_of(namespace, one.missing_group, one.missing_key)
+            (reason,) = service.cache.reasons_of(namespace, one.missing_group, one.missing_key)
             one = structs.replace(one, reason=reason.name.lower())
+        outcome = PromptOutcome(one.own_keys, one.covered_keys, UNLOADED.get(one.outcome))
+        service.cache.count_prompt(session.id, one.lease_id, outcome)
         session.prompts.append(LoggedPrompt(session.id, message.namespace, one))
     return m.Done(message.request_id, len(message.prompts))
 

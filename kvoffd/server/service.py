@@ -120,7 +120,7 @@ class Service:
         self._totals_due = self.started_at + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         state.is_there = lambda fingerprint: fingerprint in cache.namespaces
-        cache.watchers.append(self.curve.requested)
+        cache.on_counted = self.curve.requested
         self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
 
     # --- called by the sockets ---------------------------------------------------------------------

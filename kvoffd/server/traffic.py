@@ -161,7 +161,7 @@ def figures(counts: Mapping[str, float]) -> dict[str, Any]:
     sources = {"pool": "keys_ready", "disk": "found_disk", "shared": "found_shared"}
     found = {source: int(count) for source, name in sources.items() if (count := counts.get(name, 0))}
     loaded = int(counts.get("loaded_keys", 0))
-    not_needed = max(0, sum(found.values()) - loaded - misses.get("late", 0) - misses.get("skipped", 0))
+    not_needed = max(0, int(counts.get("covered_keys", 0)) - loaded)
     return {name: counts.get(name, 0) for name in _COPIED} | {
         "misses": misses,
         "found_keys": found,

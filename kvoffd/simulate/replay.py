@@ -106,7 +106,8 @@ def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.
     if isinstance(made, Learned):
         curve = HitRatioCurve(slots.pool_bytes, clock)
         fallback = LruFallback(curve, made)
-        cache.watchers += [curve.requested, lambda _: fallback.judge()]
+        cache.on_counted = curve.requested
+        cache.watchers.append(lambda _: fallback.judge())
     return cache
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 11
+VERSION = 12
 """Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
 changes: an old library would read wrong memory."""
 
@@ -107,7 +107,7 @@ class Native:
             self.disk_find = with_gil("disk_find", None, address, *keys, address)
             self.disk_remove = with_gil("disk_remove", None, address, *some)
             self.blocks_note = with_gil("blocks_note", None, address, *keys, number)
-            self.blocks_count = with_gil("blocks_count", None, address, *keys, text)
+            self.blocks_reasons = with_gil("blocks_reasons", None, address, *keys)
             self.queues_new = with_gil("queues_new", address, number, number, text)
             self.queues_free = with_gil("queues_free", None, address)
             self.queues_insert = with_gil("queues_insert", count, address, *keys, text)
@@ -116,7 +116,7 @@ class Native:
             self.queues_candidates = with_gil("queues_candidates", count, address, real, *some)
             self.curve_new = with_gil("curve_new", address, address, text)
             self.curve_free = with_gil("curve_free", None, address)
-            self.curve_asked = with_gil("curve_asked", None, address, address, *keys, number, number, number)
+            self.curve_asked = with_gil("curve_asked", None, address, address, *keys, number, number, number, number)
             self.learned_new = with_gil("learned_new", address, number, text)
             self.learned_free = with_gil("learned_free", None, address)
             self.learned_note = with_gil("learned_note", None, address, *keys, number, number, number)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 
+from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import FillTicket, Lease
@@ -83,10 +84,12 @@ class Fill:
     """It has ended, was invalidated, its namespace reset, or it is overdue: nobody waits for it any more."""
     leases: dict[Lease, None] = field(default_factory=dict)
     """The leases of lookups that wait for it: once it is up it is pinned under them."""
-    askers: int = 0
-    """Lookups that count it as found, or as a miss, once it is known whether it comes up."""
+    askers: list[Asker] = field(default_factory=list)
+    """Where it is counted as found, or as missed, once it is known whether it comes up."""
 
 
+Asker = tuple[AskedKeys, int]
+"""Keys of a lookup, and a position among them."""
 Coming = dict[int, dict[bytes, Fill]]
 """By tag of their group and by key: blocks that come up, from whatever tier, and are not withdrawn."""
 
@@ -451,14 +454,15 @@ class Promotions:
 
     def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
         """Count the key for those who asked for it, once: as found, or as a miss."""
-        askers, fill.askers = fill.askers, 0
+        askers, fill.askers = fill.askers, []
         counters = fill.wanted.namespace.counters
         if miss is not None:
-            counters.misses[miss] += askers
+            for asked, position in askers:
+                asked.missed(position, miss)
         elif self.shared:
-            counters.found_shared += askers
+            counters.found_shared += len(askers)
         else:
-            counters.found_disk += askers
+            counters.found_disk += len(askers)
 
     def _withdraw(self, fill: Fill) -> None:
         """Lookups do not wait for it any more."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
@@ -18,7 +19,7 @@ from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.promotions import SLOWER, Coming, Fill, Promotions, Wanted
+from kvoffd.tiering.promotions import SLOWER, Asker, Coming, Fill, Promotions, Wanted
 from kvoffd.tiering.writer import Writer, block_group_of
 from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Tier
@@ -42,7 +43,8 @@ SETTLED = bytes([READY, *COMING])
 @dataclass(slots=True)
 class _Lookup:
     lease: Lease
-    again: bool
+    asked: Sequence[AskedKeys] | None
+    """By group of the request, where keys that do not come are counted; None if they were counted before."""
     sources: Sequence[Promotions]
     """Those that are of use to it now, in the order in which they are asked."""
     left_bytes: int
@@ -52,15 +54,27 @@ class _Lookup:
     def namespace(self) -> Namespace:
         return self.lease.namespace
 
+    def asker(self, some: _Range, at: int) -> list[Asker]:
+        """Return where a key is counted if it does not come; nothing if it was counted before."""
+        return [(self.asked[some.number], some.start + at)] if self.asked is not None else []
+
 
 class _Range:
     """Some keys of one group of a lookup, and what is known of them by their places."""
 
     def __init__(
-        self, block_group: BlockGroup, keys: Sequence[bytes], states: memoryview, coming: Mapping[bytes, Fill]
+        self,
+        block_group: BlockGroup,
+        keys: Sequence[bytes],
+        states: memoryview,
+        coming: Mapping[bytes, Fill],
+        number: int,
+        start: int,
     ) -> None:
         self.group, self.keys, self.states, self.coming = block_group, keys, states, coming
         """``states``: to be answered with. ``coming``: what is on its way already."""
+        self.number, self.start = number, start
+        """Positions of the group in the request, and of the first key in the group."""
         free = len(states) if not any(states) else 0
         self.left = list(range(free)) or [at for at, state in enumerate(states) if state == FREE]
         """Keys that are neither in the pool nor on their way, nor in a tier that was asked."""
@@ -114,8 +128,8 @@ class Tiering:
         """In the same order."""
         self._add([], settings, shared=False)
         self._answers_due = 0.0
-        self._uncounted: dict[Namespace, Counter[tuple[int, bytes]]] = {}
-        """By tag and key that is being asked for: lookups that got that answer and have not counted it yet."""
+        self._uncounted: dict[Namespace, dict[tuple[int, bytes], list[Asker]]] = {}
+        """By tag and key that a store is being asked for: where it is counted once the store has answered."""
         self._awaits: dict[Lease, dict[Fill, None]] = {}
         """What comes up for each lease."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
@@ -156,7 +170,9 @@ class Tiering:
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 
-    def find(self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], again: bool) -> list[bytes]:
+    def find(
+        self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
+    ) -> list[bytes]:
         namespace = lease.namespace
         sources = [source for source in self.sources if source.available]
         if sources and self.is_unshared(namespace.fingerprint):
@@ -168,15 +184,14 @@ class Tiering:
         # Other requests of the same lookup may have found the beginning of its prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
         held_bytes += sum(fill.wanted.block_bytes for fill in self._awaited_by(lease))
-        lookup = _Lookup(lease, again, sources, self._cache.most_leased_bytes - held_bytes)
+        lookup = _Lookup(lease, asked, sources, self._cache.most_leased_bytes - held_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             start = run_end(answer[number]) if limit is None else 0
             names: list[bytes] = np.frombuffer(groups[number][1], namespace.key_type)[start:limit].tolist()
             block_group = block_group_of(every[number])
-            some = _Range(
-                block_group, names, memoryview(answer[number])[start:limit], self._coming.get(block_group.tag, {})
-            )
+            shown, coming = memoryview(answer[number])[start:limit], self._coming.get(block_group.tag, {})
+            some = _Range(block_group, names, shown, coming, number, start)
             if limit is None:
                 asking |= self._find_run(lookup, some)
             else:
@@ -242,9 +257,10 @@ class Tiering:
             some.states[at] = SHARED
         if some.asked:
             self._answers_due = self._clock() + ANSWER_S
-            if not lookup.again:
-                names = [(some.group.tag, some.keys[at]) for at in some.asked]
-                self._uncounted.setdefault(lookup.namespace, Counter()).update(names)
+            if lookup.asked is not None:
+                uncounted = self._uncounted.setdefault(lookup.namespace, {})
+                for at in some.asked:
+                    uncounted.setdefault((some.group.tag, some.keys[at]), []).extend(lookup.asker(some, at))
 
     def _request(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> None:
         """Request keys that are there or come, up to the first that cannot come up, and mark them."""
@@ -257,7 +273,7 @@ class Tiering:
             if (fill := self._coming.get(some.group.tag, {}).get(key)) is None:
                 source, tier = some.there[at]
                 no_space = source.no_space_until.get(lease.session, 0.0) > self._clock()
-                if source in slower or (lookup.again and no_space):
+                if source in slower or (lookup.asked is None and no_space):
                     return
                 if (wanted := wants.get(source)) is None:
                     wanted = wants[source] = Wanted(lease, some.group, source, block_bytes)
@@ -265,7 +281,7 @@ class Tiering:
                     return
             lookup.left_bytes -= block_bytes * (lease not in fill.leases)
             self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
-            fill.askers += not lookup.again
+            fill.askers += lookup.asker(some, at)
             some.states[at] = SHARED if fill.wanted.source.shared else PENDING
 
     def _slower_sources(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> set[Promotions]:
@@ -279,7 +295,7 @@ class Tiering:
         for source, _ in pairs if slower else ():
             if source in slower:
                 source.failures[SLOWER] += 1
-                if lookup.again and source.shared:  # it was counted as found when it was answered
+                if lookup.asked is None and lookup.lease.counts and source.shared:  # counted as found when answered
                     lookup.namespace.counters.misses[MissReason.SKIPPED] += 1
         return slower
 
@@ -421,16 +437,19 @@ class Tiering:
         namespace = self._cache.namespaces.get(block_group.fingerprint)
         if namespace is None or not (uncounted := self._uncounted.get(namespace)):
             return
-        lookups = [uncounted.pop((block_group.tag, key), 0) for key in keys]
-        if not any(lookups):
+        askers = [uncounted.pop((block_group.tag, key), []) for key in keys]
+        if not any(askers):
             return
-        absent: list[bytes] = []
-        for key, count, there in zip(keys, lookups, found, strict=True):
+        missed: list[int] = []
+        for at, there in enumerate(found):
             if there and namespace.generation == block_group.generation:
-                namespace.counters.found_shared += count
-            else:
-                absent += [key] * count
-        self._cache.count_misses(namespace, block_group.number, b"".join(absent))
+                namespace.counters.found_shared += len(askers[at])
+            elif askers[at]:
+                missed.append(at)
+        reasons = self._cache.reasons_of(namespace, block_group.number, b"".join([keys[at] for at in missed]))
+        for at, reason in zip(missed, reasons, strict=True):
+            for asked, position in askers[at]:
+                asked.missed(position, reason)
 
     def _forget_fills(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):
