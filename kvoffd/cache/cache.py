@@ -558,7 +558,8 @@ class Cache:
     def release(self, session: int, lease_ids: Iterable[int]) -> int:
         """End leases of a session; those that are not alive are no error. Return the number of ended ones."""
         found = [self.leases.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
-        return self._end([lease for lease in found if lease is not None and lease.session == session])
+        leases = [lease for lease in found if lease is not None and lease.session == session]
+        return self._end(leases)
 
     def end_session(self, session: int) -> int:
         """End all leases of a session that is gone. Returns how many."""

@@ -295,8 +295,6 @@ class Tiering:
         for source, _ in pairs if slower else ():
             if source in slower:
                 source.failures[SLOWER] += 1
-                if lookup.asked is None and lookup.lease.counts and source.shared:  # counted as found when answered
-                    lookup.namespace.counters.misses[MissReason.SKIPPED] += 1
         return slower
 
     def lease_ended(self, lease: Lease) -> None:

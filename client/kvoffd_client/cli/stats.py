@@ -181,7 +181,7 @@ def _traffic(now: DaemonStats) -> None:
             row("tokens asked for", lambda one: token_count(one.asked_tokens, one.asked_keys)),
             row("keys asked for", lambda one: format_count(one.asked_keys)),
             share("  loaded", lambda one: one.loaded_keys),
-            share("  found, not needed", lambda one: one.not_needed_keys),
+            share("  not needed", lambda one: one.not_needed_keys),
             share("  missed", lambda one: sum(one.misses.values())),
             *map(missed, _reasons(windows)),
             row("stored", lambda one: format_size(one.stored_bytes)),
