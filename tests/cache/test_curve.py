@@ -54,6 +54,22 @@ def conversations(requests: int, seed: int, spread: int) -> Trace:
     return Trace("made", 512, asked)
 
 
+@pytest.mark.parametrize("tokens", [512, 16])
+def test_what_an_engine_had_itself_is_used_but_not_counted(tokens: int) -> None:
+    """No pool of any size would have brought it. It is as recent as all that was asked for."""
+    watched, group = HitRatioCurve(64 * MIB, lambda: 0.0), group_of(MIB * tokens // 512, tokens=tokens)
+    count = 4096 // tokens
+    for _ in range(3):
+        watched.requested(Chain(group, chain_of(*range(count)), NOTHING, run=count // 4), own=count // 2)
+    found = watched.in_all()
+    assert (found.asked_tokens, found.found_tokens) == (3 * 2048, 0)
+    assert found.lru_hit_ratio["1"] == pytest.approx(2 / 3, abs=0.1)
+    watched.requested(Chain(group, chain_of(*range(count)), NOTHING, run=count))
+    found = watched.in_all()
+    assert (found.asked_tokens, found.found_tokens) == (3 * 2048 + 4096, 4096)
+    assert found.lru_hit_ratio["1"] == pytest.approx(8 / 10, abs=0.1)
+
+
 def ratios_of(trace: Trace, pool: int) -> dict[str, float]:
     watched, group = HitRatioCurve(pool * MIB, lambda: 0.0), group_of()
     ask(watched, group, trace.requests)
