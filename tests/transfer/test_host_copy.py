@@ -181,5 +181,5 @@ def test_a_loop_that_was_compiled_wrongly_never_copies() -> None:
 
 
 def test_an_installation_that_was_not_compiled_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(NotCompiled, match="install kvoffd again where there is a C compiler"):
+    with pytest.raises(NotCompiled, match="install kvoffd again on a machine with a C compiler"):
         Native(tmp_path / "libkvoffd.so")
