@@ -174,5 +174,5 @@ def _remove_from_systemd(notifier: Notifier, names: Iterable[str]) -> None:
     for name in names:
         notifier.remove_fds(name)
     # The memory is freed only when systemd has closed its descriptors too.
-    if not notifier.wait_heard(RELEASE_TIMEOUT_S):
+    if not notifier.wait_until_handled(RELEASE_TIMEOUT_S):
         logger.warning("systemd does not answer; the memory of the old pool may still be in use.")

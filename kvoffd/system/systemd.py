@@ -22,7 +22,7 @@ FIRST_STORED_FD = 3
 class Notifier:
     """Sends to the socket ``NOTIFY_SOCKET``; does nothing if that is not set.
 
-    No method raises, and only ``wait_heard`` blocks. The first failure is logged.
+    No method raises, and only ``wait_until_handled`` blocks. The first failure is logged.
     """
 
     def __init__(self, environ: Mapping[str, str], pid: int | None = None) -> None:
@@ -68,7 +68,7 @@ class Notifier:
         """Ask systemd to close all descriptors stored under ``name``."""
         self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
-    def wait_heard(self, timeout_s: float) -> bool:
+    def wait_until_handled(self, timeout_s: float) -> bool:
         """Wait until systemd has handled all messages; return False after ``timeout_s``. See sd_notify_barrier(3)."""
         if self._socket is None:
             return True

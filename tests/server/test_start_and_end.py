@@ -156,7 +156,7 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
     monkeypatch.setattr(PoolMemory, "create", lambda *one: done.append("make") or make(*one))
     notifier: Any = SimpleNamespace(
         remove_fds=lambda name: done.append(f"remove {name}"),
-        wait_heard=lambda timeout_s: done.append("wait") or timeout_s > 0,
+        wait_until_handled=lambda timeout_s: done.append("wait") or timeout_s > 0,
         store_fd=lambda name, _: done.append(f"store {name}"),
         starting=lambda _: None,
     )
