@@ -66,7 +66,7 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
 
 @answers(a.SetQuota)
 def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pending:
-    """Set a namespace's quota and save it for the next daemon before the reply, which reports a failure to."""
+    """Set a namespace's quota. The reply waits until it is saved for the next daemon."""
     quotas = service.cache.quotas
     if message.quota_bytes is None:
         quotas.pop(message.namespace, None)

@@ -192,7 +192,7 @@ class Job:
     session: Session
     registration: Registration
     accepted_at: float
-    """Start of its deadline, before the evictions for it, for which its engine waits too."""
+    """Start of its deadline: before the evictions for its slots, since its engine waits for them too."""
     copies: list[BlockCopy] = field(default_factory=list, init=False)
     nbytes: int = field(default=0, init=False)
     """Bytes to copy."""

@@ -122,7 +122,10 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
     ):
         if count:
             logger.warning("Dropped %d pool slot%s at recovery: %s.", count, plural(count), why)
-    if found.reset:
+    if found.reset and snapshot.left_out:
+        why = "were too many for a pool of this size to be recorded, or were reset"
+        logger.warning("Dropped %d pool slots at recovery: their namespaces %s.", found.reset, why)
+    elif found.reset:
         logger.info("Dropped %d pool slots at recovery: their namespaces were reset.", found.reset)
     if count := len(found.quarantined):
         logger.warning(

@@ -12,7 +12,7 @@ V = TypeVar("V")
 def put_newest(
     known: dict[K, V], key: K, value: V, most: int, stays: Callable[[K], bool] = lambda key: False
 ) -> V | None:
-    """Enter ``key`` as the newest. Beyond ``most``, remove the oldest that may go and return its value."""
+    """Enter ``key`` as the newest. Beyond ``most``, remove the oldest but those that ``stays``; return its value."""
     known.pop(key, None)
     known[key] = value
     if len(known) > most and (oldest := next((one for one in known if not stays(one)), None)) is not None:
