@@ -85,7 +85,7 @@ def test_another_users_memory_has_its_reason(
     for status in (1, 205, 400, 800):
         stub.fail("cuIpcOpenMemHandle_v2", status=status)
         with pytest.raises(
-            UnmappableHandle, match=rf"engine runs as user {user} and the daemon as {user + 1}, .*: run both"
+            UnmappableHandle, match=rf"engine runs as user {user} and the daemon as {user + 1}; .*: run both"
         ):
             handles.open([IpcExport(buffer.handle, SIZE, user)])
     stub.fail("cuIpcOpenMemHandle_v2", status=205)
