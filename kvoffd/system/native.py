@@ -1,4 +1,4 @@
-"""The compiled part of kvoffd: one library, which ``hatch_build.py`` builds from C when kvoffd is installed."""
+"""The C part of kvoffd: one library, which ``hatch_build.py`` compiles when kvoffd is installed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
 VERSION = 12
-"""Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
-changes: an old library would read wrong memory."""
+"""Version of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c)
+when one changes: an old library would read wrong memory."""
 
 
-if TYPE_CHECKING:  # ctypes' own is said to have every attribute
+if TYPE_CHECKING:  # typeshed's ctypes.Structure has every attribute
     Structure = object
 else:
     Structure = ctypes.Structure
@@ -40,22 +40,18 @@ class SlotIndex(ctypes.Structure):
 
 
 class Native:
-    """The library's functions, which the C files of ``cache``, ``pool``, ``tiers`` and ``transfer`` describe.
-
-    Raises:
-        NotCompiled: there is no such library at ``path``.
-    """
+    """The library's functions; their comments are in the C files. Raises NotCompiled if ``path`` is unusable."""
 
     def __init__(self, path: Path = LIBRARY) -> None:
         address, text, real = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_double
-        number = address  # as arguments: ctypes takes twice as long for a c_uint64
-        keys = (number, text, number, number)  # whose, end to end, how many, bytes of each
+        number = address  # ctypes takes twice as long to pass a c_uint64
+        keys = (number, text, number, number)  # group, the keys end to end, their number, bytes of each
         count = ctypes.c_uint64
         try:
             libraries = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
             found = ctypes.c_uint32.in_dll(libraries[0], "kvoffd_version").value
             if found != VERSION:
-                raise OSError(f"it has version {found}, and {VERSION} is needed")
+                raise OSError(f"it has version {found} instead of {VERSION}")
             without_gil, with_gil = (partial(_function, library) for library in libraries)
             columns, some = (address, address, address, number), (address, number)
             self.host_copy = without_gil("host_copy", count, *columns, *columns, address)
@@ -67,9 +63,9 @@ class Native:
             self.receive = without_gil("receive", ctypes.c_int64, *(number,) * 3, *(number,) * 2, *columns)
             self.reader_work = without_gil("reader_work", ctypes.c_int, address)
             self.disk_enter = without_gil("disk_enter", count, address, *some, address)
-            # These take microseconds, less than to get the GIL back from another thread: they keep it.
             self.recover_records = without_gil("recover_records", None, address, address, number, number)
             self.recover_blocks = without_gil("recover_blocks", None, address)
+            # The others keep the GIL: they take microseconds, less than getting it back from another thread.
             self.blocks_open = with_gil("blocks_open", ctypes.c_int, address, text)
             self.blocks_close = with_gil("blocks_close", None, address)
             self.blocks_find = with_gil("blocks_find", None, address, *keys)
@@ -130,7 +126,7 @@ class Native:
             self.learned_go_on = with_gil("learned_go_on", None, address)
         except (OSError, AttributeError, ValueError) as error:
             raise NotCompiled(
-                f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again where there is a C "
+                f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again on a machine with a C "
                 "compiler (in its source tree: run make venv)."
             ) from error
 
