@@ -119,7 +119,7 @@ class Cache:
         max_leased_keys: int = 1 << 20,
     ) -> None:
         self.slots, self.table, self.policy = slots, table, policy
-        slots.note_sizes_in(table.region_sizes)
+        slots.save_sizes_in(table.region_sizes)
         self.blocks = BlockTable(table.records)
         self.tiers: TierHooks | None = None
         self.namespaces: dict[bytes, Namespace] = {}
