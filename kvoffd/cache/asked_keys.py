@@ -17,7 +17,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.policy import Chain
 
 _REASONS = {int(reason): reason for reason in MissReason}
-MOST_UNREPORTED_BYTES = 32 << 20
+MOST_UNCOUNTED_BYTES = 32 << 20
 """Most bytes of keys that wait for a report. Beyond that the oldest prompt is counted without one."""
 
 
@@ -104,7 +104,7 @@ def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> I
                 counters.misses[_REASONS[unloaded]] += found
 
 
-class UnreportedPrompts:
+class UncountedPrompts:
     """Prompts whose engine has not reported their outcome, the oldest first."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class UnreportedPrompts:
             parts.append(part)
             self._nbytes += _nbytes([part])
         dropped = []
-        while self._nbytes > MOST_UNREPORTED_BYTES:
+        while self._nbytes > MOST_UNCOUNTED_BYTES:
             dropped.append(self.take(*next(iter(self._by_lease))))
         return dropped
 

@@ -275,10 +275,10 @@ class StoreBatch(Job):
         rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         for part, stored in zip(self.parts, self.ticket.parts, strict=True):
             lost, refused = stored.no_space, stored.rejected
-            if stored.again:  # a repeated key has the same result every time
-                lost, refused = (_with_repeats(part.split, one, stored.again) for one in (lost, refused))
+            if stored.duplicates:  # a repeated key has the same result every time
+                lost, refused = (_with_repeats(part.split, one, stored.duplicates) for one in (lost, refused))
             if error is not None:  # a store without keys to copy lost nothing
-                lost = sorted({*lost, *stored.copy, *stored.again}.difference(refused))
+                lost = sorted({*lost, *stored.copy, *stored.duplicates}.difference(refused))
             if lost or refused:
                 part.add_by_job(lost, failed)
                 part.add_by_job(refused, rejected)

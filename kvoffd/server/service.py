@@ -154,7 +154,7 @@ class Service:
                         ErrorCode.TOO_MANY,
                     )
                 if not isinstance(request, m.Lookup):  # lookups change no block, so their replies go first
-                    self.cache.note_requests()
+                    self.cache.report_requests()
                 answer = handler(self, session, request)
         except codec.CODEC_ERRORS as error:
             why = f"The frame is not a request of protocol {m.PROTOCOL_VERSION}: {error}. Fix the client."
@@ -191,7 +191,7 @@ class Service:
 
     def after_send(self) -> None:
         """Do the work of lookups that may wait until replies are sent."""
-        self.cache.note_requests()
+        self.cache.report_requests()
         if self.tiering is not None:
             self.tiering.pump()
 

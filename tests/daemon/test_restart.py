@@ -190,7 +190,7 @@ def test_pool_file_belongs_to_one_daemon(in_file: DaemonProcess, pool_file: Path
     assert "cannot be opened" in refused(link, tmp_path)
     link.unlink()
     os.link(pool_file, link)
-    assert "no pool file" in refused(link, tmp_path)
+    assert "not a pool file" in refused(link, tmp_path)
     link.unlink()
     pool_file.chmod(0o640)
     assert "0640" in refused(pool_file, tmp_path)
@@ -204,7 +204,7 @@ def test_pool_file_that_is_something_else_is_refused_unchanged(pool_file: Path, 
         pool_file.write_bytes(content)
         pool_file.chmod(0o600)
         before = pool_file.stat()
-        assert "no pool file of kvoffd's" in refused(pool_file, tmp_path)
+        assert "not a pool file of kvoffd" in refused(pool_file, tmp_path)
         assert pool_file.read_bytes() == content
         assert pool_file.stat().st_ino == before.st_ino
     pool_file.unlink()
