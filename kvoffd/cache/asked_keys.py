@@ -54,7 +54,7 @@ class AskedKeys:
 
 
 class PromptOutcome(NamedTuple):
-    """What an engine did with a prompt.
+    """An engine's report of what it did with a prompt.
 
     Attributes:
         own: by group, leading keys that its own prefix cache had.

@@ -45,7 +45,7 @@ SHARD_STATE, UNVERIFIED, CORRUPT = 3, 4, 8
 MAX_SEEN = 8192
 """Blocks that one search for evictable blocks of a group examines: about a millisecond."""
 FOUND = 255
-"""In place of a ``MissReason``: the key was found."""
+"""Value instead of a ``MissReason`` for a key that was found."""
 KNOWN_MISSES = 2**19
 """Keys whose reason for leaving is remembered, 8 bytes each. A new key replaces one at random."""
 

@@ -85,7 +85,7 @@ class Fill:
     leases: dict[Lease, None] = field(default_factory=dict)
     """Leases of lookups that wait for it: they pin it once it is READY."""
     askers: list[Asker] = field(default_factory=list)
-    """Where it is counted as found, or as a miss, once the result is known."""
+    """Positions in lookups at which it is counted as found, or as a miss, once the result is known."""
 
 
 Asker = tuple[AskedKeys, int]

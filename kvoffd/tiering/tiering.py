@@ -44,7 +44,7 @@ SETTLED = bytes([READY, *COMING])
 class _Lookup:
     lease: Lease
     asked: Sequence[AskedKeys] | None
-    """By group of the request, where keys that do not come are counted; None if they were counted before."""
+    """Keys by group of the request, for counting those that do not come; None if they were counted before."""
     sources: Sequence[Promotions]
     """Sources that it can use now, in the order in which they are asked."""
     left_bytes: int
@@ -128,7 +128,7 @@ class Tiering:
         self._add([], settings, shared=False)
         self._answers_due = 0.0
         self._uncounted: dict[Namespace, dict[tuple[int, bytes], list[Asker]]] = {}
-        """By tag and key that a store is being asked for: where it is counted once the store has answered."""
+        """Lookups by tag and key that a store is being asked for: they count it once the store has answered."""
         self._awaits: dict[Lease, dict[Fill, None]] = {}
         """Fills that each lease waits for."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
