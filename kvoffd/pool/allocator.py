@@ -134,7 +134,7 @@ class SlotAllocator(Structure):
         )
 
     def save_sizes_in(self, sizes: npt.NDArray[np.uint64]) -> None:
-        """From now on, keep each region's slot size in ``sizes`` [regions] as well, for the next daemon."""
+        """Save each region's slot size in ``sizes`` [regions] from now on, for the next daemon."""
         self._saved, self.at_saved = sizes, sizes.ctypes.data
 
     @property
