@@ -136,7 +136,7 @@ def _judge_records(fd: int, table: SlotTable, recovery: object) -> None:
                 break
             hole_at = min(end, _seek(fd, position, os.SEEK_HOLE))  # once per piece: the kernel scans page by page
         stop = min(hole_at, position + len(room))
-        # Data begins and ends at pages, and pages hold whole records; a file truncated meanwhile gives fewer.
+        # Data begins and ends at pages, and pages hold whole records; a file truncated since then gives fewer.
         count = os.preadv(fd, [room[: stop - position]], position) // RECORD_BYTES
         judge(recovery, address, count, (position - begin) // RECORD_BYTES)
         position = stop
