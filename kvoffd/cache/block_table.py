@@ -53,11 +53,11 @@ class Verdict(IntEnum):
 
     PRESENT = 0
     """None: the rank's shard is written, or being written."""
-    LACKING = 1
+    ABSENT = 1
     """Make a block: the key has none."""
-    MINE = 2
+    JOIN = 2
     """Write the rank's shard, which the key's block lacks."""
-    AGAIN = 3
+    DUPLICATE = 3
     """None: an earlier number in the same store has the same key."""
     NARROW = 4
     """Replace the block, which begins later than the offered one and is not in use."""
@@ -70,7 +70,7 @@ class Found(NamedTuple):
     """[keys] state of each."""
     ready: BlockIds
     """Blocks of the READY keys."""
-    loose_bytes: int
+    unpinned_bytes: int
     """Bytes of the READY blocks that only this lookup pins, or would pin."""
     run: int
     """Keys before the first that is not READY."""
@@ -135,18 +135,18 @@ class BlockTable(Structure):
             raise MemoryError
         self._close = weakref.finalize(self, self._native.blocks_close, self.address)
         self.at_counts, _ = self._counts.buffer_info()
-        self._room = 0
-        self._fit(512)
+        self._capacity = 0
+        self._reserve(512)
 
-    def _fit(self, count: int) -> None:
+    def _reserve(self, count: int) -> None:
         """Make the buffers hold this many numbers, and as many keys."""
-        if count <= self._room:
+        if count <= self._capacity:
             return
         # Twice as many, because later calls are likely to need as many.
         buffers = np.empty(4 * count, np.uint32), np.empty(128 * count, np.uint8), np.empty(2 * count, np.uint64)
         self._numbers, self._bytes, self._offsets = buffers  # all, or none if one allocation fails
         self.at_numbers, self.at_bytes, self.at_offsets = (one.ctypes.data for one in buffers)
-        self._room = 2 * count
+        self._capacity = 2 * count
 
     @property
     def nbytes(self) -> int:
@@ -156,14 +156,14 @@ class BlockTable(Structure):
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
         """Return the state and number of each key's block; FREE and NO_BLOCK if it has none."""
         count = len(keys) // key_bytes
-        self._fit(count)
+        self._reserve(count)
         self._native.blocks_find(self.address, group, keys, count, key_bytes)
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
     def lookup(self, group: int, keys: bytes, key_bytes: int, *, pin: bool) -> Found:
         """Find keys, and pin the blocks of the READY ones if ``pin``."""
         count, pinned_bytes = len(keys) // key_bytes, self.pinned_bytes
-        self._fit(count)
+        self._reserve(count)
         self._native.blocks_lookup(self.address, group, keys, count, key_bytes, pin)
         ready, run, *misses = self._counts
         states, blocks = self._bytes[:count].tobytes(), self._numbers[:ready].copy()
@@ -183,7 +183,7 @@ class BlockTable(Structure):
                 if number < count:
                     firsts[number] = first
             offered = firsts.tobytes()
-        self._fit(count)
+        self._reserve(count)
         if not self._native.blocks_plan(self.address, group, keys, count, key_bytes, rank, offered):
             raise MemoryError
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
@@ -195,7 +195,7 @@ class BlockTable(Structure):
         """
         assert 0 <= count * group.key_bytes <= len(keys)
         ranks = len(group.sizes)
-        self._fit(count * ranks)
+        self._reserve(count * ranks)
         taken = self._native.blocks_take(self.address, slots.address, group.packed, keys, count)
         assert taken != NO_BLOCK, "a key is there"
         return self._numbers[: taken * ranks].reshape(taken, ranks).copy()
@@ -208,7 +208,7 @@ class BlockTable(Structure):
         Returns the slots, [blocks, ranks], the keys of the dropped blocks, and how many slots were UNVERIFIED.
         """
         count, ranks, size = len(blocks), len(group.sizes), group.key_bytes
-        self._fit(count * ranks)
+        self._reserve(count * ranks)
         replaced = self._native.blocks_replace(self.address, group.packed, packed(blocks), count, keys, reason)
         assert replaced == count, "a block is in use, or a key has a block"
         slots = self._numbers[: count * ranks].reshape(count, ranks).copy()
@@ -217,7 +217,7 @@ class BlockTable(Structure):
     def begin_writes(self, slots: SlotAllocator, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
         """Mark a rank's shards of WRITING blocks as being written. Returns their slots and pool offsets."""
         count = len(blocks)
-        self._fit(count)
+        self._reserve(count)
         self._native.blocks_begin_writes(self.address, slots.address, packed(blocks), count, rank)
         return self._numbers[:count].copy(), self._offsets[:count].copy()
 
@@ -227,7 +227,7 @@ class BlockTable(Structure):
         """Pin blocks whose shards of a rank are readable, the first from ``first_block`` on. Returns the blocks, the
         rank's slots and their pool offsets; or, if some are not, pins nothing and returns the numbers of those keys."""
         count = len(keys) // key_bytes
-        self._fit(count)
+        self._reserve(count)
         offered = group, keys, count, key_bytes, rank, first_block
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):
             lacking: list[int] = np.flatnonzero(self._bytes[:count] == 0).tolist()
@@ -254,7 +254,7 @@ class BlockTable(Structure):
         firsts, sums = None if first_blocks is None else array("H", first_blocks).tobytes(), checksums.tobytes()
         assert 8 * count == 8 * len(slots) == len(sums)
         assert firsts is None or 2 * count == len(firsts)
-        self._fit(count)
+        self._reserve(count)
         written = packed(blocks), packed(slots), count
         found = self._native.blocks_publish(self.address, *written, firsts, length, sums)
         assert found != NO_BLOCK, "a block is not WRITING"
@@ -273,15 +273,15 @@ class BlockTable(Structure):
         """Append blocks that are in the index to their group's list, as its newest."""
         self._native.blocks_append(self.address, group.packed, packed(blocks), len(blocks))
 
-    def oldest(self, group: Group, count: int, *, loose: bool = False) -> BlockIds:
-        """Return up to ``count`` of the blocks that were first added to the group. ``loose``: only READY, unpinned ones
-        among the first ``MAX_SEEN``; the others of these become the newest."""
-        self._fit(count)
+    def oldest(self, group: Group, count: int, *, unpinned: bool = False) -> BlockIds:
+        """Return up to ``count`` of the blocks that were first added to the group. ``unpinned``: only READY ones
+        without pins among the first ``MAX_SEEN``, the others of which become the newest."""
+        self._reserve(count)
         return self._numbers[
-            : self._native.blocks_oldest(self.address, group.packed, count, MAX_SEEN if loose else count, loose)
+            : self._native.blocks_oldest(self.address, group.packed, count, MAX_SEEN if unpinned else count, unpinned)
         ].copy()
 
-    def make_space(
+    def choose_victims(
         self, slots: SlotAllocator, group: Group, count: int, order: BlockIds, *, last: bool
     ) -> tuple[BlockIds, bool]:
         """Choose blocks to evict so that slots for ``count`` blocks of a group become free; also returns whether they
@@ -289,10 +289,10 @@ class BlockTable(Structure):
 
         ``order``: READY, unpinned blocks, the first to evict first; ``last``: there are no others.
         """
-        room = len(order) + 2 * slots.slots_per_region
-        self._fit(room)
+        most = len(order) + 2 * slots.slots_per_region
+        self._reserve(most)
         wanted = slots.address, group.packed, count
-        found = self._native.blocks_make_space(self.address, *wanted, packed(order), len(order), room, last)
+        found = self._native.blocks_choose_victims(self.address, *wanted, packed(order), len(order), most, last)
         if found == NO_BLOCK:
             raise MemoryError
         return self._numbers[:found].copy(), bool(self._counts[0])
@@ -303,7 +303,7 @@ class BlockTable(Structure):
 
         Returns their keys, and the result of ``release``.
         """
-        self._fit(len(blocks) * len(group.sizes))
+        self._reserve(len(blocks) * len(group.sizes))
         dropped = self._native.blocks_drop(self.address, group.packed, packed(blocks), len(blocks), reason)
         assert dropped == len(blocks), "a block is not in the index"
         return self._bytes[: len(blocks) * group.key_bytes].tobytes(), *self._released()
@@ -313,7 +313,7 @@ class BlockTable(Structure):
 
         CORRUPT slots keep that mark, in their records too, and must not be used again.
         """
-        self._fit(len(blocks) * ranks)
+        self._reserve(len(blocks) * ranks)
         self._native.blocks_release(self.address, packed(blocks), len(blocks))
         return self._released()
 
@@ -321,10 +321,10 @@ class BlockTable(Structure):
         slots, unverified, corrupt = self._counts[:3]
         return self._numbers[:slots].copy(), unverified, corrupt
 
-    def group_of(self, blocks: BlockIds, *, loose: bool = False) -> int:
-        """Return the number of the group that all the blocks belong to; 0 if they have none in common, or if ``loose``
-        and one is pinned."""
-        return int(self._native.blocks_alike(self.address, packed(blocks), len(blocks), loose))
+    def group_of(self, blocks: BlockIds, *, unpinned: bool = False) -> int:
+        """Return the number of the group of all the blocks; 0 if they have none in common, or ``unpinned`` and one is
+        pinned."""
+        return int(self._native.blocks_common_group(self.address, packed(blocks), len(blocks), unpinned))
 
     def pin(self, blocks: BlockIds) -> int:
         """Keep the bytes of blocks until ``Cache.unpin``; a block that occurs several times is pinned as many times.
@@ -337,7 +337,7 @@ class BlockTable(Structure):
 
     def unpin(self, blocks: BlockIds) -> BlockIds:
         """Remove one pin for each occurrence of a block. Returns the blocks that are not pinned any more."""
-        self._fit(len(blocks))
+        self._reserve(len(blocks))
         return self._numbers[: self._native.blocks_unpin(self.address, packed(blocks), len(blocks))].copy()
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
@@ -358,7 +358,7 @@ class BlockTable(Structure):
     def keys(self, blocks: BlockIds, key_bytes: int) -> bytes:
         """Return the keys of blocks of one group, concatenated."""
         count = len(blocks)
-        self._fit(count)
+        self._reserve(count)
         self._native.blocks_keys(self.address, packed(blocks), count, key_bytes)
         return self._bytes[: count * key_bytes].tobytes()
 
@@ -367,9 +367,9 @@ class BlockTable(Structure):
         keys: list[bytes] = np.frombuffer(self.keys(blocks, key_bytes), f"V{key_bytes}").tolist()
         return keys
 
-    def note_misses(self, group: int, keys: bytes, key_bytes: int, reason: int) -> None:
+    def record_misses(self, group: int, keys: bytes, key_bytes: int, reason: int) -> None:
         """Remember the reason, 1 to 15, why these keys have no block any more."""
-        self._native.blocks_note(self.address, group, keys, len(keys) // key_bytes, key_bytes, reason)
+        self._native.blocks_record_misses(self.address, group, keys, len(keys) // key_bytes, key_bytes, reason)
 
     def count_misses(self, group: int, keys: bytes, key_bytes: int, states: bytes) -> Sequence[int]:
         """Count the keys whose state is FREE by the reason that they have no block; 0 if it is unknown."""

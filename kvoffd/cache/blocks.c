@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 /* Version of everything that C and Python share: system/native.py has the same, and refuses another one. */
-const uint32_t kvoffd_version = 11;
+const uint32_t kvoffd_version = 12;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
@@ -173,16 +173,16 @@ void kvoffd_blocks_append(const struct blocks *x, const struct block_group *g, c
         append(x, g->list, blocks[i]);
 }
 
-/* Writes up to `count` of the oldest blocks of a group, from the first `seen` of them; if `loose`, only READY, unpinned
+/* Writes up to `count` of the oldest blocks of a group, from the first `seen` of them; if `unpinned`, only READY, unpinned
  * ones, and the others become its newest, as they are in use. Returns how many. */
-uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uint64_t count, uint64_t seen, uint32_t loose)
+uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uint64_t count, uint64_t seen, uint32_t unpinned)
 {
     uint32_t next = g->list->oldest, last = g->list->newest, found = 0, block = NONE;
 
     while (block != last && found < count && seen--) {
         block = next;
         next = x->newer[block];
-        if (!loose || (x->state[block] == READY && !x->pins[block])) {
+        if (!unpinned || (x->state[block] == READY && !x->pins[block])) {
             x->numbers[found++] = block;
         } else if (block != last) {
             take_out(x, g->list, block);
@@ -387,7 +387,7 @@ void kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_t co
         release(x, blocks[i]);
 }
 
-static void note(const struct blocks *x, uint64_t hashed, uint64_t reason)
+static void record_miss(const struct blocks *x, uint64_t hashed, uint64_t reason)
 {
     x->misses[hashed & (MISSES - 1)] = (hashed & ~REASON) | reason;
 }
@@ -413,7 +413,7 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const
         memcpy(keys, key, g->key_bytes);
         keys += g->key_bytes;
         if (reason)
-            note(x, hashed, reason);
+            record_miss(x, hashed, reason);
         x->state[block] = DROPPED;
         do {
             set_record(record_of(x, at), x->shard[at] & CORRUPT ? BAD_RECORD : FREE_RECORD);
@@ -438,12 +438,12 @@ uint64_t kvoffd_blocks_replace(struct blocks *x, const struct block_group *g, co
     return enter(x, g, x->numbers, count, keys);
 }
 
-/* Returns the number of the group of all the blocks; 0 if they have none in common, or one is pinned and `loose` is
+/* Returns the number of the group of all the blocks; 0 if they have none in common, or one is pinned and `unpinned` is
  * set. */
-uint32_t kvoffd_blocks_alike(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t loose)
+uint32_t kvoffd_blocks_common_group(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t unpinned)
 {
     for (uint64_t i = 0; i < count; i++)
-        if (x->group[blocks[i]] != x->group[blocks[0]] || (loose && x->pins[blocks[i]]))
+        if (x->group[blocks[i]] != x->group[blocks[0]] || (unpinned && x->pins[blocks[i]]))
             return 0;
     return count ? x->group[blocks[0]] : 0;
 }
@@ -453,7 +453,7 @@ enum { CHOSEN = 1, PASSED, REGIONS_COMPARED = 16 };
 struct choice {
     struct blocks *x;
     const struct slots *slots;
-    uint64_t sizes, found, room, passed_pages, met;
+    uint64_t sizes, found, most_found, passed_pages, met;
     struct {
         uint64_t bytes;
         int64_t lacking; /* slots */
@@ -528,7 +528,7 @@ static int choose_region(struct choice *c)
         tried |= 1ULL << best_at;
         first = best * slots->slots_per_region;
         count = slots_in(slots, best, slots->slot_bytes[best]);
-        for (i = 0; i < count && c->found + count <= c->room; i++) {
+        for (i = 0; i < count && c->found + count <= c->most_found; i++) {
             uint32_t block = first + i;
             if (!slots->in_use[block])
                 continue;
@@ -553,13 +553,13 @@ static int choose_region(struct choice *c)
     }
 }
 
-/* Writes at most `most` blocks to evict for `count` blocks of a group: see Victims.for_space. `order` has READY,
+/* Writes at most `most_found` blocks to evict for `count` blocks of a group: see Victims.for_space. `order` has READY,
  * unpinned blocks; `last`: there are no others. Returns how many; NONE if memory is short. Sets counts[0] to 1 if they
  * are enough. */
-uint64_t kvoffd_blocks_make_space(struct blocks *x, const struct slots *slots, const struct block_group *g, uint64_t count,
-                                  const uint32_t *order, uint64_t blocks, uint64_t room, uint32_t last)
+uint64_t kvoffd_blocks_choose_victims(struct blocks *x, const struct slots *slots, const struct block_group *g, uint64_t count,
+                                  const uint32_t *order, uint64_t blocks, uint64_t most_found, uint32_t last)
 {
-    struct choice c = { .x = x, .slots = slots, .room = room };
+    struct choice c = { .x = x, .slots = slots, .most_found = most_found };
     uint64_t patience = 0, seen = 0;
 
     c.passed = calloc(3 * slots->regions, sizeof *c.passed);
@@ -574,7 +574,7 @@ uint64_t kvoffd_blocks_make_space(struct blocks *x, const struct slots *slots, c
         c.size[i].bytes = g->rank[rank].slot_bytes;
         c.size[i].lacking += count;
     }
-    for (; seen < blocks && lacks(&c) && c.found < room; seen++) {
+    for (; seen < blocks && lacks(&c) && c.found < most_found; seen++) {
         uint32_t block = order[seen], at = block;
         int64_t *lacking;
         int useful = 0;
@@ -625,7 +625,7 @@ void kvoffd_blocks_keys(const struct blocks *x, const uint32_t *blocks, uint64_t
     }
 }
 
-enum { PRESENT, LACKING, MINE, AGAIN, NARROW };
+enum { PRESENT, ABSENT, JOIN, DUPLICATE, NARROW };
 
 /* Writes the verdict of each key that a rank stores, and the blocks of keys that have one. A key to be written is a
  * DUPLICATE at later numbers. NARROW: the rank's shard begins after `first_blocks` (NULL for 0), and the block is not
@@ -648,15 +648,15 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
             at = (at + 1) & mask;
         blocks[i] = NONE;
         if (wanted[at]) {
-            verdicts[i] = AGAIN;
+            verdicts[i] = DUPLICATE;
             continue;
         }
         uint64_t entry = *find(x, hashed, group, key, key_bytes);
-        verdicts[i] = LACKING;
+        verdicts[i] = ABSENT;
         if (entry) {
             uint32_t block = blocks[i] = slot_of(entry), slot = slot_of_rank(x, block, rank);
             uint8_t shard = x->shard[slot] & SHARD_STATE;
-            verdicts[i] = shard == RESERVED ? MINE : PRESENT;
+            verdicts[i] = shard == RESERVED ? JOIN : PRESENT;
             if (shard == WRITTEN && !x->pins[block] && !being_written(x, block) &&
                 READ(record_of(x, slot), uint16_t, FIRST_BLOCK) > (first_blocks ? first_blocks[i] : 0))
                 verdicts[i] = NARROW;
@@ -669,11 +669,11 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
 }
 
 /* Remembers the reason, 1 to 15, why each of `count` keys left. */
-void kvoffd_blocks_note(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+void kvoffd_blocks_record_misses(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                         uint64_t reason)
 {
     for (uint64_t i = 0; i < count; i++)
-        note(x, hash(x, group, keys + i * key_bytes, key_bytes), reason);
+        record_miss(x, hash(x, group, keys + i * key_bytes, key_bytes), reason);
 }
 
 /* Counts the keys whose state is 0 by reason; counts[0] has those without a known one. */

@@ -55,10 +55,10 @@ from kvoffd.cache.policy import REJECTED, Chain, Group, Policy
 from kvoffd.cache.tickets import (
     Check,
     FillTicket,
-    Held,
     Lease,
     LoadTicket,
     PoolUsage,
+    SessionLeases,
     Stored,
     StorePart,
     StoreTicket,
@@ -83,14 +83,14 @@ PARTIAL_GRACE_S = 2.0
 """Age from which partial blocks are dropped first when space is needed."""
 MOST_WRITING_PART = 4
 """Divisor of the pool: if WRITING blocks take more, partial ones are dropped as soon as space is needed."""
-MAX_REQUESTS_TO_NOTE = 8
-"""Requests that may wait for ``note_requests``; one more reports the oldest."""
+MAX_UNREPORTED_REQUESTS = 8
+"""Requests that may wait for ``report_requests``; one more reports the oldest."""
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks that are grouped and entered together: keeps about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
 _REASONS, _KEY_STATES = list(MissReason), {int(state): state for state in KeyState}
-_LACKING = bytes([Verdict.LACKING])
+_ABSENT = bytes([Verdict.ABSENT])
 
 
 class Cache:
@@ -134,11 +134,11 @@ class Cache:
         self.unverified_slots = 0
         """Slots that an earlier daemon wrote and nobody has compared, or whose checksum is still to be computed."""
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
-        """Called by ``note_requests`` with each request, after the policy."""
+        """Called by ``report_requests`` with each request, after the policy."""
         self._events, self._clock = events, clock
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
         self._max_leased_keys, self.most_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
-        self.held: dict[int, Held] = {}
+        self.session_leases: dict[int, SessionLeases] = {}
         """Leases of each session that has any."""
         self._bytes_in = dict.fromkeys(WITH_SLOTS, 0)
         """Bytes of all blocks by state, including those of forgotten namespaces."""
@@ -156,9 +156,9 @@ class Cache:
         self._partial: dict[int, float] = {}
         """Blocks that lack a shard which nobody is writing, with the time since when."""
         self._requested: deque[tuple[Namespace, list[Chain]]] = deque()
-        """Requests that ``note_requests`` has yet to report, oldest first."""
-        self._some_left = False
-        """Whether READY blocks left the index since the last ``note_requests``."""
+        """Requests that ``report_requests`` has yet to report, oldest first."""
+        self._ready_removed = False
+        """Whether READY blocks left the index since the last ``report_requests``."""
         self.swept_at_once, self.ended_at_once = SWEPT_AT_ONCE, ENDED_AT_ONCE
         self._dead: dict[int, Group] = {}
         """Groups that were reset and whose blocks are still to be freed, by number."""
@@ -336,12 +336,12 @@ class Cache:
         """Add READY blocks that are in the BlockTable and the allocator, the least recently used first, and quarantined
         slots. Saves the namespaces; call ``announce_recovered`` afterwards."""
         for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
-            for group, alike in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
-                self.blocks.pages[alike] = group.block_bytes // PAGE_BYTES
-                self.unverified_slots += len(alike) * len(group.sizes)
-                self._count(group, FREE, READY, len(alike))
-                self.blocks.append(group, alike)
-                self.policy.insert(group, alike, self.blocks.keys(alike, group.key_bytes))
+            for group, members in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
+                self.blocks.pages[members] = group.block_bytes // PAGE_BYTES
+                self.unverified_slots += len(members) * len(group.sizes)
+                self._count(group, FREE, READY, len(members))
+                self.blocks.append(group, members)
+                self.policy.insert(group, members, self.blocks.keys(members, group.key_bytes))
         self._to_announce = blocks
         self.unannounced[blocks] = True
         self._quarantine(quarantined)
@@ -349,12 +349,13 @@ class Cache:
 
     def announce_recovered(self) -> bool:
         """Report a batch of recovered blocks to the listener, the latest first. Returns whether more remain."""
-        some, self._to_announce = self._to_announce[-RECOVERED_AT_ONCE:], self._to_announce[:-RECOVERED_AT_ONCE]
-        some = some[self.unannounced[some]]
-        self.unannounced[some] = False
-        for group, alike in self.by_group(some):
+        batch, self._to_announce = self._to_announce[-RECOVERED_AT_ONCE:], self._to_announce[:-RECOVERED_AT_ONCE]
+        batch = batch[self.unannounced[batch]]
+        self.unannounced[batch] = False
+        for group, members in self.by_group(batch):
             if not group.dead:
-                self._events.stored(group.namespace, group.index, self.blocks.split_keys(alike, group.key_bytes)[::-1])
+                keys = self.blocks.split_keys(members, group.key_bytes)
+                self._events.stored(group.namespace, group.index, keys[::-1])
         return bool(self._to_announce.size)
 
     # --- lookups and leases ---------------------------------------------------------------------
@@ -386,43 +387,43 @@ class Cache:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
         lease.asking = 0
         for index, keys in groups if self._dead else ():
-            self._note_reset(current[index], keys)
+            self._record_reset(current[index], keys)
         found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]
         ready = found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
         states = [one.states for one in found]
         if self.tiers is not None and len(ready) < sum(map(len, states)):
             try:
-                shown = self.tiers.find(lease, groups, states, again)
+                tier_states = self.tiers.find(lease, groups, states, again)
             except BaseException:
                 if is_new:
                     self.unpin(ready)
                     self.tiers.lease_ended(lease)
                 raise
-            if shown is not states:
-                every = zip(groups, found, shown, strict=True)
-                found = [self._coming(current[index], keys, one, shows) for (index, keys), one, shows in every]
-        held = self.held.get(session) or Held()
+            if tier_states is not states:
+                every = zip(groups, found, tier_states, strict=True)
+                found = [self._with_pending(current[index], keys, one, new) for (index, keys), one, new in every]
+        leased = self.session_leases.get(session) or SessionLeases()
         if is_new and (ready.size or lease.coming):
-            self.leases[lease_id], self.held[session] = lease, held
-            held.leases[lease] = namespace.leases[lease] = None
+            self.leases[lease_id], self.session_leases[session] = lease, leased
+            leased.leases[lease] = namespace.leases[lease] = None
         if ready.size:
             if is_new:
-                fresh, loose_bytes = ready, sum([one.loose_bytes for one in found])
+                fresh, unpinned_bytes = ready, sum([one.unpinned_bytes for one in found])
             else:
                 fresh = ready[~np.isin(ready, lease.blocks)]
-                loose_bytes = self.blocks.pin(fresh)
-            roomy = self.blocks.pinned_bytes <= self.most_leased_bytes // 2
-            if roomy and held.keys + len(fresh) <= self._max_leased_keys:
+                unpinned_bytes = self.blocks.pin(fresh)
+            is_free = self.blocks.pinned_bytes <= self.most_leased_bytes // 2
+            if is_free and leased.keys + len(fresh) <= self._max_leased_keys:
                 part = 1.0
             else:
-                part = self._leasable(held, len(fresh), loose_bytes)
+                part = self._leasable(leased, len(fresh), unpinned_bytes)
             if part < 1.0:
                 self.blocks.unpin(fresh)
-                found = [_shortened(one, lease.blocks, part) for one in found]
+                found = [_limit_ready(one, lease.blocks, part) for one in found]
                 ready = np.concatenate([one.ready for one in found])
                 fresh = ready[~np.isin(ready, lease.blocks)]
-                loose_bytes = self.blocks.pin(fresh)
-            self._note_held(lease, held, fresh, loose_bytes)
+                unpinned_bytes = self.blocks.pin(fresh)
+            self._add_to_lease(lease, leased, fresh, unpinned_bytes)
             if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
                 self._end([lease])
         if not again:
@@ -441,50 +442,50 @@ class Cache:
             counters.asked_tokens += tokens
             if chains:
                 self._requested.append((namespace, chains))
-                if len(self._requested) > MAX_REQUESTS_TO_NOTE:
-                    self._note_request()
+                if len(self._requested) > MAX_UNREPORTED_REQUESTS:
+                    self._report_request()
         return [one.states for one in found], len(lease.blocks)
 
-    def _note_held(self, lease: Lease, held: Held, fresh: BlockIds, loose_bytes: int) -> None:
+    def _add_to_lease(self, lease: Lease, leased: SessionLeases, fresh: BlockIds, unpinned_bytes: int) -> None:
         """Add newly pinned blocks to a lease and its session."""
         lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-        lease.nbytes += loose_bytes
-        held.nbytes += loose_bytes
-        held.keys += len(fresh)
+        lease.nbytes += unpinned_bytes
+        leased.nbytes += unpinned_bytes
+        leased.keys += len(fresh)
 
     def hold(self, lease: Lease, blocks: BlockIds) -> None:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
         if self.leases.get(lease.lease_id) is not lease:
             return
         lease.coming = max(0, lease.coming - len(blocks))
-        held, loose_bytes = self.held[lease.session], self.blocks.pin(blocks)
-        if held.keys + len(blocks) > self._max_leased_keys or (loose_bytes and self.leasable_bytes < 0):
+        leased, unpinned_bytes = self.session_leases[lease.session], self.blocks.pin(blocks)
+        if leased.keys + len(blocks) > self._max_leased_keys or (unpinned_bytes and self.leasable_bytes < 0):
             self.blocks.unpin(blocks)
         else:
-            self._note_held(lease, held, blocks, loose_bytes)
+            self._add_to_lease(lease, leased, blocks, unpinned_bytes)
 
     @property
     def leasable_bytes(self) -> int:
         """Bytes that leases may still pin."""
         return self.most_leased_bytes - self.blocks.pinned_bytes
 
-    def _leasable(self, held: Held, keys: int, loose_bytes: int) -> float:
+    def _leasable(self, leased: SessionLeases, keys: int, unpinned_bytes: int) -> float:
         """Return the part of newly pinned keys that a session may lease in addition to its leases: 1.0 for all.
 
-        ``loose_bytes``: their bytes that nothing else pins. Only these take space from other sessions.
+        ``unpinned_bytes``: their bytes that nothing else pins. Only these take space from other sessions.
         """
-        part, most = (self._max_leased_keys - held.keys) / max(1, keys), self.most_leased_bytes
-        if loose_bytes and self.blocks.pinned_bytes > most // 2:
+        part, most = (self._max_leased_keys - leased.keys) / max(1, keys), self.most_leased_bytes
+        if unpinned_bytes and self.blocks.pinned_bytes > most // 2:
             # Sessions that only wait for a tier, and have nothing pinned yet, do not count.
-            sharers = sum(one.nbytes > 0 for one in self.held.values()) + (not held.nbytes)
-            part = min(part, (most // sharers - held.nbytes) / loose_bytes)
+            sharers = sum(one.nbytes > 0 for one in self.session_leases.values()) + (not leased.nbytes)
+            part = min(part, (most // sharers - leased.nbytes) / unpinned_bytes)
         return max(0.0, min(1.0, part))
 
-    def leases_of(self, session: int) -> Held:
+    def leases_of(self, session: int) -> SessionLeases:
         """Return the leases of a session."""
-        return self.held.get(session) or Held()
+        return self.session_leases.get(session) or SessionLeases()
 
-    def _coming(self, group: Group, keys: bytes, found: Found, states: bytes) -> Found:
+    def _with_pending(self, group: Group, keys: bytes, found: Found, states: bytes) -> Found:
         """Return the result of a lookup with the states that tiers give: a key that is promoted is not a miss yet."""
         if states == found.states:
             return found
@@ -503,40 +504,40 @@ class Cache:
         """Count keys as missed that a lookup reported as pending or possible."""
         states = bytes(len(keys) // namespace.key_bytes)
         known = self.group(namespace, group)
-        self._note_reset(known, keys)
+        self._record_reset(known, keys)
         self._count_missing(namespace, self.blocks.count_misses(known.number, keys, namespace.key_bytes, states))
 
-    def note_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
+    def record_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
         """Remember the reason why these keys have no block any more."""
-        self.blocks.note_misses(self.group(namespace, group).number, keys, namespace.key_bytes, reason)
+        self.blocks.record_misses(self.group(namespace, group).number, keys, namespace.key_bytes, reason)
 
     def reason_of(self, namespace: Namespace, group: int, key: bytes) -> MissReason:
         """Return why a key was last missing, as far as is known; it may have been stored since."""
         known = self.group(namespace, group)
-        self._note_reset(known, key)
+        self._record_reset(known, key)
         counts = self.blocks.count_misses(known.number, key, namespace.key_bytes, bytes(1))
         return _REASONS[counts.index(1)]
 
-    def _note_reset(self, group: Group, keys: bytes) -> None:
+    def _record_reset(self, group: Group, keys: bytes) -> None:
         """Record which of these keys were reset, as ``background`` does when it reaches their blocks."""
         for number in self._dead.keys() & group.unswept:
             states, _ = self.blocks.find(number, keys, group.key_bytes)
             gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
-            names = _some(keys, gone, group.key_bytes)
-            self.blocks.note_misses(group.number, names, group.key_bytes, MissReason.INVALIDATED)
+            packed_keys = _select_keys(keys, gone, group.key_bytes)
+            self.blocks.record_misses(group.number, packed_keys, group.key_bytes, MissReason.INVALIDATED)
 
-    def note_requests(self) -> None:
+    def report_requests(self) -> None:
         """Report requests, except a bench's, to the policy and the watchers. Call it after the replies are sent."""
         while self._requested:
-            self._note_request()
-        self._some_left = False
+            self._report_request()
+        self._ready_removed = False
 
-    def _note_request(self) -> None:
+    def _report_request(self) -> None:
         namespace, found = self._requested.popleft()
         chains, ready = [], []
         for chain in found:
             if not chain.group.dead:
-                if self._some_left:
+                if self._ready_removed:
                     chain = chain._replace(ready=chain.ready[self.blocks.state[chain.ready] == READY])
                 chains.append(chain)
                 if chain.ready.size:
@@ -580,22 +581,22 @@ class Cache:
             del lease.namespace.leases[lease]
         self._ended.extend(leases)
         if len(self._ended) <= self.ended_at_once:
-            self._let_go()
+            self._unpin_ended()
         return len(leases)
 
-    def _let_go(self) -> None:
-        some = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
-        for lease in some:
-            held = self.held[lease.session]
-            del held.leases[lease]
-            held.keys -= len(lease.blocks)
-            held.nbytes -= lease.nbytes
-            if not held.leases:
-                del self.held[lease.session]
+    def _unpin_ended(self) -> None:
+        ended = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
+        for lease in ended:
+            leased = self.session_leases[lease.session]
+            del leased.leases[lease]
+            leased.keys -= len(lease.blocks)
+            leased.nbytes -= lease.nbytes
+            if not leased.leases:
+                del self.session_leases[lease.session]
             if self.tiers is not None:
                 self.tiers.lease_ended(lease)
-        if some:
-            self.unpin(some[0].blocks if len(some) == 1 else np.concatenate([lease.blocks for lease in some]))
+        if ended:
+            self.unpin(ended[0].blocks if len(ended) == 1 else np.concatenate([lease.blocks for lease in ended]))
 
     def tick(self) -> int:
         """End overdue leases, and drop blocks that were partial for too long. Returns the number of both."""
@@ -607,9 +608,9 @@ class Cache:
 
     def unpin(self, blocks: BlockIds) -> None:
         """Undo ``BlockTable.pin``."""
-        loose = self.blocks.unpin(blocks)
+        unpinned = self.blocks.unpin(blocks)
         if self._bytes_in[DROPPED]:
-            self._free_dropped(loose[self.blocks.state[loose] == DROPPED])
+            self._free_dropped(unpinned[self.blocks.state[unpinned] == DROPPED])
 
     # --- stores ---------------------------------------------------------------------------------
 
@@ -620,29 +621,29 @@ class Cache:
         """
         groups, size, ticket = self._current[namespace], namespace.key_bytes, StoreTicket(rank, [])
         offers: list[tuple[Stored, StorePart, Sequence[int]]] = []
-        held: list[BlockIds] = []
+        pinned: list[BlockIds] = []
         try:
             for part in parts:
                 group = groups[part.group]
                 offered = group.number, part.keys, size, rank, part.first_blocks
                 verdicts, blocks = self.blocks.plan(*offered)
-                if verdicts == _LACKING * len(verdicts):
+                if verdicts == _ABSENT * len(verdicts):
                     offers.append((Stored(group, _NOTHING, _NOTHING), part, range(len(verdicts))))
                     continue
                 if Verdict.NARROW in verdicts:
                     gone = blocks[np.frombuffer(verdicts, np.uint8) == Verdict.NARROW]
-                    names = self.blocks.keys(gone, size)
+                    packed_keys = self.blocks.keys(gone, size)
                     self.drop(gone, MissReason.PARTIAL)
                     if self.tiers is not None:  # a tier's copies are as narrow
-                        self.tiers.forget(namespace, group.index, names, MissReason.PARTIAL)
+                        self.tiers.forget(namespace, group.index, packed_keys, MissReason.PARTIAL)
                     verdicts, blocks = self.blocks.plan(*offered)
                 of_key = np.frombuffer(verdicts, np.uint8)
-                lacking, mine, again = (
-                    np.flatnonzero(of_key == one).tolist() for one in (Verdict.LACKING, Verdict.MINE, Verdict.AGAIN)
+                absent, joined, duplicates = (
+                    np.flatnonzero(of_key == one).tolist() for one in (Verdict.ABSENT, Verdict.JOIN, Verdict.DUPLICATE)
                 )
-                offers.append((Stored(group, blocks[mine], _NOTHING, mine, again=again), part, lacking))
-                held.append(blocks[blocks != NO_BLOCK])
-                self.blocks.pin(held[-1])
+                offers.append((Stored(group, blocks[joined], _NOTHING, joined, duplicates=duplicates), part, absent))
+                pinned.append(blocks[blocks != NO_BLOCK])
+                self.blocks.pin(pinned[-1])
             for stored, part, new in offers:
                 ticket.parts.append(stored)
                 self._admit(rank, stored, part, new)
@@ -650,57 +651,57 @@ class Cache:
             self.abort_store(ticket)
             raise
         finally:
-            for there in held:
+            for there in pinned:
                 self.unpin(there)
         return ticket
 
-    def _admit(self, rank: int, stored: Stored, part: StorePart, lacking: Sequence[int]) -> None:
-        """Make blocks for the lacking keys that the policy admits, and fill in what to copy."""
-        group, mine = stored.group, stored.copy
-        size, begin, names = group.key_bytes, 0, part.keys
-        if len(lacking) * size < len(names):
-            names = _some(names, lacking, size)
-        numbers: list[Sequence[int]] = [mine] if mine else []
-        blocks = [stored.blocks] if mine else []
-        runs: Sequence[tuple[int, float]] = [(len(lacking), inf)]
-        short = -inf  # keys with a score up to this get no space
+    def _admit(self, rank: int, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
+        """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
+        group, joined = stored.group, stored.copy
+        size, begin, packed_keys = group.key_bytes, 0, part.keys
+        if len(absent) * size < len(packed_keys):
+            packed_keys = _select_keys(packed_keys, absent, size)
+        numbers: list[Sequence[int]] = [joined] if joined else []
+        blocks = [stored.blocks] if joined else []
+        runs: Sequence[tuple[int, float]] = [(len(absent), inf)]
+        refused_score = -inf  # keys with a score up to this get no space
         try:
-            if part.starts is not None and lacking and group.sizes and not group.namespace.of_bench:
+            if part.starts is not None and absent and group.sizes and not group.namespace.of_bench:
                 starts = list(part.starts)
                 if len(starts) > 1:
-                    starts = sorted({*np.searchsorted(lacking, starts).tolist()})
-                runs = self.policy.admit(group, names, starts)
+                    starts = sorted({*np.searchsorted(absent, starts).tolist()})
+                runs = self.policy.admit(group, packed_keys, starts)
                 if self.slots.free_bytes < group.block_bytes and not self._dead and not self._partial:
-                    short = self.policy.lowest
+                    refused_score = self.policy.lowest
             for count, score in runs:
                 end, taken = begin + count, 0
                 limit = inf if self.tiers is not None else score  # blocks reach the tiers only through the pool
-                if score != REJECTED and limit > short:
-                    slots = self._take(group, names[begin * size : end * size], limit)
+                if score != REJECTED and limit > refused_score:
+                    slots = self._take(group, packed_keys[begin * size : end * size], limit)
                     if taken := len(slots):
                         blocks.append(slots[:, 0])
-                        numbers.append(lacking[begin : begin + taken])
+                        numbers.append(absent[begin : begin + taken])
                     if taken < count:
-                        short = limit
+                        refused_score = limit
                 if taken < count:
-                    others = short < inf and self._victims.are_left(self._bytes_in[READY])
+                    others = refused_score < inf and self._victims.are_left(self._bytes_in[READY])
                     lost = stored.rejected if score == REJECTED or others else stored.no_space
-                    lost += lacking[begin + taken : end]
+                    lost += absent[begin + taken : end]
                 begin = end
             if stored.no_space:
                 cause = self.no_space_cause(group)
                 reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
-                self.blocks.note_misses(group.number, _some(part.keys, stored.no_space, size), size, reason)
+                self.blocks.record_misses(group.number, _select_keys(part.keys, stored.no_space, size), size, reason)
                 group.namespace.counters.no_space[cause] += len(stored.no_space)
             if stored.rejected:
-                names = _some(part.keys, stored.rejected, size)
-                self.policy.rejected(group, names)
-                self.blocks.note_misses(group.number, names, size, MissReason.REJECTED)
+                packed_keys = _select_keys(part.keys, stored.rejected, size)
+                self.policy.rejected(group, packed_keys)
+                self.blocks.record_misses(group.number, packed_keys, size, MissReason.REJECTED)
                 group.namespace.counters.rejected_keys += len(stored.rejected)
         finally:  # allocated slots belong to the store even if this fails
-            stored.copy = list(numbers[0]) if len(numbers) == 1 else [key for some in numbers for key in some]
+            stored.copy = list(numbers[0]) if len(numbers) == 1 else [key for keys in numbers for key in keys]
             stored.blocks = blocks[0] if len(blocks) == 1 else np.concatenate([_NOTHING, *blocks])
-            if mine:
+            if joined:
                 order = np.argsort(stored.copy)
                 stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
             stored.slots, stored.offsets = self.blocks.begin_writes(self.slots, stored.blocks, rank)
@@ -730,16 +731,16 @@ class Cache:
                 self._end_writes(group, blocks[~living], slots[~living])
                 blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
                 firsts = None if firsts is None else array("H", compress(firsts, living))
-            ready, names = self.blocks.publish(blocks, slots, firsts, length, sums, group.key_bytes)
+            ready, packed_keys = self.blocks.publish(blocks, slots, firsts, length, sums, group.key_bytes)
             became_ready += len(ready)
             self.unverified_slots += sums.count(0)
             if len(ready) < len(blocks):
-                self._note_partial(group, blocks[self.blocks.missing[blocks] != 0])
+                self._mark_partial(group, blocks[self.blocks.missing[blocks] != 0])
             if ready.size:
                 group.namespace.counters.stored_blocks += len(ready)
                 self._count(group, WRITING, READY, len(ready))
-                self.policy.insert(group, ready, names)
-                keys = np.frombuffer(names, group.namespace.key_type)[::-1].tolist()
+                self.policy.insert(group, ready, packed_keys)
+                keys = np.frombuffer(packed_keys, group.namespace.key_type)[::-1].tolist()
                 self._events.stored(group.namespace, group.index, keys, tokens=tokens)
                 if self.tiers is not None:
                     self.tiers.stored(ready[::-1])
@@ -767,11 +768,11 @@ class Cache:
         if writing.size and not group.dead:
             every = self.blocks.shard[self.blocks.slots(writing, len(group.sizes))] & SHARD_STATE
             unused = (every == RESERVED).all(axis=1)
-            self._note_partial(group, writing[~unused])
+            self._mark_partial(group, writing[~unused])
             self._remove(group, WRITING, writing[unused])
         self._free_dropped(blocks[self.blocks.state[blocks] == DROPPED])
 
-    def _note_partial(self, group: Group, blocks: BlockIds) -> None:
+    def _mark_partial(self, group: Group, blocks: BlockIds) -> None:
         """Mark those of the blocks as partial that nobody is writing."""
         shards, now = self.blocks.shard[self.blocks.slots(blocks, len(group.sizes))] & SHARD_STATE, self._clock()
         self._partial |= dict.fromkeys(blocks[(shards != WRITING_SHARD).all(axis=1)].tolist(), now)
@@ -939,9 +940,9 @@ class Cache:
         if self.tiers is not None:
             self.tiers.evicted(victims)
         group.namespace.counters.evicted_blocks += len(victims)
-        slots, names, unverified = self.blocks.replace(group, victims, keys, MissReason.EVICTED)
+        slots, packed_keys, unverified = self.blocks.replace(group, victims, keys, MissReason.EVICTED)
         self.unverified_slots -= unverified
-        self._left(group, victims, names)
+        self._report_removed(group, victims, packed_keys)
         self._count(group, READY, WRITING, len(victims))
         return slots
 
@@ -954,10 +955,10 @@ class Cache:
         """Evict READY, unpinned blocks."""
         if self.tiers is not None and blocks.size:
             self.tiers.evicted(blocks)
-        for group, alike in self.by_group(blocks):
+        for group, members in self.by_group(blocks):
             if not group.dead:
-                group.namespace.counters.evicted_blocks += len(alike)
-            self._remove(group, READY, alike, reason)
+                group.namespace.counters.evicted_blocks += len(members)
+            self._remove(group, READY, members, reason)
 
     def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
         """Forget keys, also in the tiers. Blocks in use keep their slots. Returns how many blocks the pool had.
@@ -978,39 +979,39 @@ class Cache:
 
     def drop(self, blocks: BlockIds | Sequence[int], reason: MissReason) -> None:
         """Take WRITING and READY blocks out of the index. Their slots are freed once nothing uses them."""
-        for group, alike in self.by_group(np.asarray(blocks, np.uint32)):
-            group.namespace.counters.invalidated_blocks += len(alike)
+        for group, members in self.by_group(np.asarray(blocks, np.uint32)):
+            group.namespace.counters.invalidated_blocks += len(members)
             for state in (READY, WRITING):
-                self._remove(group, state, alike[self.blocks.state[alike] == state], reason)
+                self._remove(group, state, members[self.blocks.state[members] == state], reason)
 
     def _drop_partial(self, blocks: Sequence[int]) -> None:
         """Drop blocks that lack a shard which was not stored in time."""
-        for group, alike in self.by_group(np.array(blocks, np.uint32)):
-            group.namespace.counters.partial_blocks += len(alike)
-            self.drop(alike, MissReason.PARTIAL)
+        for group, members in self.by_group(np.array(blocks, np.uint32)):
+            group.namespace.counters.partial_blocks += len(members)
+            self.drop(members, MissReason.PARTIAL)
 
     def _remove(self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None) -> None:
         """Take blocks of one state out of index and policy, and free the slots of those that are not in use."""
         if not blocks.size:
             return
-        names, slots, unverified, corrupt = self.blocks.drop(group, blocks, reason or 0)
+        packed_keys, slots, unverified, corrupt = self.blocks.drop(group, blocks, reason or 0)
         if group.dead and group.namespace in self._current:
             now = self._current[group.namespace][group.index]
-            self.blocks.note_misses(now.number, names, group.key_bytes, MissReason.INVALIDATED)
+            self.blocks.record_misses(now.number, packed_keys, group.key_bytes, MissReason.INVALIDATED)
         if state == READY:
-            self._left(group, blocks, names)
+            self._report_removed(group, blocks, packed_keys)
         for block in blocks.tolist() if self._partial else ():
             self._partial.pop(block, None)
-        held = len(blocks) - len(slots) // len(group.sizes)
-        if held and not group.dead:
-            self._count(group, state, DROPPED, held)
-        self._freed(group, DROPPED if group.dead else state, slots, unverified, corrupt)
+        in_use = len(blocks) - len(slots) // len(group.sizes)
+        if in_use and not group.dead:
+            self._count(group, state, DROPPED, in_use)
+        self._free_ended(group, DROPPED if group.dead else state, slots, unverified, corrupt)
 
-    def _left(self, group: Group, blocks: BlockIds, names: bytes) -> None:
+    def _report_removed(self, group: Group, blocks: BlockIds, packed_keys: bytes) -> None:
         """Report to policy and listener that READY blocks are gone."""
-        self._some_left = True
-        self.policy.remove(group, blocks, names)
-        keys = np.frombuffer(names, group.namespace.key_type)
+        self._ready_removed = True
+        self.policy.remove(group, blocks, packed_keys)
+        keys = np.frombuffer(packed_keys, group.namespace.key_type)
         if self._to_announce.size:  # some may never have been reported
             silent = self.unannounced[blocks]
             self.unannounced[blocks] = False
@@ -1020,10 +1021,10 @@ class Cache:
 
     def _free_dropped(self, blocks: BlockIds) -> None:
         """Free the slots of those of the blocks that are DROPPED and not in use."""
-        for group, alike in self.by_group(blocks):
-            self._freed(group, DROPPED, *self.blocks.release(alike, len(group.sizes)))
+        for group, members in self.by_group(blocks):
+            self._free_ended(group, DROPPED, *self.blocks.release(members, len(group.sizes)))
 
-    def _freed(self, group: Group, state: int, slots: SlotIds, unverified: int, corrupt: int) -> None:
+    def _free_ended(self, group: Group, state: int, slots: SlotIds, unverified: int, corrupt: int) -> None:
         """Free the slots of ended blocks, which were counted with this state."""
         self.unverified_slots -= unverified
         self._count(group, state, FREE, len(slots) // len(group.sizes))
@@ -1044,7 +1045,7 @@ class Cache:
     def background(self) -> bool:
         """Do one step of freeing reset blocks, or of unpinning blocks of ended leases. Returns whether more remain."""
         if self._ended:
-            self._let_go()
+            self._unpin_ended()
         elif self._dead:
             group = next(iter(self._dead.values()))
             self._sweep([group], max(1, self.swept_at_once // len(group.sizes)))
@@ -1114,11 +1115,11 @@ class Cache:
             self.unverified_slots -= shard & UNVERIFIED != 0
             self.blocks.set_corrupt(slot)
             group = self._of_block(slot)
-            names = self.blocks.keys(head, group.key_bytes)
+            packed_keys = self.blocks.keys(head, group.key_bytes)
             if self.blocks.state[head[0]] != DROPPED:
                 self.drop(head, MissReason.CORRUPT)
             if self.tiers is not None and not group.dead:
-                self.tiers.forget(group.namespace, group.index, names, MissReason.CORRUPT)
+                self.tiers.forget(group.namespace, group.index, packed_keys, MissReason.CORRUPT)
             return False
         if self.blocks.shard[slot] & UNVERIFIED:
             self.blocks.shard[slot] &= ~np.uint8(UNVERIFIED)
@@ -1223,7 +1224,7 @@ class Cache:
         return PoolUsage(self.slots.free_bytes, writing, ready, dropped, self.quarantined_bytes, *pinned)
 
 
-def _some(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], size: int) -> bytes:
+def _select_keys(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], size: int) -> bytes:
     """Return the keys with these ascending numbers, concatenated; consecutive ones, which are common, are one slice."""
     if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1:
         return keys[numbers[0] * size : (numbers[-1] + 1) * size]
@@ -1236,9 +1237,9 @@ def _snapshot(next_number: int, namespaces: Sequence[Namespace], *, short: bool)
     return [Deflated.of(head), *[one.record(short=short) for one in namespaces]]
 
 
-def _shortened(found: Found, held: BlockIds, part: float) -> Found:
+def _limit_ready(found: Found, leased: BlockIds, part: float) -> Found:
     """Leave only the first part of the READY keys READY, in addition to those that the lease has already."""
-    states, ready = np.frombuffer(found.states, np.uint8).copy(), np.isin(found.ready, held)
+    states, ready = np.frombuffer(found.states, np.uint8).copy(), np.isin(found.ready, leased)
     fresh = np.flatnonzero(~ready)
     ready[fresh[: int(fresh.size * part)]] = True
     states[np.flatnonzero(states == READY)[~ready]] = ABSENT

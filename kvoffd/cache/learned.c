@@ -113,7 +113,7 @@ struct learned {
     uint16_t rank[CELLS], by_rank[CELLS]; /* ranks by ascending score */
     uint64_t filled[(CELLS + 63) / 64]; /* bit set of the ranks of non-empty cells */
     uint32_t walks;
-    uint64_t noted_keys, noted_bytes; /* recorded keys and bytes of the current request */
+    uint64_t recorded_keys, recorded_bytes; /* recorded keys and bytes of the current request */
     void *scratch;
     uint64_t scratch_bytes;
 };
@@ -1004,7 +1004,7 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
 
 /* Records one group's part of a request, up to as many keys as the pool can hold: known keys returned, and all get new
  * classes. */
-static void note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes, uint64_t weight,
+static void record(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes, uint64_t weight,
                  uint64_t tokens)
 {
     uint64_t seen = 2;
@@ -1042,8 +1042,8 @@ static void note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t
     }
     join_segments(&r);
     add_spans(l, &r, weight);
-    l->noted_keys += r.count;
-    l->noted_bytes += r.count * weight;
+    l->recorded_keys += r.count;
+    l->recorded_bytes += r.count * weight;
 }
 
 /* Plans the next learning: once the evidence has grown a little, and no later than after a pool lifetime. When the pool
@@ -1078,17 +1078,17 @@ static void learn(struct learned *l)
 }
 
 /* Records one group's part of a request; the last part also advances the time. */
-void kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+void kvoffd_learned_record(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                          uint64_t weight, uint64_t tokens, uint64_t is_last)
 {
-    note(l, name, keys, count, key_bytes, weight, tokens);
-    if (!is_last || !l->noted_keys)
+    record(l, name, keys, count, key_bytes, weight, tokens);
+    if (!is_last || !l->recorded_keys)
         return;
     l->known.requests++;
-    l->known.now += l->noted_bytes;
+    l->known.now += l->recorded_bytes;
     enter_epoch(l);
-    forget_some(l, l->noted_keys);
-    l->noted_keys = l->noted_bytes = 0;
+    forget_some(l, l->recorded_keys);
+    l->recorded_keys = l->recorded_bytes = 0;
     move_cells(l);
     if (l->known.now >= l->learn_at && l->known.requests >= l->learn_after)
         learn(l);
@@ -1376,7 +1376,7 @@ void kvoffd_learned_free(struct learned *l)
 
 /* Continues with the time and counters of an earlier daemon that learned.py has set; call it first. Unfinished lives
  * are omitted, because their keys are not known any more. */
-void kvoffd_learned_go_on(struct learned *l)
+void kvoffd_learned_resume(struct learned *l)
 {
     l->epoch = l->known.now / epoch_bytes(l);
     work_out(l);

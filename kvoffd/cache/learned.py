@@ -115,7 +115,7 @@ class Learned(InOrder):
         for chain in chains:
             group, keys, size = chain.group, chain.keys, chain.group.key_bytes
             tokens, is_last = group.tokens or UNIT_TOKENS, chain is chains[-1]
-            self._native.learned_note(
+            self._native.learned_record(
                 self._at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, is_last
             )
 
@@ -217,4 +217,4 @@ class Learned(InOrder):
             raise ValueError("invalid counters")
         self.known.now, self.known.requests = time
         ctypes.memmove(ctypes.addressof(self._counts), body[_TIME.size :], _KEPT_BYTES)
-        self._native.learned_go_on(self._at)
+        self._native.learned_resume(self._at)

@@ -40,7 +40,7 @@ class Lease:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class SessionLeases:
     """Leases of one session. A block counts once for each lease."""
 
     leases: dict[Lease, None] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Stored:
     """First engine block that is written, for each key to copy; None if all begin at 0."""
     offsets: Offsets = field(default_factory=lambda: np.empty(0, np.uint64))
     """Pool offsets of the slots."""
-    again: list[int] = field(default_factory=list)
+    duplicates: list[int] = field(default_factory=list)
     """Numbers of keys that occur earlier too, where they are copied or in one of the next lists."""
     no_space: list[int] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)

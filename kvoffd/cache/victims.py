@@ -57,15 +57,15 @@ class Victims:
             ahead, most = count, max(WRITTEN_AHEAD * count, MIN_AHEAD)
             while True:
                 ahead = min(most, 4 * ahead)
-                some = self._policy.first(ahead, below)
-                loose = some[self._blocks.pins[some] == 0]
-                waiting = self._waiting(loose)
-                if waiting is None or len(loose) - waiting.sum() >= count or len(some) < ahead or ahead == most:
+                batch = self._policy.first(ahead, below)
+                unpinned = batch[self._blocks.pins[batch] == 0]
+                waiting = self._waiting(unpinned)
+                if waiting is None or len(unpinned) - waiting.sum() >= count or len(batch) < ahead or ahead == most:
                     break
-            first = self._written_first(loose)[:count]
-            if len(first) < min(count, len(some)):
+            first = self._written_first(unpinned)[:count]
+            if len(first) < min(count, len(batch)):
                 return None
-        return first if not first.size or self._blocks.group_of(first, loose=True) == group.number else None
+        return first if not first.size or self._blocks.group_of(first, unpinned=True) == group.number else None
 
     def for_space(self, group: Group, count: int, below: float) -> BlockIds:
         """Choose blocks with a score below ``below`` to evict so that slots for ``count`` blocks of a group become
@@ -80,8 +80,8 @@ class Victims:
         while True:
             order = self._policy.first(most, below)
             pinned, last = self._blocks.pins[order] != 0, len(order) < most or most >= MAX_CONSIDERED
-            loose = self._written_first(order[~pinned])
-            chosen, enough = self._blocks.make_space(self._slots, group, count, loose, last=last)
+            unpinned = self._written_first(order[~pinned])
+            chosen, enough = self._blocks.choose_victims(self._slots, group, count, unpinned, last=last)
             if enough or last:
                 return self._picked(chosen, order[pinned])
             most *= 4
@@ -96,10 +96,10 @@ class Victims:
         if chosen.size and len(pinned) > MAX_SKIPPED_PINNED:  # skipping them each time takes long
             numbers = self._blocks.group[pinned]
             for number in set(numbers.tolist()):
-                group, alike = self._groups[number], pinned[numbers == number]
-                names = self._blocks.keys(alike, group.key_bytes)
-                self._policy.remove(group, alike, names)
-                self._policy.insert(group, alike, names)
+                group, members = self._groups[number], pinned[numbers == number]
+                packed_keys = self._blocks.keys(members, group.key_bytes)
+                self._policy.remove(group, members, packed_keys)
+                self._policy.insert(group, members, packed_keys)
         return chosen
 
     def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float) -> BlockIds:
@@ -113,7 +113,7 @@ class Victims:
             if passed >= MAX_PASSED or len(victims) >= most or self._bytes_of(victims) >= nbytes:
                 break
         if passed >= MAX_PASSED and self._bytes_of(victims) < nbytes:
-            each = [blocks.oldest(one, min(most, -(-nbytes // one.block_bytes)), loose=True) for one in groups]
+            each = [blocks.oldest(one, min(most, -(-nbytes // one.block_bytes)), unpinned=True) for one in groups]
             stored = np.concatenate(each)
             stored = stored[np.argsort(blocks.records["generation"][stored])]
             victims = np.concatenate([victims, stored[~np.isin(stored, victims)]])

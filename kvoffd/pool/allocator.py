@@ -175,7 +175,7 @@ class SlotAllocator(Structure):
         """Free slots. Raises ValueError, and frees none, if one is not allocated or occurs twice."""
         assert slots.dtype == np.uint32
         if self._native.slots_free(self.address, slots.tobytes(), len(slots)):
-            raise ValueError("Tried to free a slot that is not allocated, or to free one twice.")
+            raise ValueError("A slot to free is not allocated, or is freed twice.")
 
     def restore(self, slots: SlotIds, slot_bytes: npt.NDArray[np.int64]) -> None:
         """Allocate the slots that an earlier daemon used. For a new allocator. ``slot_bytes``: [regions]."""

@@ -277,10 +277,10 @@ class StoreBatch(Job):
         rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         for part, stored in zip(self.parts, self.ticket.parts, strict=True):
             lost, refused = stored.no_space, stored.rejected
-            if stored.again:  # a key that comes twice fares the same both times
-                lost, refused = (_with_again(part.split, some, stored.again) for some in (lost, refused))
+            if stored.duplicates:  # a key that comes twice fares the same both times
+                lost, refused = (_with_again(part.split, some, stored.duplicates) for some in (lost, refused))
             if error is not None:  # a store whose keys were all there lost nothing
-                lost = sorted({*lost, *stored.copy, *stored.again}.difference(refused))
+                lost = sorted({*lost, *stored.copy, *stored.duplicates}.difference(refused))
             if lost or refused:
                 part.put_by_job(lost, failed)
                 part.put_by_job(refused, rejected)

@@ -194,7 +194,7 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     started, limits = service.clock(), service.config.limits
     namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
     _check_count(groups, namespace, limits)
-    if (held := service.cache.held.get(session.id)) is not None and len(held.leases) >= limits.max_leases:
+    if (held := service.cache.session_leases.get(session.id)) is not None and len(held.leases) >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     again = message.again or session.operator
     states, pinned = service.cache.lookup(namespace, session.id, message.lease_id, groups, again=again)

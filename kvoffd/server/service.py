@@ -153,7 +153,7 @@ class Service:
                         ErrorCode.TOO_MANY,
                     )
                 if not isinstance(request, m.Lookup):  # its reply goes first: it changes no block that was found
-                    self.cache.note_requests()
+                    self.cache.report_requests()
                 answer = handler(self, session, request)
         except codec.CODEC_ERRORS as error:
             why = f"The frame is not a request of protocol {m.PROTOCOL_VERSION}: {error}. Send one that is."
@@ -191,7 +191,7 @@ class Service:
 
     def after_send(self) -> None:
         """Work that may wait until the replies are out: what lookups leave behind."""
-        self.cache.note_requests()
+        self.cache.report_requests()
         if self.tiering is not None:
             self.tiering.pump()
 

@@ -142,7 +142,7 @@ def request(
     """A lookup, and the store of what is not there, by steps between which a disk has time. Returns how many keys were
     found, up to the first that was not."""
     (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)])
-    cache.note_requests()
+    cache.report_requests()
     for _ in range(MOST_LOOKUPS):
         if disk is None or PENDING not in states:
             break

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 11
+VERSION = 12
 """Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
 changes: an old library would read wrong memory."""
 
@@ -87,9 +87,9 @@ class Native:
             self.blocks_oldest = with_gil("blocks_oldest", count, address, text, number, number, number)
             self.blocks_drop = with_gil("blocks_drop", count, address, text, *some, number)
             self.blocks_replace = with_gil("blocks_replace", count, address, text, *some, text, number)
-            self.blocks_alike = with_gil("blocks_alike", ctypes.c_uint32, address, *some, number)
+            self.blocks_common_group = with_gil("blocks_common_group", ctypes.c_uint32, address, *some, number)
             of_space = address, address, text, number, *some, number, number
-            self.blocks_make_space = with_gil("blocks_make_space", count, *of_space)
+            self.blocks_choose_victims = with_gil("blocks_choose_victims", count, *of_space)
             self.blocks_release = with_gil("blocks_release", None, address, *some)
             self.blocks_pin = with_gil("blocks_pin", None, address, *some)
             self.blocks_unpin = with_gil("blocks_unpin", count, address, *some)
@@ -106,7 +106,7 @@ class Native:
             self.disk_close = with_gil("disk_close", None, address)
             self.disk_find = with_gil("disk_find", None, address, *keys, address)
             self.disk_remove = with_gil("disk_remove", None, address, *some)
-            self.blocks_note = with_gil("blocks_note", None, address, *keys, number)
+            self.blocks_record_misses = with_gil("blocks_record_misses", None, address, *keys, number)
             self.blocks_count = with_gil("blocks_count", None, address, *keys, text)
             self.queues_new = with_gil("queues_new", address, number, number, text)
             self.queues_free = with_gil("queues_free", None, address)
@@ -119,7 +119,7 @@ class Native:
             self.curve_asked = with_gil("curve_asked", None, address, address, *keys, number, number, number)
             self.learned_new = with_gil("learned_new", address, number, text)
             self.learned_free = with_gil("learned_free", None, address)
-            self.learned_note = with_gil("learned_note", None, address, *keys, number, number, number)
+            self.learned_record = with_gil("learned_record", None, address, *keys, number, number, number)
             self.learned_insert = with_gil("learned_insert", count, address, *keys, number, text)
             self.learned_remove = with_gil("learned_remove", count, address, *keys)
             self.learned_forget = with_gil("learned_forget", count, address, *keys)
@@ -127,7 +127,7 @@ class Native:
             self.learned_admit = with_gil("learned_admit", count, address, *keys, number, text, number, address)
             self.learned_rejected = with_gil("learned_rejected", None, address, *keys)
             self.learned_chances = with_gil("learned_chances", None, address, *keys, number, address)
-            self.learned_go_on = with_gil("learned_go_on", None, address)
+            self.learned_resume = with_gil("learned_resume", None, address)
         except (OSError, AttributeError, ValueError) as error:
             raise NotCompiled(
                 f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again where there is a C "

@@ -447,7 +447,7 @@ class Promotions:
             lease.coming = max(0, lease.coming - 1)
         if not fill.withdrawn:
             self._withdraw(fill)
-            self._cache.note_misses(fill.wanted.namespace, fill.wanted.group.number, fill.key, miss)
+            self._cache.record_misses(fill.wanted.namespace, fill.wanted.group.number, fill.key, miss)
 
     def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
         """Count the key for those who asked for it, once: as found, or as a miss."""

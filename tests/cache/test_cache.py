@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.block_table import DROPPED, FREE, READY
-from kvoffd.cache.cache import MAX_REQUESTS_TO_NOTE
+from kvoffd.cache.cache import MAX_UNREPORTED_REQUESTS
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.errors import BadGeometry, NamespaceMismatch, ShardTooLarge, UnknownLease
 from kvoffd.pool.slot_table import Deflated
@@ -271,13 +271,13 @@ def test_requests_are_reported_once_and_a_benchs_never() -> None:
         rig.cache.lookup(asked, 1, 5, [(0, keys_of(1))])
         rig.cache.lookup(asked, 1, 5, [(0, keys_of(1))], again=True)
     assert noted == []
-    rig.cache.note_requests()
-    rig.cache.note_requests()
+    rig.cache.report_requests()
+    rig.cache.report_requests()
     assert noted == [[keys_of(1)]]
     for number in range(100):
         rig.cache.lookup(namespace, 1, 5, [(0, keys_of(number))])
-    assert len(noted) == 101 - MAX_REQUESTS_TO_NOTE
-    rig.cache.note_requests()
+    assert len(noted) == 101 - MAX_UNREPORTED_REQUESTS
+    rig.cache.report_requests()
     assert noted[1:] == [[keys_of(number)] for number in range(100)], "none is lost, however many come at once"
 
 
@@ -446,7 +446,7 @@ def test_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypatch: pytest
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(4)))
     rig.cache.lookup(namespace, 1, 5, [(0, keys_of(*range(4)))])
-    rig.cache.note_requests()
+    rig.cache.report_requests()
     rig.store(namespace, keys_of(4, 5, 6, 7))
     for number in (8, 9):
         rig.store(namespace, keys_of(number))

@@ -148,7 +148,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(self.peek(name) == self.state(name) for name in present), "a store evicted its own keys"
         assert sorted(part.copy + part.no_space + part.rejected) == expected
         assert part.no_space == sorted(part.no_space)
-        assert part.again == [number for number, name in enumerate(names) if name in seen and number not in expected]
+        assert part.duplicates == [at for at, name in enumerate(names) if name in seen and at not in expected]
         fresh = [number for number in part.copy if names[number] not in self.index]
         assert not fresh or not part.no_space or max(fresh) < min(part.no_space), "a tail was stored without its head"
         if part.no_space:
@@ -263,7 +263,7 @@ class CacheMachine(RuleBasedStateMachine):
         lease_id, self.next_lease = self.next_lease, self.next_lease + 1
         self.ask(space, group, session, lease_id, chain, more)
         if note:
-            self.cache.note_requests()
+            self.cache.report_requests()
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), group=groups, chain=chains)

@@ -190,7 +190,7 @@ def test_pool_file_belongs_to_one_daemon(in_file: DaemonProcess, pool_file: Path
     assert "cannot be opened" in refused(link, tmp_path)
     link.unlink()
     os.link(pool_file, link)
-    assert "no pool file" in refused(link, tmp_path)
+    assert "not a pool file" in refused(link, tmp_path)
     link.unlink()
     pool_file.chmod(0o640)
     assert "0640" in refused(pool_file, tmp_path)

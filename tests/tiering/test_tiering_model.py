@@ -92,7 +92,7 @@ class TieringMachine(RuleBasedStateMachine):
             assert PENDING not in states[states.index(ABSENT) :], "behind a gap"
         if namespace.fingerprint in self.unshared:
             assert asked == [len(store.asked) for store in self.stores_of_nodes]
-        self.rig.cache.note_requests()
+        self.rig.cache.report_requests()
         if end != "keep":
             self.rig.cache.release(1, [self.leases], MissReason.LATE if end == "late" else None)
         if PENDING in states or SHARED in states:
