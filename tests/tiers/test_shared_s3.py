@@ -310,7 +310,7 @@ def test_a_prefix_costs_few_requests(bucket: FaultyBucket, rig: SharedRig) -> No
     ("change", "because"),
     [
         (("127.0.0.1:", "127.0.0.1:1/"), "(Connection refused)"),
-        (("http://", "https://"), "Where it has no TLS, name its endpoint http://"),
+        (("http://", "https://"), "If it has no TLS, name its endpoint http://"),
     ],
 )
 def test_why_a_bucket_cannot_be_reached_is_reported(
