@@ -149,7 +149,7 @@ class TierSupervisor:
         for disk in self._disks:
             if disk.tier is not None:
                 disk.errors.sample(disk.tier.stats().errors)
-        if (spent := tiering.disk_writer.budget.to_note()) is not None:
+        if (spent := tiering.disk_writer.budget.amount_to_persist()) is not None:
             self._state.note_disk_spent(spent)
 
     def take_voided(self) -> set[bytes]:

@@ -270,7 +270,7 @@ def test_a_bucket_that_refuses_removals_is_read(
         assert rig.tier.available()
     assert rig.kinds == {"mismatch": 4, "credentials": 4}
     assert rig.tier.breaker.opened == 0
-    assert "AccessDenied: see the credentials, which are read at the start" in rig.tier.refusal
+    assert "AccessDenied: check the credentials, which are read at the start" in rig.tier.refusal
     assert "s3:DeleteObject" in rig.tier.refusal
     bucket.spoil = bytes
     assert rig.load(blocks[4]) is DONE
