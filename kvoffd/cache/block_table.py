@@ -322,8 +322,7 @@ class BlockTable(Structure):
         return self._numbers[:slots].copy(), unverified, corrupt
 
     def group_of(self, blocks: BlockIds, *, unpinned: bool = False) -> int:
-        """Return the number of the group of all the blocks; 0 if they have none in common, or ``unpinned`` and one is
-        pinned."""
+        """Return the group number of all blocks; 0 if they have none in common, or ``unpinned`` and one is pinned."""
         return int(self._native.blocks_common_group(self.address, packed(blocks), len(blocks), unpinned))
 
     def pin(self, blocks: BlockIds) -> int:

@@ -46,7 +46,7 @@ void kvoffd_blocks_close(struct blocks *x)
     close_index(&x->index);
 }
 
-/* Finds up to TOGETHER concatenated keys: writes their hashes, states and blocks, NONE for absent keys. */
+/* Finds up to TOGETHER concatenated keys: their hashes, states and blocks, NONE for absent keys. */
 static void find_some(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                       uint64_t *hashed, uint8_t *states, uint32_t *blocks)
 {
@@ -97,7 +97,7 @@ void kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count)
         pin(x, blocks[i]);
 }
 
-/* Removes one pin for each occurrence; writes the blocks that are not pinned any more, and returns how many. */
+/* Removes one pin for each occurrence; finds the blocks that are not pinned any more, and returns how many. */
 uint64_t kvoffd_blocks_unpin(struct blocks *x, const uint32_t *blocks, uint64_t count)
 {
     uint64_t found = 0;
@@ -124,7 +124,7 @@ struct found {
     uint64_t ready, run, misses[REASON + 1];
 };
 
-/* Looks up keys: writes their states, and the blocks of READY keys, which are pinned if `pins`. */
+/* Looks up keys: finds their states, and the blocks of READY keys, which are pinned if `pins`. */
 void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                           uint32_t pins)
 {
@@ -173,8 +173,8 @@ void kvoffd_blocks_append(const struct blocks *x, const struct block_group *g, c
         append(x, g->list, blocks[i]);
 }
 
-/* Writes up to `count` of the oldest blocks of a group, from the first `seen` of them; if `unpinned`, only READY, unpinned
- * ones, and the others become its newest, as they are in use. Returns how many. */
+/* Finds up to `count` of the oldest blocks of a group among the first `seen`; if `unpinned`, only READY, unpinned ones,
+ * and the others become its newest, as they are in use. Returns how many. */
 uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uint64_t count, uint64_t seen, uint32_t unpinned)
 {
     uint32_t next = g->list->oldest, last = g->list->newest, found = 0, block = NONE;
@@ -227,7 +227,7 @@ static uint64_t enter(struct blocks *x, const struct block_group *g, const uint3
 }
 
 /* Makes blocks for up to `count` absent keys in free slots, preferably on each rank's node. If one rank gets no slot
- * because other slot sizes have taken the free regions, tries half as many. Writes the slots, [blocks][ranks], and
+ * because other slot sizes have taken the free regions, tries half as many. Finds the slots, [blocks][ranks], and
  * returns how many blocks; NONE if a key is present. */
 uint64_t kvoffd_blocks_take(struct blocks *x, struct slots *slots, const struct block_group *g, const uint8_t *keys,
                             uint64_t count)
@@ -261,7 +261,7 @@ static void seal(const struct blocks *x, uint8_t *record)
 }
 
 /* Marks shards of `length` bytes as complete, from the last to the first, with rising generations. `first_blocks` may
- * be NULL for 0. Writes the blocks that became complete, in that order, and their keys; returns how many. If a block is
+ * be NULL for 0. Finds the blocks that became complete, in that order, and their keys; returns how many. If a block is
  * not WRITING, changes nothing and returns NONE. */
 uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const uint32_t *slots, uint64_t count,
                                const uint16_t *first_blocks, uint32_t length, const uint64_t *checksums)
@@ -291,8 +291,7 @@ uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const u
     return found;
 }
 
-/* Sets the checksum of a shard that was published without one. If the daemon is killed here, the record is not
- * recovered. */
+/* Sets the checksum of a shard that was published without one. A daemon killed here loses the block. */
 void kvoffd_blocks_set_checksum(const struct blocks *x, uint32_t slot, uint64_t checksum)
 {
     uint8_t *record = record_of(x, slot);
@@ -308,7 +307,7 @@ static uint32_t slot_of_rank(const struct blocks *x, uint32_t block, uint32_t ra
     return block;
 }
 
-/* Marks a rank's shards of blocks as being written: writes their slots and pool offsets. */
+/* Marks a rank's shards of blocks as being written: finds their slots and pool offsets. */
 void kvoffd_blocks_begin_writes(struct blocks *x, const struct slots *slots, const uint32_t *blocks, uint64_t count,
                                 uint32_t rank)
 {
@@ -319,8 +318,8 @@ void kvoffd_blocks_begin_writes(struct blocks *x, const struct slots *slots, con
     }
 }
 
-/* Writes and pins the blocks for a load by a rank, followed by the rank's slots, and their pool offsets. Writes for
- * each key whether the rank can read it from its beginning, the first key from `first_block`; returns whether all are
+/* Finds and pins the blocks for a load by a rank, then the rank's slots, and their pool offsets. Finds for each key
+ * whether the rank can read it from its beginning, the first key from `first_block`; returns whether all are
  * readable, and pins nothing if not. */
 int kvoffd_blocks_begin_load(struct blocks *x, const struct slots *slots, uint32_t group, const uint8_t *keys,
                              uint64_t count, uint64_t key_bytes, uint32_t rank, uint32_t first_block)
@@ -360,7 +359,7 @@ struct released {
     uint64_t unverified, corrupt;
 };
 
-/* Ends a DROPPED block that is not in use, and writes its slots; those that are CORRUPT stay marked. */
+/* Ends a DROPPED block that is not in use, and finds its slots; those that are CORRUPT stay marked. */
 static void release(struct blocks *x, uint32_t block)
 {
     struct released *released = (struct released *)x->counts;
@@ -392,9 +391,8 @@ static void record_miss(const struct blocks *x, uint64_t hashed, uint64_t reason
     x->misses[hashed & (MISSES - 1)] = (hashed & ~REASON) | reason;
 }
 
-/* Takes blocks of a group out of the index, and writes their keys. They become DROPPED, the next daemon does not
- * recover them, and those not in use end. Remembers `reason` if not 0. Returns how many: fewer if one is not in the
- * index. */
+/* Takes blocks of a group out of the index, and finds their keys. They become DROPPED, are not recovered by the next
+ * daemon, and end if not in use. Remembers `reason` if not 0. Returns how many: fewer if one is not in the index. */
 uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count,
                             uint64_t reason)
 {
@@ -424,7 +422,7 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const
     return count;
 }
 
-/* Drops blocks of a group and makes blocks for absent keys in their slots: writes the keys of the dropped blocks, and
+/* Drops blocks of a group and makes blocks for absent keys in their slots: finds the keys of the dropped blocks, and
  * the slots, [count][ranks]. Returns how many it made: fewer if a block was in use or a key is present. */
 uint64_t kvoffd_blocks_replace(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count,
                                const uint8_t *keys, uint64_t reason)
@@ -438,8 +436,7 @@ uint64_t kvoffd_blocks_replace(struct blocks *x, const struct block_group *g, co
     return enter(x, g, x->numbers, count, keys);
 }
 
-/* Returns the number of the group of all the blocks; 0 if they have none in common, or one is pinned and `unpinned` is
- * set. */
+/* Returns the number of the group of all the blocks; 0 if they have none in common, or `unpinned` and one is pinned. */
 uint32_t kvoffd_blocks_common_group(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t unpinned)
 {
     for (uint64_t i = 0; i < count; i++)
@@ -553,9 +550,9 @@ static int choose_region(struct choice *c)
     }
 }
 
-/* Writes at most `most_found` blocks to evict for `count` blocks of a group: see Victims.for_space. `order` has READY,
- * unpinned blocks; `last`: there are no others. Returns how many; NONE if memory is short. Sets counts[0] to 1 if they
- * are enough. */
+/* Finds at most `most_found` blocks to evict for `count` blocks of a group: see Victims.for_space. `order` has READY,
+ * unpinned blocks; `last`: there are no others. Returns how many, and sets counts[0] to whether they are enough; NONE
+ * if memory is short. */
 uint64_t kvoffd_blocks_choose_victims(struct blocks *x, const struct slots *slots, const struct block_group *g, uint64_t count,
                                   const uint32_t *order, uint64_t blocks, uint64_t most_found, uint32_t last)
 {
@@ -615,7 +612,7 @@ uint64_t kvoffd_blocks_choose_victims(struct blocks *x, const struct slots *slot
     return c.found;
 }
 
-/* Writes the keys of blocks. */
+/* Finds the keys of blocks. */
 void kvoffd_blocks_keys(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t key_bytes)
 {
     for (uint64_t i = 0; i < count; i++) {
@@ -627,7 +624,7 @@ void kvoffd_blocks_keys(const struct blocks *x, const uint32_t *blocks, uint64_t
 
 enum { PRESENT, ABSENT, JOIN, DUPLICATE, NARROW };
 
-/* Writes the verdict of each key that a rank stores, and the blocks of keys that have one. A key to be written is a
+/* Finds the verdict of each key that a rank stores, and the blocks of keys that have one. A key to be written is a
  * DUPLICATE at later numbers. NARROW: the rank's shard begins after `first_blocks` (NULL for 0), and the block is not
  * in use. Returns whether there was enough memory. */
 uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,

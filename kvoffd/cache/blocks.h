@@ -92,8 +92,7 @@ static inline uint64_t *place_of(const struct blocks *x, uint32_t block)
     return find(x, hash(x, x->group[block], record + KEY, key_bytes), x->group[block], record + KEY, key_bytes);
 }
 
-/* Computes the zlib CRC-32 of records, over the fields that a record's CRC covers; several at once, to overlap the
- * steps. */
+/* Computes zlib's CRC-32 of records, over the fields that it covers; several at once, to overlap the steps. */
 static inline void crcs_of(const struct blocks *x, const uint8_t *records, int count, uint32_t *crcs)
 {
     for (int i = 0; i < count; i++)

@@ -915,8 +915,7 @@ class Cache:
         return "pinned" if usage.pinned >= usage.writing else "writing"
 
     def _evict_for(self, group: Group, count: int, below: float) -> BlockIds | None:
-        """Return up to ``count`` blocks of a group to replace; empty if space was made otherwise; None if nothing can
-        be evicted."""
+        """Return up to ``count`` blocks to replace; empty if space was made otherwise; None if none can be evicted."""
         if self._partial:
             # If ranks store blocks that others never complete, they must not crowd out readable blocks.
             crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_PART

@@ -300,8 +300,7 @@ static int group_of(int kind)
     return kind;
 }
 
-/* Returns a block's score from an age on: the maximum over later ages of its expected hits less `cost`, per space
- * used. */
+/* Returns a block's score from an age on: the most expected hits less `cost`, per space used, by any later age. */
 static double most_hits(const struct learned *l, const double hazard[BINS], int age, double cost)
 {
     double alive = 1, hits = 0, space = 0, most = -1e300;
@@ -656,8 +655,7 @@ static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
     return keys;
 }
 
-/* Corrects `top`, which may be too high after keys of a span got or lost blocks, or were taken; then shrinks the
- * span. */
+/* Corrects `top` after keys of a span got or lost blocks, or were taken; then shrinks the span. */
 static void settle_span(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
@@ -716,8 +714,7 @@ static void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32
     settle_span(l, number);
 }
 
-/* Forgets the oldest keys while too many are remembered. Call it with the number of keys that were added, or lost their
- * blocks. */
+/* Forgets the oldest keys while too many are remembered. `added`: keys that were added, or lost their blocks. */
 static void forget_some(struct learned *l, uint64_t added)
 {
     uint64_t most_bytes = (1 + REMEMBERED_POOLS) * l->known.lifetime, most = FORGOTTEN_AT_ONCE + 2 * added;
@@ -779,8 +776,7 @@ static void hash_backwards(struct learned *l, uint64_t name, const uint8_t *keys
         hash_keys(l, name, keys + (count - 1 - i) * key_bytes, 1, key_bytes, hashes + i);
 }
 
-/* Removes repeated hashes; returns how many are left. `seen` has a power of two of elements, greater than
- * `count`. */
+/* Removes repeated hashes; returns how many are left. The size of `seen` is a power of two above `count`. */
 static uint64_t leave_out_repeats(uint64_t *hashes, uint64_t count, uint32_t *seen, uint64_t room)
 {
     uint64_t kept = 0;
@@ -798,8 +794,7 @@ static uint64_t leave_out_repeats(uint64_t *hashes, uint64_t count, uint32_t *se
     return kept;
 }
 
-/* Returns how many of the first keys have consecutive places in one span, or none. Writes the place of the first
- * key. */
+/* Returns how many of the first keys have consecutive places in one span, or none; writes the first one's place. */
 static uint32_t run_length(const struct learned *l, const uint64_t *hashes, uint32_t count, struct place *first)
 {
     uint32_t length = 1;
@@ -1002,7 +997,7 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
         link_before(l, number, 0);
 }
 
-/* Records one group's part of a request, up to as many keys as the pool can hold: known keys returned, and all get new
+/* Records one group's part of a request, up to as many keys as fit the pool: known keys returned, and all get new
  * classes. */
 static void record(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes, uint64_t weight,
                  uint64_t tokens)
@@ -1168,8 +1163,7 @@ void kvoffd_learned_rejected(struct learned *l, uint64_t name, const uint8_t *ke
  * request for some of them takes time in proportion to their number. */
 enum { MOST_STEPS = 1024, MOST_TOGETHER = 1024 };
 
-/* Adds blocks of keys, by number; both are given from the last to the first. Returns 0, or 1 if a key has a block
- * already: then only some were added. */
+/* Adds blocks of keys, both from the last to the first. Returns 0, or 1 if a key has a block: not all are added. */
 uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                                uint64_t weight, const uint32_t *numbers)
 {
@@ -1208,8 +1202,7 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
     return 0;
 }
 
-/* Removes blocks of keys, given from the last to the first. Returns 0, or 1 if a key has none: then only some were
- * removed. */
+/* Removes blocks of keys, from the last to the first. Returns 0, or 1 if a key has none: not all are removed then. */
 uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
     uint64_t *hashes = scratch(l, count * sizeof *hashes);

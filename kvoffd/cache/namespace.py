@@ -234,8 +234,7 @@ class Namespace:
         return True
 
     def record(self, *, short: bool) -> Deflated:
-        """Return the ``NamespaceRecord`` that the next daemon needs to use the blocks, as msgpack. ``short``: without
-        parts that are not needed to read them."""
+        """Return the ``NamespaceRecord`` for the next daemon as msgpack. ``short``: only what reading blocks needs."""
         number, generation, body, whole = self._records.get(short, (0, 0, None, None))
         if whole is not None and number == self.number and generation == self.generation:
             return whole

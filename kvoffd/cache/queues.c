@@ -121,8 +121,7 @@ static void keep_in_bounds(struct queues *x)
         forget(x, x->entries[counts[ONCE_GHOSTS] >= counts[AGAIN_GHOSTS] ? ONCE_GHOSTS : AGAIN_GHOSTS].newer);
 }
 
-/* Adds blocks, each as the newest; to AGAIN if the block has a ghost. Returns how many: fewer if one is present
- * already. */
+/* Adds blocks as the newest; to AGAIN if there is a ghost. Returns how many: fewer if one is present already. */
 uint64_t kvoffd_queues_insert(struct queues *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                               const uint32_t *blocks)
 {

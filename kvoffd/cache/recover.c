@@ -164,8 +164,7 @@ void kvoffd_recover_records(struct recovery *r, const uint8_t *records, uint64_t
     }
 }
 
-/* Makes blocks of the accepted records: a block with all ranks is identified by the slot of rank 0; others are
- * discarded. */
+/* Makes blocks of the accepted records, identified by the slot of rank 0; those that lack a rank are discarded. */
 void kvoffd_recover_blocks(struct recovery *r)
 {
     struct blocks *x = r->blocks;

@@ -16,8 +16,7 @@ from kvoffd.pool.allocator import SlotIds
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Pins on the blocks that the lookups of one request found, and on those promoted for it, until its release or
-    deadline."""
+    """Pins on the blocks that the lookups of one request found, and on those promoted for it, until its end."""
 
     lease_id: int
     session: int

@@ -100,8 +100,7 @@ class SlotAllocator(Structure):
     free_bytes: int
     """Bytes outside allocated slots, including remainders that are too small for a slot."""
     slots_on_other_nodes: int
-    """Slots requested on one NUMA node and allocated on another, since the start, including those that were returned
-    at once because other ranks got none."""
+    """Slots requested on one NUMA node and allocated on another since the start, even if they were returned at once."""
 
     def __init__(self, pool_bytes: int, region_bytes: int | None = None, nodes: Sequence[Locality] = ()) -> None:
         if pool_bytes < MIN_SLOT_BYTES:

@@ -139,8 +139,7 @@ def replay(trace: Trace, policy: str, blocks: int, disk: DiskPlan | None = None)
 def request(
     cache: Cache, namespace: Namespace, keys: bytes, disk: SimulatedDisk | None = None, step_blocks: int = 2**30
 ) -> int:
-    """Look up, then store the missing blocks in steps, between which a disk can work. Returns the number of keys found
-    before the first that was not."""
+    """Look up, then store the missing blocks in steps between which a disk works. Returns the length of the hit run."""
     (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)])
     cache.report_requests()
     for _ in range(MOST_LOOKUPS):

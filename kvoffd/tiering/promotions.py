@@ -190,8 +190,7 @@ class Promotions:
         return True
 
     def request(self, wanted: Wanted, key: bytes, tier: Tier) -> Fill | None:
-        """Queue a block that a tier has; None if the queue is full. A session gets at most three times what it leaves
-        for others."""
+        """Queue a block that a tier has; None if the queue is full. No session gets over three quarters of it."""
         if self.queued_blocks + self._queued_by[wanted.first.session] // 3 >= MOST_QUEUED:
             return None
         fill = Fill(wanted, key, tier)

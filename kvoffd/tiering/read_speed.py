@@ -71,8 +71,7 @@ class ReadSpeed:
 
     @property
     def current(self) -> float:
-        """Current bytes per second: the measured speed, or else the progress so far, reduced if nothing comes; 0 if
-        neither is known."""
+        """Current bytes per second: the measured speed, or else the progress so far; less in silence; 0 if unknown."""
         if self._reading_since is None:
             return self.measured
         now = self._clock()

@@ -108,8 +108,7 @@ class Tiering:
         self._coming: Coming = {}
         self._engines_busy, self.is_unshared = engines_busy, is_unshared
         self.sources: list[Promotions] = []
-        """The disks of this node as one source, which may be empty, then shared stores in the order in which they are
-        asked."""
+        """The disks of this node as one source, which may be empty, then shared stores in the order of asking."""
         self.writers: list[Writer] = []
         """Writers of the sources, in the same order."""
         self._add([], settings, shared=False)

@@ -78,8 +78,7 @@ class WriteBudget:
         self._level = min(self._bound, self._bound - spent_bytes + self._rate * max(0.0, seconds))
 
     def amount_to_persist(self) -> float | None:
-        """Return the spent amount to persist, rounded up so that a killed daemon never spends it twice; None if the
-        persisted one is still enough."""
+        """Return the amount to persist, rounded up so that a killed daemon spends none twice; None if unchanged."""
         now, spent = self._clock(), self.spent_bytes
         if spent <= self._persisted - self._rate * (now - self._persisted_at):
             return None

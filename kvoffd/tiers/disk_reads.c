@@ -1,5 +1,4 @@
-/* Reads blocks of a disk, many at once, and computes their checksums, all without the GIL: see Reads in
- * disk_reads.py. */
+/* Reads blocks of a disk, many at once, and computes checksums, all without the GIL: see Reads in disk_reads.py. */
 #include <errno.h>
 #include <linux/aio_abi.h>
 #include <poll.h>

@@ -349,7 +349,7 @@ def test_a_trace_with_bytes_of_blocks_needs_no_block_size(tmp_path: Path, capsys
     found = capsys.readouterr()
     printed = found.out.splitlines()
     assert "16 tokens in 4.00 KiB (50.0 %), 16 tokens in 8.00 KiB (50.0 %)" in found.err
-    assert "as if each took their mean, 6.00 KiB" in found.err
+    assert "with their mean size, 6.00 KiB" in found.err
     assert printed[0] == "asked: 3 requests, 9 blocks of 16 tokens and 6.00 KiB"
     assert printed[2].split()[:3] == ["18KiB", "lru", "66.67"]
 
@@ -360,7 +360,7 @@ def test_where_it_cannot_print_that_is_said_and_not_of_the_trace(tmp_path: Path)
     with open("/dev/full", "w") as full:
         ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert ended.returncode == 2
-    assert ended.stderr == "kvoffd-cli: What it found cannot be printed (No space left on device).\n"
+    assert ended.stderr == "kvoffd-cli: The result cannot be printed (No space left on device).\n"
     read, written = os.pipe()
     os.close(read)
     ended = subprocess.run(words, stdout=written, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
