@@ -197,7 +197,7 @@ class BlockTable(Structure):
         ranks = len(group.sizes)
         self._reserve(count * ranks)
         taken = self._native.blocks_take(self.address, slots.address, group.packed, keys, count)
-        assert taken != NO_BLOCK, "a key is there"
+        assert taken != NO_BLOCK, "a key has a block"
         return self._numbers[: taken * ranks].reshape(taken, ranks).copy()
 
     def replace(
@@ -224,8 +224,8 @@ class BlockTable(Structure):
     def begin_load(
         self, slots: SlotAllocator, group: int, keys: bytes, key_bytes: int, rank: int, first_block: int
     ) -> tuple[BlockIds, SlotIds, Offsets] | list[int]:
-        """Pin blocks whose shards of a rank are readable, the first from ``first_block`` on. Returns the blocks, the
-        rank's slots and their pool offsets; or, if some are not, pins nothing and returns the numbers of those keys."""
+        """Pin blocks if a rank can read all its shards, the first from ``first_block``. Returns the blocks, the rank's
+        slots and their pool offsets; otherwise the numbers of the keys that it cannot read."""
         count = len(keys) // key_bytes
         self._reserve(count)
         offered = group, keys, count, key_bytes, rank, first_block

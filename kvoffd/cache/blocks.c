@@ -119,7 +119,7 @@ static uint64_t reason_of(const struct blocks *x, uint64_t hashed)
     return (there ^ hashed) & ~REASON ? 0 : there & REASON;
 }
 
-/* Result of a lookup: READY keys, those of them before the first other key, and the others by reason. */
+/* Result of a lookup: the number of READY keys, of those before the first other key, and of the others by reason. */
 struct found {
     uint64_t ready, run, misses[REASON + 1];
 };
@@ -378,7 +378,7 @@ static void release(struct blocks *x, uint32_t block)
     } while (at != block);
 }
 
-/* Ends those of the blocks that are DROPPED and not in use. */
+/* Ends DROPPED blocks that are not in use. */
 void kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_t count)
 {
     *(struct released *)x->counts = (struct released){ 0 };

@@ -752,7 +752,7 @@ class Cache:
             self._end_writes(part.group, part.blocks, part.slots)
 
     def drop_unfinished(self, ticket: StoreTicket | FillTicket, reason: MissReason = MissReason.PARTIAL) -> None:
-        """Drop those of a ticket's blocks that lack a shard, so that their keys can be stored again. The ticket must
+        """Drop a ticket's blocks that lack a shard, so that their keys can be stored again. The ticket must
         still be ended. Copies in a tier stay."""
         parts = ticket.parts if isinstance(ticket, StoreTicket) else [ticket]
         for part in parts:
@@ -773,7 +773,7 @@ class Cache:
         self._free_dropped(blocks[self.blocks.state[blocks] == DROPPED])
 
     def _mark_partial(self, group: Group, blocks: BlockIds) -> None:
-        """Mark those of the blocks as partial that nobody is writing."""
+        """Mark the blocks that nobody is writing as partial."""
         shards, now = self.blocks.shard[self.blocks.slots(blocks, len(group.sizes))] & SHARD_STATE, self._clock()
         self._partial |= dict.fromkeys(blocks[(shards != WRITING_SHARD).all(axis=1)].tolist(), now)
 
@@ -1019,7 +1019,7 @@ class Cache:
             self._events.removed(group.namespace, group.index, keys.tolist())
 
     def _free_dropped(self, blocks: BlockIds) -> None:
-        """Free the slots of those of the blocks that are DROPPED and not in use."""
+        """Free the slots of DROPPED blocks that are not in use."""
         for group, members in self.by_group(blocks):
             self._free_ended(group, DROPPED, *self.blocks.release(members, len(group.sizes)))
 

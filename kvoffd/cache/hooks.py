@@ -58,7 +58,7 @@ class TierHooks(Protocol):
         records how many. Returns ``states`` itself if no tier can be asked."""
 
     def lease_ended(self, lease: Lease) -> None:
-        """The lease ended: nothing need be promoted for it any more."""
+        """The lease ended: promotions for it alone can stop."""
 
     def loaded(self, tickets: Sequence[LoadTicket]) -> None:
         """These loads ended."""

@@ -290,7 +290,7 @@ static void add_unseen(const struct learned *l, double unseen[CLASSES][BINS])
     }
 }
 
-/* Returns the group of a class, whose classes are likely similar: the same pause, or else the same kind. */
+/* Returns the group of a class. Classes of a group are likely similar: they have the same pause, or else kind. */
 static int group_of(int kind)
 {
     if (kind >= APPENDED && kind < BRANCH)

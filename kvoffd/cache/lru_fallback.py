@@ -1,6 +1,6 @@
 """Switches `learned` to LRU for a while when the curve predicts that LRU would hit more.
 
-Learned classes serve workloads badly in which no class of keys predicts reuse.
+Learned classes do badly on workloads in which no class of keys predicts reuse.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ class PoolMemory:
     def map_pages(self, should_stop: Callable[[], bool], is_busy: Callable[[], bool]) -> None:
         """Fill the page tables of resident memory, so that copies do not fault.
 
-        Works in steps, and maps nothing between them. Ends early once ``should_stop`` returns True, and pauses while
-        ``is_busy`` does: copies then map what they need themselves and have the CPUs to themselves.
+        Works in steps, in which no other thread can map or unmap memory. Ends early once ``should_stop`` returns True,
+        and pauses while ``is_busy`` does: copies then map what they need, and have the CPUs for it.
         """
         self._ask_for_huge_pages()
         end = self.segment.address + self.size_bytes

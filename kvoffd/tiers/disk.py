@@ -133,7 +133,7 @@ class DiskTier(Tier):
         for kind, sentence in file.errors:
             post(partial(self._error, kind, sentence))
 
-    # --- what is there ---------------------------------------------------------------------------
+    # --- lookups ---------------------------------------------------------------------------------
 
     def available(self) -> bool:
         return not (self.hangs or self._closed)

@@ -65,7 +65,7 @@ class Clearing:
         self._freeing: deque[Iterator[list[int]]] = deque()
         """Remaining slots of each namespace and region that is cleared as a whole."""
         self._running: IndexWrite | None = None
-        """Write for the last slots taken from the first of them."""
+        """Running write for slots of the first of these."""
         self._unsized: set[int] = set()
         """Regions whose slot size could not be written."""
         self._written_bytes = 0

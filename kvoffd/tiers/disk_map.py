@@ -92,7 +92,7 @@ class Region:
         return self.keys[place, : self.key_bytes[place]].tobytes()
 
     def skip_all(self) -> int:
-        """Move the hand behind all slots. Returns how many blocks to evict; 0 if more than half were used."""
+        """Move the hand past all slots. Returns how many blocks to evict; 0 if more than half were used."""
         there, used = int(np.count_nonzero(self.group_numbers)), np.count_nonzero(np.frombuffer(self.used, np.uint8))
         self.hand, self.used = self.slots, bytearray(self.slots)
         return 0 if 2 * used > there or np.frombuffer(self.pins, np.uint16).any() else there
@@ -263,11 +263,11 @@ class DiskMap:
         return self._found.value
 
     def slots_of(self, tag: int, keys: Sequence[bytes]) -> list[int]:
-        """Return the slots of those of the keys that have one."""
+        """Return the slots of the keys that have one."""
         return [slot for slot in self.find(tag, keys).tolist() if slot != NO_SLOT]
 
     def enter(self, slots: bytes, count: int) -> list[int]:
-        """Add the blocks of slots to the index. Returns slots whose blocks were replaced, having the same keys."""
+        """Add the blocks of slots to the index. Returns the slots of replaced blocks, which had the same keys."""
         replaced = np.empty(count, np.uint32)
         found = self._native.disk_enter(self._index_at, slots, count, replaced.ctypes.data)
         return cast(list[int], replaced[:found].tolist())

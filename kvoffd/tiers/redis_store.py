@@ -60,7 +60,7 @@ NEEDED_COMMANDS = (
 )
 _FIGURE = re.compile(r"^(maxmemory|used_memory|evicted_keys):([0-9]{1,18})\r?$", re.MULTILINE)
 ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
-"""Answers of a cluster's server for a key whose slot, or a part of it, it does not own or serve."""
+"""Error replies of a cluster's server for a key whose slot it does not own, or not serve."""
 KEEPALIVE_S = 60  # firewalls and NAT forget a connection that is idle for some minutes
 WANTS_NO_TLS = " If it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
 WANTS_TLS = " If it requires TLS, name it rediss://."

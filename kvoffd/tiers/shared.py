@@ -88,7 +88,7 @@ PROBE_S = 1.0
 QUIET_S = 10.0
 """Time without answers after which the store is probed, so that operators learn if it is gone."""
 LOOK_S, SILENT_LOOK_S = 10.0, 600.0
-"""Intervals at which the store is asked how full it is; the latter if it does not tell."""
+"""Intervals at which the store is asked how full it is; the latter if it does not report that."""
 LOOK_DEADLINE_S = 0.5
 FULL_PART = 15 / 16
 """Part of its limit from which on a store counts as full."""
@@ -281,7 +281,7 @@ class SharedTier(Tier):
         self._written_before = 0, 0
         """Blocks and bytes written up to the last look."""
         self._own = self._all = 1.0
-        """Recent blocks that this node wrote, and that were evicted for those of all nodes."""
+        """Recent numbers of blocks that this node wrote, and of blocks evicted for writes of all nodes."""
         self._heard_at, self._unexpected_at = clock(), -LOGGED_S
         self._logged_reachable = self._probing = self.closed = False
         connections = [StoreConnection(self, store, clock) for store in self._stores]
@@ -324,7 +324,7 @@ class SharedTier(Tier):
             batch.append(waiting.popleft())
         return batch
 
-    # --- what is known of keys -------------------------------------------------------------------
+    # --- answers of the store --------------------------------------------------------------------
 
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
         if self.breaker.open or self.closed:
@@ -462,7 +462,7 @@ class SharedTier(Tier):
 
     @property
     def lifetime_bytes(self) -> int:
-        """Bytes of this node's writes that a block survives; 0 while there is free space, as far as the store tells.
+        """Bytes of this node's writes that a block survives; 0 while there is free space, as far as the store reports.
 
         Other nodes write too: this node causes only a part of the evictions.
         """
@@ -474,7 +474,7 @@ class SharedTier(Tier):
 
     @property
     def _last_filling(self) -> Filling:
-        """The store's last answer; zeros if it does not tell."""
+        """The store's last answer; zeros if it gave none."""
         return self._filling or Filling(0, 0, 0)
 
     def _wrote_much(self) -> bool:
@@ -757,7 +757,7 @@ class StoreConnection:
             self._breaker.failed("ask", at_once=True)
 
     def _look(self) -> Filling | Exception | None:
-        """Return the store's answer; None if it does not tell, as for a user without permission; or the failure."""
+        """Return the store's answer; None if it gives none, as to a user without permission; or the failure."""
         try:
             self._store.connect()
             return self._store.filling(self._clock() + LOOK_DEADLINE_S)

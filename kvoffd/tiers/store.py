@@ -192,7 +192,7 @@ class Store(ABC):
         """Check that the store serves."""
 
     def filling(self, deadline: float) -> Filling | None:
-        """Return how full the store is; None if it does not tell."""
+        """Return how full the store is; None if it does not report that."""
         return None
 
     @abstractmethod

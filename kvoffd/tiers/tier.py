@@ -164,7 +164,7 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
-        """Cancel what has not begun and wait for the rest, whose ends come first. Returns False if something hangs.
+        """Cancel waiting work, and wait until all ends were called. Returns False if something hangs.
 
         Blocks: do not call it in the daemon's thread while it serves engines.
         """
