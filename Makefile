@@ -27,14 +27,14 @@ venv: $(VENV)/.engine ## build .venv: kvoffd, its tools, and vLLM with torch for
 demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 	@$(BIN)/python -m tests.demo
 
-# An engine has all cores busy, so engines run alone and the other tests side by side; those that import vLLM, which
-# takes 15 seconds of a CPU, in one process, whose output comes when the others are done. 5 is pytest's status for no test.
+# Engines run one after the other, beside them the tests that import vLLM, which takes 15 seconds of a CPU, in one process
+# whose output comes at the end; before that all others side by side. 5 is pytest's status for no test.
 test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, real engines included; ARGS="tests/daemon -k restart"
 	@$(PASSED); failed=0; \
-		passed -m 'vllm and not engine and $(HERE)' >$(VENV)/vllm.log 2>&1 & beside=$$!; \
 		passed $(SIDE_BY_SIDE) -m 'not vllm and not engine and $(HERE)' || failed=1; \
-		wait $$beside || failed=1; cat $(VENV)/vllm.log; \
-		passed -m 'engine and $(HERE)' || failed=1; exit $$failed
+		passed -m 'vllm and not engine and $(HERE)' >$(VENV)/vllm.log 2>&1 & beside=$$!; \
+		passed -m 'engine and $(HERE)' || failed=1; \
+		wait $$beside || failed=1; cat $(VENV)/vllm.log; exit $$failed
 
 lint: $(VENV)/.tools ## ruff, mypy and plain words; needs neither torch nor vLLM
 	$(BIN)/ruff check .

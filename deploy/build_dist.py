@@ -27,7 +27,8 @@ def main(dist: Path) -> int:
         hatch("sdist", ROOT, dist)
         (sdist,) = dist.glob("*.tar.gz")
         with tarfile.open(sdist) as archive:
-            archive.extractall(made, filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # an argument since Python 3.11.4
+            archive.extractall(made)
         source = Path(made, sdist.name.removesuffix(".tar.gz"))
         for machine in MACHINES:
             compiler = compiler_for(machine)

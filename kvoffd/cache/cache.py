@@ -243,7 +243,9 @@ class Cache:
             return
         kept = [one for one in self.namespaces.values() if any(one.shard_bytes)]
         count = len(kept)
-        while not self.table.save_namespaces(_snapshot(self._next_number, kept, short=self._saves_short)):
+        while not self.table.save_namespaces(
+            _snapshot(self._next_number, kept, count - len(kept), short=self._saves_short)
+        ):
             if self._saves_short:
                 kept = sorted(kept, key=lambda one: one.ready_blocks, reverse=True)[: len(kept) // 2]
             self._saves_short = True
@@ -1230,10 +1232,11 @@ def _select_keys(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], siz
     return np.frombuffer(keys, np.dtype((np.void, size)))[numbers].tobytes()
 
 
-def _snapshot(next_number: int, namespaces: Sequence[Namespace], *, short: bool) -> list[Deflated]:
+def _snapshot(next_number: int, namespaces: Sequence[Namespace], left_out: int, *, short: bool) -> list[Deflated]:
     """Encode a ``NamespaceSnapshot`` as msgpack."""
-    head = b"\x92" + msgpack.encode(next_number) + b"\xdc" + len(namespaces).to_bytes(2, "big")
-    return [Deflated.of(head), *[one.record(short=short) for one in namespaces]]
+    head = b"\x93" + msgpack.encode(next_number) + b"\xdc" + len(namespaces).to_bytes(2, "big")
+    records = [one.record(short=short) for one in namespaces]
+    return [Deflated.of(head), *records, Deflated.of(msgpack.encode(left_out))]
 
 
 def _limit_ready(found: Found, leased: BlockIds, part: float) -> Found:

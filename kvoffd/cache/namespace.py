@@ -70,6 +70,8 @@ class NamespaceSnapshot(Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     next_number: int
     namespaces: tuple[NamespaceRecord, ...]
+    left_out: int = 0
+    """Number of other namespaces, for which there was no space."""
 
 
 @dataclass(slots=True)

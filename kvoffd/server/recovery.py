@@ -121,8 +121,11 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
     ):
         if count:
             logger.warning("%d slot%s of the pool not brought back: %s.", count, plural(count), why)
-    if found.reset:
-        logger.info("%d slots of the pool are void: their namespaces were reset.", found.reset)
+    if found.reset and snapshot.left_out:
+        why = "were too many for a pool of this size to be recorded, or were reset"
+        logger.warning("Dropped %d slots of the pool: their namespaces %s.", found.reset, why)
+    elif found.reset:
+        logger.info("Dropped %d slots of the pool: their namespaces were reset.", found.reset)
     if count := len(found.quarantined):
         logger.warning(
             "%d slot%s not used: wrong bytes were found there; check the machine's memory.", count, plural(count)

@@ -62,7 +62,8 @@ def debian(packages: Sequence[str]) -> Path:
 def unpack(archive: Path, directory: Path) -> None:
     """All files of a root file system with their owners and modes."""
     with tarfile.open(archive) as opened:
-        opened.extractall(directory, filter="fully_trusted")
+        opened.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)  # an argument since Python 3.11.4
+        opened.extractall(directory)
 
 
 def wheelhouse() -> Path:

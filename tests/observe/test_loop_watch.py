@@ -46,9 +46,9 @@ async def watched(*calls: tuple[float, object], for_s: float = 0.6) -> LoopWatch
 @pytest.mark.parametrize("blocker", [block, spin], ids=["asleep", "busy"])
 def test_a_callback_that_blocks_is_measured_and_named(caplog: pytest.LogCaptureFixture, blocker: object) -> None:
     with caplog.at_level(logging.WARNING):
-        watch = uvloop.run(watched((0.15, lambda: blocker(0.4))))
+        watch = uvloop.run(watched((0.15, lambda: blocker(0.8))))
     assert over(watch, "0.1") >= 1
-    assert 0.2 < watch.loop_blocked_maximum_seconds < 2.0
+    assert 0.4 < watch.loop_blocked_maximum_seconds < 3.0  # less waits for a CPU before the beat was due
     assert f"in <lambda> ({os.path.basename(__file__)}" in caplog.messages[0]
     assert caplog.messages[0].startswith("The loop was blocked for")
     assert blocker.__name__ in caplog.messages[0]

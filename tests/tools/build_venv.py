@@ -67,7 +67,7 @@ class Environment:
             self._run("creating the environment", [sys.executable, "-m", "venv", str(directory)], hint)
 
     def pip(self, what: str, *arguments: str, hint: str = "") -> None:
-        command = [str(self._python), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+        command = [str(self._python), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile", *arguments]
         self._run(f"installing {what}", command, hint)
 
     def check(self, what: str, code: str, hint: str = "") -> None:

@@ -226,4 +226,5 @@ def _joined(files: Path, name: str, described: Mapping[str, Any], of: Sequence[s
 
 def _extract(data: bytes, to: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        tar.extractall(to, filter="tar")
+        tar.extraction_filter = getattr(tarfile, "tar_filter", None)  # an argument since Python 3.11.4
+        tar.extractall(to)
