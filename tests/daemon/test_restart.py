@@ -182,7 +182,7 @@ def test_pool_file_belongs_to_one_daemon(in_file: DaemonProcess, pool_file: Path
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_blocks * 512 >= status.st_size >= 32 * MIB
     assert status.st_size <= 32 * MIB * 1.02 + 2 * 2 * MIB
-    assert "in use" in refused(pool_file, tmp_path)
+    assert "is using the pool file" in refused(pool_file, tmp_path)
     assert load(in_file, truth) == [*SOME]
     in_file.kill()
     link = pool_file.with_name("link")
